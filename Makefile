@@ -25,7 +25,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
   $(VENV)/bin/pip install --quiet --no-require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check fmt docs pictures demo test swarm scenarios kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
+.PHONY: help setup lock check fmt docs pictures demo dist test swarm scenarios kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -83,6 +83,9 @@ test-network: setup ## real daemons on hosts of their own: Linux network namespa
 
 test-docs: setup ## every command of README.md and docs/, with real daemons
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m docs
+
+dist: setup ## the wheel, in dist/: pip, pipx and uv install it anywhere
+	$(VENV)/bin/pip wheel --quiet --no-deps --build-constraint constraints.txt --wheel-dir dist .
 
 test-hf: setup ## what transformers makes of an export; installs the extra [hf]
 	$(INSTALL) -e '.[dev,hf]'

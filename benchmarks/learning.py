@@ -14,7 +14,9 @@ straight line to a tenth. A run that was broken off goes on with what --json lac
 
 A peer's bytes are what it uploads. With full synchronisation that is the gradient in fp32, once a step (a ring
 all-reduce sends almost twice that; bf16 would halve it): all ratios have that baseline. Time on a line is worked out:
-the steps at 0.3 s each, and in every round a payload for each of the others, up and down at the line's rate.
+the steps at 0.3 s each, and in every round a payload for each of the others, up and down at the line's rate; dense ones
+in a ring. A method of which fewer than three rates have run is not in the table; a star marks a best rate beyond which
+none was tried.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-learning-{os.getpid()}"
 RUN_SEED = 11  # of the data's order; a run's own seed makes its first weights and draws its shards
 EVALUATED = 64  # sequences of each half of the held-out documents
 POINTS = 8  # of a curve
-RATES_MAX = 6  # tried for a method
+RATES_MIN, RATES_MAX = 3, 6  # tried for a method
+DENSE = ("full", "diloco", "diloco4", "muloco")  # contributions of all weights
 LINES_MBIT = (10, 100, 1_000)
 STEP_SECONDS = 0.3  # of one local step; an assumption, the same for all
 
@@ -87,6 +90,7 @@ class Setting:
     local_steps: int = 1
     peers: int = 4
     delay: int = 0
+    slow: int = 0  # peers ten times slower, which take a tenth of the steps
     rate: str = "1/1000"  # of the inner optimizer where there is one
     seed: int = 0
     size: str = "quick"
@@ -104,7 +108,9 @@ class Setting:
     def family(self) -> str:
         """What is compared with another: of each, the best goes on."""
         name = f"local {self.inner}" if self.system == "local" else f"{self.system} {self.inner}".removesuffix(" adamw")
-        return f"{name}{', one round late' if self.delay else ''}, {self.peers} peers"
+        return (
+            f"{name}{', one round late' if self.delay else ''}{', some slow' if self.slow else ''}, {self.peers} peers"
+        )
 
     @property
     def method(self) -> str:
@@ -121,6 +127,7 @@ class Setting:
         parts += [f"{self.local_steps} steps"] if self.local_steps > 1 else []
         parts += [f"decay {float(Fraction(self.decay)):g}"]
         parts += ["one round late"] if self.delay else []
+        parts += [f"{self.slow} take a tenth of them"] if self.slow else []
         return ", ".join([*parts, f"{self.peers} peers"])
 
 
@@ -148,10 +155,11 @@ def grid() -> list[Setting]:
     muon = Setting("local", "muon", local_steps=10, rate="1/100")
     found += [replace(muon, k=k) for k in (32, 64, 128, 256, 512)]
     found += [replace(muon, k=k, value_bits=bits) for k, bits in ((64, 2), (64, 3), (256, 2), (256, 8))]
-    found += [replace(muon, k=k, local_steps=steps) for k, steps in ((128, 5), (256, 5), (256, 30))]
+    found += [replace(muon, k=k, local_steps=steps) for k, steps in ((128, 5), (256, 5), (512, 8), (256, 30))]
     found += [replace(muon, k=256, decay=decay) for decay in ("9/10", "1")]
     found += [replace(muon, k=k, chunk=32) for k in (16, 64)]
     found += [replace(muon, k=k, peers=16) for k in (64, 256)]
+    found += [replace(muon, k=256, peers=peers, slow=slow) for peers, slow in ((8, 5), (8, 3), (3, 0))]
     found += [Setting("full", inner, peers=16, rate=rate) for inner, rate in (("adamw", "6/1000"), ("muon", "1/100"))]
     return found
 
@@ -198,7 +206,8 @@ def run(setting: Setting) -> dict[str, Any]:
         count = setting.sequences * setting.local_steps
         seed = RUN_SEED + setting.seed
         found = shard(seed, round_number, peer, setting.peers, count, dataset.sequences(length))
-        return list(torch.split(torch.from_numpy(dataset.batch(found, length)), setting.sequences))
+        steps = list(torch.split(torch.from_numpy(dataset.batch(found, length)), setting.sequences))
+        return steps[: max(1, len(steps) // 10)] if peer < setting.slow else steps
 
     @torch.no_grad()
     def losses() -> list[float]:
@@ -271,8 +280,7 @@ class Runs:
         return [found for each in settings if (found := self._find(each)) is not None]
 
     def _find(self, setting: Setting) -> dict[str, Any] | None:
-        wanted = asdict(setting)
-        return next((one for one in self.results if all(one[key] == value for key, value in wanted.items())), None)
+        return next((one for one in self.results if setting_of(one) == setting), None)
 
     def tuned(self, settings: list[Setting]) -> list[dict[str, Any]]:
         """Tries rates of each setting until the best has a worse one on either side; returns the best of each."""
@@ -296,7 +304,7 @@ def chosen_by(result: dict[str, Any] | None) -> float:
 
 
 def setting_of(result: dict[str, Any]) -> Setting:
-    return Setting(**{name: result[name] for name in Setting.__dataclass_fields__})
+    return Setting(**{name: result[name] for name in Setting.__dataclass_fields__ if name in result})
 
 
 def prepare_corpus() -> None:
@@ -334,20 +342,25 @@ def by_method(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def line_seconds(result: dict[str, Any], steps: int, mbit: int, step_seconds: float = STEP_SECONDS) -> float:
-    """Returns the time of so many steps on a line of that rate."""
-    rounds = steps / (result["steps"] / result["rounds"])
-    return steps * step_seconds + rounds * (result["peers"] - 1) * result["payload_bytes"] * 8 / (mbit * 1e6)
+    """Returns the time of so many steps on a line of that rate. What is dense goes round in a ring, which carries it
+    twice less a share; what is sparse goes from each to all others."""
+    rounds, others = steps / (result["steps"] / result["rounds"]), result["peers"] - 1
+    is_dense = result["system"] in DENSE
+    payloads = 2 * others / result["peers"] if is_dense else others
+    return steps * step_seconds + rounds * payloads * result["payload_bytes"] * 8 / (mbit * 1e6)
 
 
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each method at its best rate, the lowest loss first."""
+    """Returns a row for each method at its best rate, the lowest loss first; `edge`: no rate beyond it was tried."""
     rows = []
     for method, runs in by_method(results).items():
         losses = [one["validation_loss"] for one in runs if one["validation_loss"] is not None]
-        if losses:
+        rates = sorted({Fraction(one["rate"]) for one in results if one["method"] == method})
+        if losses and len(rates) >= RATES_MIN:
             row = {"method": method, "family": setting_of(runs[0]).family, "seeds": len(losses)}
             row |= {name: runs[0][name] for name in ("k", "rate", "parameters", "steps", "bytes_per_peer_step")}
             row["seconds"] = {str(mbit): line_seconds(runs[0], runs[0]["steps"], mbit) for mbit in LINES_MBIT}
+            row["edge"] = Fraction(runs[0]["rate"]) in (rates[0], rates[-1])
             row["deviation"] = statistics.stdev(losses) if len(losses) > 1 else None
             rows.append(row | {"loss": statistics.mean(losses)})
     return sorted(rows, key=lambda row: row["loss"])
@@ -355,14 +368,14 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
-        f"{'loss':>6} {'+-':>6} {'seeds':>5} {'rate':>7} {'bytes/step':>11} {'fp32/ours':>9} "
+        f"{'loss':>6} {'+-':>6} {'seeds':>5} {'rate':>8} {'bytes/step':>11} {'fp32/ours':>9} "
         + " ".join(f"{f'{mbit} Mbit/s':>11}" for mbit in LINES_MBIT)
         + "  method"
     ]
     for row in summary(results):
         size, spread = row["bytes_per_peer_step"], math.nan if row["deviation"] is None else row["deviation"]
         on_lines = " ".join(f"{seconds:9,.0f} s" for seconds in row["seconds"].values())
-        text = f"{row['loss']:6.3f} {spread:6.3f} {row['seeds']:5} {row['rate']:>7} {size:11,.0f} "
+        text = f"{row['loss']:6.3f} {spread:6.3f} {row['seeds']:5} {row['rate'] + '*' * row['edge']:>8} {size:11,.0f} "
         lines.append(f"{text}{4 * row['parameters'] / size:9,.0f} {on_lines}  {row['method']}")
     return "\n".join(lines)
 

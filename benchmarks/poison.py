@@ -9,6 +9,8 @@ that the exact path accepts:
     away      the negative of its own honest contribution, at the largest scale
     noise     random places and signs, at the largest scale
     tiny      its own honest contribution at the smallest scale
+    spiked    like `away`, with one coefficient of sixteen at the largest value and the others at the smallest
+    alone     like `away`, and in the round after a third of them its contribution is the only one
 
 Wanted: at most 1.05 with one of 16. The rest is reported as it is: below four members nothing is promised.
 """
@@ -44,7 +46,7 @@ from p2ptrain.learn.tokenizer import load_tokenizer
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-poison-{os.getpid()}"
 MODEL = ModelConfig(dim=64, ffn_dim=192, layers=2, heads=4, kv_heads=2, sequence_length=64)
-LIES = ("against", "away", "noise", "tiny")
+LIES = ("against", "away", "noise", "tiny", "spiked", "alone")
 PEERS = (2, 4, 7, 16)
 EVALUATED = 64
 RATES = {"normalised": "1/1000", "mean": "2/1000", "sign": "1/1000"}  # of the outer rule, where it has a size
@@ -105,7 +107,7 @@ class Liar:
     def contribute(self, round_number: int) -> Contribution:
         own, config = self.honest.contribute(round_number), self.swarm.config
         self.residual.restore(round_number)  # it has told nothing of its own
-        top = 1 << (config.value_bits - 1)
+        top: Any = 1 << (config.value_bits - 1)
         if self.lie == "tiny":
             exponents = None if own.exponents is None else np.full_like(own.exponents, EXPONENT_MIN)
             return replace(own, exponents=exponents)
@@ -121,6 +123,8 @@ class Liar:
             indices = largest(wanted, config.k)
             found = wanted.gather(1, torch.from_numpy(indices.astype(np.int64))).numpy()
             signs = np.where(found < 0, np.int8(-1), np.int8(1))  # subtracted, it undoes the move
+        if self.lie == "spiked":
+            top = np.where(self.generator.random(signs.shape) < 1 / 16, top, 1)
         return Contribution(indices, (signs * top).astype(own.values.dtype), exponents)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -143,7 +147,8 @@ def run(case: Case) -> dict[str, Any]:
         for peer in range(peers):
             found = shard(11, number, peer, peers, config.sequences_per_pass * config.local_steps, sequences)
             batches.append(list(torch.split(torch.from_numpy(dataset.batch(found, length)), config.sequences_per_pass)))
-        swarm.round(number, batches)
+        is_alone = case.lie == "alone" and number == config.rounds // 3
+        swarm.round(number, batches, alone=peers - 1 if is_alone else None)
     held_out = torch.from_numpy(dataset.held_out_batch(np.arange(EVALUATED), length))
     with torch.no_grad():
         loss = float(live.model.loss(held_out))

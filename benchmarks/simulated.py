@@ -13,7 +13,7 @@ from p2ptrain.learn.codec import PayloadFormat, pack
 from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.recipes import make_recipe
-from p2ptrain.learn.schedule import inner_rate, learning_rate
+from p2ptrain.learn.schedule import inner_rate, learning_rate, reach
 from p2ptrain.learn.transform import Layout
 
 
@@ -29,24 +29,33 @@ class Swarm:
         for peer in self.peers:
             peer.agreed = self.agreed  # replicas are the same bits, so one will do
         self.payload_bytes = self.form.payload_bytes
-        self.waiting: list[list[bytes]] = []
+        self.waiting: list[dict[int, bytes]] = []  # by peer
 
-    def round(self, round_number: int, batches: list[list[Any]]) -> None:
-        payloads = []
-        for peer, own in zip(self.peers, batches, strict=True):
+    def round(self, round_number: int, batches: list[list[Any]], alone: int | None = None) -> None:
+        """Runs a round; `alone`: the one peer whose contribution the others had in time."""
+        payloads = {}
+        for number, (peer, own) in enumerate(zip(self.peers, batches, strict=True)):
             peer.begin(round_number)
             for step, batch in enumerate(own):
                 peer.local_step(step, batch, [])
             peer.end()
-            payloads.append(pack(peer.contribute(round_number), self.form))
+            payload = pack(peer.contribute(round_number), self.form)
+            if alone in (None, number):
+                payloads[number] = payload
+            else:
+                peer.residual.restore(round_number)
         self.waiting.append(payloads)
         if len(self.waiting) > self.delay:
-            rate = learning_rate(self.config, round_number)
-            parameters = self.live.parts(self.agreed)
-            scales = apply_payloads(self.layout, self.config, self.form, self.waiting.pop(0), rate, parameters)
-            for number, peer in enumerate(self.peers):
-                peer.residual.forget(round_number - self.delay, partial(scales.uncounted, number) if scales else None)
+            self._apply(round_number, self.waiting.pop(0))
         self.live.weights.copy_(self.agreed)
+
+    def _apply(self, round_number: int, payloads: dict[int, bytes]) -> None:
+        rate, furthest = learning_rate(self.config, round_number), reach(self.config, round_number, self.delay)
+        parts, offered = self.live.parts(self.agreed), list(payloads.values())
+        scales = apply_payloads(self.layout, self.config, self.form, offered, rate, furthest, parts)
+        for place, number in enumerate(payloads):
+            uncounted = partial(scales.uncounted, place) if scales else None
+            self.peers[number].residual.forget(round_number - self.delay, uncounted)
 
 
 class FullySynchronised:

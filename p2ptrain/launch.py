@@ -27,6 +27,7 @@ from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.assembly import Launch
+from p2ptrain.node.begun import begun_here, note_begun
 from p2ptrain.node.control import Control
 from p2ptrain.node.directories import data_directory, dataset_directory, identity_file, private_directory
 from p2ptrain.node.find import (
@@ -36,7 +37,6 @@ from p2ptrain.node.find import (
     find_dataset,
     find_run,
     open_dataset,
-    stored_runs,
     with_relays,
 )
 from p2ptrain.node.invitations import claim_for, read_invitation
@@ -189,20 +189,13 @@ async def _start(
         http = await _show(stack, config, daemon)
         log.info("preparing the data and the first weights of %s", run.name)
         place = dataset_directory(config, run.data.manifest)
-        run = _begun_here(run, said, config, identity) or run
-        await asyncio.to_thread(refuse_too_large, run, config)
-        begun = await asyncio.to_thread(begin, run, place, [identity.key.hex()], dataset, given)
+        before = begun_here(run, said, config, identity.key.hex())
+        await asyncio.to_thread(refuse_too_large, before or run, config)
+        begun = await asyncio.to_thread(begin, before or run, place, [identity.key.hex()], dataset, given)
+        note_begun(begun.run, run, said, config)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
         transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
         await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), daemon, http)
-
-
-def _begun_here(run: RunConfig, said: Mapping[str, object], config: NodeConfig, identity: Identity) -> RunConfig | None:
-    """Returns the run that this node began from the file, even if defaults have changed since, if there is one."""
-    founders = (identity.key.hex(),)
-    found = [each for each in stored_runs(config) if each.admission.founders == founders and each.is_described_by(said)]
-    whole = run.model_dump()
-    return max(found, key=lambda each: each.is_described_by(whole), default=None)
 
 
 async def _join(config: NodeConfig, wanted: str | None, invitation: str | None, trust: bytes) -> None:

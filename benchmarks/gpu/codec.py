@@ -90,7 +90,7 @@ def measure(
         payloads += [made[index % len(made)] for index in range(CONTRIBUTIONS)]
     timed("check", lambda: unpack(payloads[0], form), 1 if long else 3, CPU)
     rate, parameters = Fraction(1, 1000), views(state, shapes)
-    timed("apply", lambda: apply_payloads(layout, recipe, form, payloads, rate, parameters), 1 if long else 3)
+    timed("apply", lambda: apply_payloads(layout, recipe, form, payloads, rate, None, parameters), 1 if long else 3)
 
     def root() -> None:
         figures["root"] = state_root(state).hex()

@@ -136,7 +136,8 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
     parameters, agreed = bench.live.parts(recipe.agreed), (payloads * CONTRIBUTIONS)[:CONTRIBUTIONS]
     rate = Fraction(1, 1000)
     unpacked = [unpack(payload, form) for payload in agreed]
-    scales = Scales.of([sizes_of(payload, layout, form) for payload in agreed], layout, config) if form.groups else None
+    sizes = [sizes_of(payload, layout, form) for payload in agreed] if form.groups else []
+    scales = Scales.of(sizes, layout, config, None) if sizes else None
 
     def apply_unpacked() -> None:
         votes = sum_votes(layout, config, unpacked, len(unpacked), scales, bench.device)
@@ -156,7 +157,7 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
         "apply_on_device_ms": applying,
         "overhead": round(whole / plain - 1, 4),
         "overhead_of_contributing": round(with_contribution / plain - 1, 4),
-        "apply_ms": ms(lambda: apply_payloads(layout, config, form, agreed, rate, parameters)),
+        "apply_ms": ms(lambda: apply_payloads(layout, config, form, agreed, rate, None, parameters)),
         "unpack_ms": ms(lambda: [unpack(payload, form) for payload in agreed]),
         "check_ms": ms(lambda: unpack(agreed[0], form)),
         "root_ms": ms(lambda: state_root(recipe.agreed), 1),

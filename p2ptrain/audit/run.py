@@ -18,8 +18,8 @@ from p2ptrain.audit.history import RESTORE_FIX, CountingVerifier, ProvedLog, che
 from p2ptrain.audit.weights import (
     LARGER_FIX,
     PAYLOADS_MAX,
-    Model,
     PayloadFiles,
+    RunModel,
     check_checkpoints,
     found_checkpoints,
     replay,
@@ -101,7 +101,7 @@ def _audit(directory: Path, report: Report) -> Report:
         me = _read_identity(directory / "identity", report)
         found = found_checkpoints(directory, run, report)
         kept = read_log(directory, run, verifier, report)
-        model = Model(run)
+        model = RunModel(run)
         payloads = PayloadFiles(directory / "payloads", model)
         if kept is not None:
             check_said(kept, me, run_id, report)

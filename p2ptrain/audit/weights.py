@@ -33,7 +33,7 @@ from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.codec import PayloadFormat, unpack
 from p2ptrain.learn.models import named_shapes
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, state_root
-from p2ptrain.learn.schedule import learning_rate
+from p2ptrain.learn.schedule import learning_rate, reach
 from p2ptrain.learn.transform import Layout
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
@@ -49,7 +49,7 @@ TRAINER_STATES_MAX = 256  # times the state's size: copies of it, and up to 128 
 _NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
-class Model:
+class RunModel:
     """The shapes of a run's weights, with their layout, payload format and size."""
 
     def __init__(self, run: RunConfig) -> None:
@@ -73,7 +73,8 @@ class Model:
         """Applies a round's update, counted from 1, in place."""
         parts = [part.view(shape) for part, shape in zip(torch.split(weights, self.counts), self.shapes, strict=True)]
         rate = learning_rate(self.run.recipe, number - 1)
-        apply_payloads(self.layout, self.run.recipe, self.form, payloads, rate, parts)
+        furthest = reach(self.run.recipe, number - 1, self.run.agreement.staleness_rounds_max)
+        apply_payloads(self.layout, self.run.recipe, self.form, payloads, rate, furthest, parts)
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class State:
 class PayloadFiles:
     """The payloads in a directory, each read only when it is needed."""
 
-    def __init__(self, directory: Path, model: Model) -> None:
+    def __init__(self, directory: Path, model: RunModel) -> None:
         self.directory, self.model = directory, model
         self.bytes_max = KEY_BYTES + model.form.payload_bytes
         self.bad: set[bytes] = set()
@@ -197,7 +198,7 @@ def found_checkpoints(directory: Path, run: RunConfig, report: Report) -> list[C
 
 
 def check_checkpoints(
-    found: list[Checkpoint | DataError], directory: Path, model: Model, proved: ProvedLog, report: Report
+    found: list[Checkpoint | DataError], directory: Path, model: RunModel, proved: ProvedLog, report: Report
 ) -> list[State]:
     """Returns the intact checkpoints that are on the history, by round."""
     checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(model.run.run_id))
@@ -220,7 +221,7 @@ def check_checkpoints(
     return sorted(states, key=lambda state: (state.round, state.checkpoint.number))
 
 
-def _has_other_sizes(checkpoint: Checkpoint, model: Model) -> str | None:
+def _has_other_sizes(checkpoint: Checkpoint, model: RunModel) -> str | None:
     """Returns how the sizes in a checkpoint's stamp contradict this run's model; None if they agree."""
     if checkpoint.state_bytes != model.state_bytes:
         return f"{STATE_NAME} has {checkpoint.state_bytes} bytes, but this run's state has {model.state_bytes}"
@@ -230,7 +231,7 @@ def _has_other_sizes(checkpoint: Checkpoint, model: Model) -> str | None:
     return None
 
 
-def _differs(checkpoint: Checkpoint, model: Model) -> str | None:
+def _differs(checkpoint: Checkpoint, model: RunModel) -> str | None:
     """Returns how the checkpoint's files differ from the state that its stamp names; None if they do not."""
     try:
         weights = read_flat(checkpoint.path / STATE_NAME, model.state_bytes)
@@ -279,7 +280,7 @@ def _head_of(proved: ProvedLog, number: int) -> bytes:
 
 
 def replay(
-    states: list[State], payloads: PayloadFiles, model: Model, proved: ProvedLog, report: Report
+    states: list[State], payloads: PayloadFiles, model: RunModel, proved: ProvedLog, report: Report
 ) -> Replay | None:
     """Applies the certified rounds again and compares the roots; None if there is no state to begin with."""
     last = proved.entries[-1].manifest.round if proved.entries else 0

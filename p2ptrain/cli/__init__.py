@@ -154,6 +154,26 @@ def _payload_bytes(run: RunConfig) -> int:
 
 
 @config_app.command()
+def example(
+    name: Annotated[str | None, typer.Argument(help="Which one; without it, they are listed.")] = None,
+) -> None:
+    """Print a run file to begin with, for `p2ptrain start`: `p2ptrain config example tiny > tiny.toml`."""
+    from p2ptrain.errors import ConfigError
+
+    here = Path(__file__).parents[1]
+    folder = here / "examples" if (here / "examples").is_dir() else here.parent / "examples"  # installed; in a checkout
+    found = {path.stem: path.read_text() for path in sorted(folder.rglob("*.toml"))}
+    if name is None:
+        width = max(map(len, found))
+        for each, text in found.items():
+            typer.echo(f"{each:<{width}}  {text.removeprefix('# ').partition(':')[0]}")
+    elif name in found:
+        typer.echo(found[name], nl=False)
+    else:
+        raise ConfigError(f"there is no example {name!r}", key="NAME", fix=f"Take one of {', '.join(found)}")
+
+
+@config_app.command()
 def schema(kind: Annotated[Literal["run", "node"], typer.Argument(help="Which configuration.")] = "run") -> None:
     """Print a configuration's JSON schema."""
     import json

@@ -121,7 +121,7 @@ RECIPES: dict[str, RecipeSpec] = {
         copies=1,  # the agreed weights
     ),
 }
-SCALE_ROOM_BITS = 5  # at least: how far below the median's root mean square votes of a round are told apart
+SCALE_ROOM_BITS = 5  # at least: how far below the measure's root mean square votes of a round are told apart
 SCALE_TOP_BITS = 3  # and how far above it a single one counts (learn/scales.py)
 
 
@@ -145,7 +145,7 @@ class RecipeConfig(Section):
     )
     inner: Literal["muon", "adamw"] = Field("muon", description="optimizer of the local steps")
     inner_learning_rate: Rational = Field(
-        Fraction(1, 100), ge=0, description="highest rate of the local steps, of both optimizers"
+        Fraction(1, 100), ge=0, description="highest rate of the local steps; with adamw 3/1000 by default"
     )
     inner_beta1: Rational = Field(
         Fraction(9, 10), ge=0, lt=1, description="AdamW's memory of gradients, for recipes with local steps"
@@ -172,7 +172,10 @@ class RecipeConfig(Section):
         if not isinstance(data, dict):
             return data
         name = data.get("name", "local")
-        return {**RECIPES[name].defaults, **data} if isinstance(name, str) and name in RECIPES else data
+        if not isinstance(name, str) or name not in RECIPES:
+            return data
+        is_adamw = name == "local" and data.get("inner") == "adamw"  # whose best rate is lower (LOG.md)
+        return {**RECIPES[name].defaults, **({"inner_learning_rate": Fraction(3, 1000)} if is_adamw else {}), **data}
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -221,7 +224,7 @@ class RecipeConfig(Section):
 
     @property
     def room_bits(self) -> int:
-        """How far the unit of scaled votes lies below their median's root mean square: no further than they need."""
+        """How far the unit of scaled votes lies below their measure's root mean square: no further than they need."""
         return max(SCALE_ROOM_BITS, self.value_bits)
 
 
@@ -371,11 +374,12 @@ class RunConfig(Section):
                 f"model.config and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a "
                 "message: shorten them"
             )
-        largest = self.admission.contributors_max * self.recipe.k * self.recipe.vote_max * BASIS_PEAK**2
-        if largest >= EXACT_MAX:
+        recipe = self.recipe
+        most = (EXACT_MAX - 1) // (BASIS_PEAK**2 * recipe.k * recipe.vote_max)
+        if self.admission.contributors_max > most:
             raise ValueError(
-                f"contributors_max * k * largest value = {largest // BASIS_PEAK**2} could leave exact arithmetic: "
-                f"keep it below {EXACT_MAX // BASIS_PEAK**2} with a smaller recipe.k or admission.contributors_max"
+                f"admission.contributors_max = {self.admission.contributors_max} could leave exact arithmetic with "
+                f"recipe.k = {recipe.k} and value_bits = {recipe.value_bits}: set at most {most}, or fewer of those"
             )
         return self
 

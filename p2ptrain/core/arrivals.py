@@ -1,27 +1,33 @@
-"""Arrival times: estimates how long to collect contributions, and which authors to wait for.
+"""Arrival times: estimates how long to collect contributions, and which members to wait for.
 
 Rounds take as long as training does, a second or ten minutes, so nothing here is a fixed number of seconds. The
 estimate uses each author's last arrival, measured from the start of the round that the contribution was for; a late
 contribution counts with its true time. The deadline is the members' median arrival plus a multiple of the median
-absolute deviation (Hampel 1974: up to half of the values may be arbitrary). Authors that are expected later, or were
-silent last time, are not waited for, so a straggler or a crash costs the others nothing. A member never heard from
-gets three times the median, once: with less, empty rounds would pass before every slow contribution.
+absolute deviation (Hampel 1974: up to half of the values may be arbitrary). Members that are expected later, or were
+silent last time, are not waited for, so a straggler or a crash costs the others nothing. Nor is anyone who always comes
+just before the deadline, if the others would contribute more in that time: one of n makes rounds longer by an eighth
+(without a seat not even that) or by 1/n at most.
+A member never heard from gets three times the median, once: with less, empty rounds would pass before every slow
+contribution.
 
 The pace of a swarm whose machines take fewer local steps where they are slow (pace.py) is the median of the arrivals
 that there would have been, had everyone taken all of them; otherwise fewer steps would make the pace faster, and a
-faster pace steps fewer. The numbers of steps are claims; less than half of them cannot move a median beyond the others.
+faster pace steps fewer. The numbers of steps are claims: less than half of them cannot move a median beyond the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from statistics import median
+from statistics import median, median_low
 
 from p2ptrain.core.messages import ADMITTED_MAX
+from p2ptrain.core.roster import tolerated_by
 
 DEVIATIONS = 4.0  # one in 140 normal arrivals is later: a median deviation is 0.67 standard deviations
 SLACK = 0.25  # of the median, at least: identical arrivals would leave no room for a hiccup
+GRACE = SLACK / 2  # of the time of a safe majority: members that take no longer are always waited for
 STRANGERS = 3.0  # medians to wait for a member never heard from; a guess
+STRETCH_MAX = 16  # times the time of a contribution for the steps that it lacks, however few it claims; a guess
 STARTS_MAX = 64  # rounds whose start is remembered: a machine 50 times slower still gets its true time
 SILENT = float("inf")
 
@@ -80,25 +86,43 @@ class Arrivals:
     def pace(self, others: Iterable[bytes], steps_max: int) -> float | None:
         """Returns how long after a round's start the median of the others would contribute, if all took all steps.
 
-        None if half of them or fewer have been heard. A claim of no steps, or of more than there are, counts as all.
+        None if half of them or fewer have been heard, or so few that liars could be half of those. Members that are
+        silent are counted among the liars. A claim of no steps, or of more than there are, counts as all.
         """
-        found, count = [], 0
+        found, count, gone = [], 0, 0
         for other in others:
             count += 1
-            offset, steps = self.offsets.get(other, SILENT), self.steps.get(other, 0)
-            if 0.0 < offset < SILENT:  # 0: of a round that had not begun here
-                found.append(offset * steps_max / steps if 0 < steps < steps_max else offset)
-        return median(found) if 2 * len(found) > count else None
+            offset, steps = self.offsets.get(other), self.steps.get(other, 0)
+            if offset == SILENT:
+                gone += 1
+            elif offset:  # 0: of a round that had not begun here
+                found.append(offset * min(STRETCH_MAX, steps_max / steps) if 0 < steps < steps_max else offset)
+        liars = max(0, tolerated_by(count + 1) - gone)
+        return median_low(found) if 2 * len(found) > count and len(found) > 2 * liars else None
 
-    def is_in_time(self, author: bytes, members: Iterable[bytes]) -> bool:
-        """Whether the author's last contribution was early enough to wait for its next one."""
-        usual, _ = self.patience(members)
-        return usual is not None and self.offsets.get(author, SILENT) <= usual
+    def worthwhile(
+        self, members: Iterable[bytes], others: Iterable[bytes], patience: float, least: int
+    ) -> tuple[float, float]:
+        """Returns how long after a round's start to wait for members, and for others, of those that are in time.
 
-    def expected(self, members: Iterable[bytes], others: Iterable[bytes], patience: float) -> set[bytes]:
-        """Returns the authors to wait for: those that were in time, and members never heard from."""
-        in_time = {key for key in others if self.offsets.get(key, SILENT) <= patience}
-        return in_time | {key for key in members if self.offsets.get(key, patience) <= patience}
+        That is the time that brings most contributions a second, but not before so many members and half of them have
+        come: whoever is very early would stop the wait at once. A little longer than these take is free for members.
+        """
+        seated = sorted(offset for member in members if (offset := self.offsets.get(member, SILENT)) <= patience)
+        if not seated:
+            return patience, patience
+        floor = max(seated[min(least, len(seated)) - 1], seated[len(seated) // 2])
+        unseated = [offset for other in others if (offset := self.offsets.get(other, SILENT)) <= patience]
+        best, worth = floor, 0.0
+        for count, offset in enumerate(sorted(seated + unseated), 1):
+            if offset >= floor and count >= worth * offset:
+                best, worth = offset, count / offset if offset else 0.0
+        for_members = max(best, min(patience, (1.0 + GRACE) * floor))
+        return for_members, max(best, *(offset for offset in seated if offset <= for_members))
+
+    def expected(self, members: Iterable[bytes], patience: float) -> set[bytes]:
+        """Returns the members to wait for: those that were in time, and those never heard from."""
+        return {key for key in members if self.offsets.get(key, patience) <= patience}
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Returns the size and bound of each buffer."""

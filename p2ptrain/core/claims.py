@@ -3,12 +3,15 @@
 Nothing that is agreed depends on a claim. An announcement claims the steps behind a contribution and their mean
 training loss. Every `eval.every_rounds` rounds, three members are drawn by the digest of the last manifest; each
 measures the held-out loss of the weights after that round before it trains, and its announcement from that base says
-it. The median is shown: one liar among the three cannot move it beyond what the other two have said.
+it. The median is shown once all three have spoken: one liar among them cannot move it beyond what the other two have
+said. If one never does, the lower of two is shown when the next measurement begins. The training loss of a round is the
+median of its steps, for the same reason.
 """
 
 from __future__ import annotations
 
-from statistics import median
+from collections.abc import Iterable
+from statistics import median_low
 
 from msgspec import Struct
 
@@ -29,22 +32,34 @@ class HeldOut(Struct, frozen=True):
 
     round: int
     loss: float  # nats a token; the median of what was said
-    said: int  # members that said it so far
+    said: int  # members that have said something
 
 
 class TrainingClaims(Struct, frozen=True):
     """The figures of a round's training that its contributors claim."""
 
     steps: int
-    loss: float | None  # nats a token, the mean over these steps
+    loss: float | None  # nats a token, the median over these steps
 
 
+SAID_MIN = 2  # with whom a measurement is shown at its end
 UNKNOWN = TrainingClaims(0, None)
 
 
 def drawn(state: AgreedState) -> tuple[bytes, ...]:
     """Returns the members that measure the held-out loss after this state's round."""
     return tuple(sorted(state.members, key=draw_of(state))[:DRAWN])
+
+
+def weighted_median(values: Iterable[tuple[float, int]]) -> float | None:
+    """Returns the lower median of (value, weight), or None if there is no weight."""
+    ordered = sorted(values)
+    half = sum(weight for _, weight in ordered) / 2
+    for value, weight in ordered:
+        half -= weight
+        if half <= 0 < weight:
+            return value
+    return None
 
 
 class Claims:
@@ -60,7 +75,9 @@ class Claims:
 
     def begin(self, state: AgreedState, offers: Offers) -> None:
         """Notes who is drawn, if the weights after this round are measured, and what has been said early."""
-        if self.run.eval.is_due(state.round):
+        if self.run.eval.is_due(state.round) and (state.branch, state.round) != self._base:
+            if len(self._said) >= SAID_MIN:
+                self._show()
             self._base, self._drawn, self._said = (state.branch, state.round), drawn(state), {}
             for offer in offers.by_name.values():
                 self.hear(offer.announcement)
@@ -71,11 +88,15 @@ class Claims:
         if not announcement.held_out or base != self._base or author not in self._drawn or author in self._said:
             return
         self._said[author] = min(announcement.held_out, LOSS_MAX)
-        self.held_out = HeldOut(self._base[1], median(self._said.values()) / MILLION, len(self._said))
+        if len(self._said) == len(self._drawn):
+            self._show()
+
+    def _show(self) -> None:
+        self.held_out = HeldOut(self._base[1], median_low(self._said.values()) / MILLION, len(self._said))
 
     def take(self, manifest: Manifest, offers: Offers) -> None:
         """Notes what is claimed of the training behind the contributions that a manifest takes."""
-        steps, total, heavy = 0, 0, 0
+        steps, losses = 0, []
         for taken in manifest.taken:
             for offer in offers.by_payload.get(taken.payload, ()):
                 said = offer.announcement
@@ -83,9 +104,9 @@ class Claims:
                     weight = min(said.steps, self.run.recipe.local_steps)
                     steps += weight
                     if said.loss:
-                        total, heavy = total + weight * min(said.loss, LOSS_MAX), heavy + weight
+                        losses.append((min(said.loss, LOSS_MAX) / MILLION, weight))
                     break
-        self.rounds[manifest.round] = TrainingClaims(steps, total / heavy / MILLION if heavy else None)
+        self.rounds[manifest.round] = TrainingClaims(steps, weighted_median(losses))
         while len(self.rounds) > ROUNDS_KEPT:
             del self.rounds[next(iter(self.rounds))]
 

@@ -183,7 +183,8 @@ MEANINGS: dict[Code, Meaning] = {
     ),
     Code.CRASH_ONLY: Meaning(
         "info", False, "crash-only: with fewer than four members, no liar is tolerated", "A small run",
-        "With fewer than four members, a liar cannot be outvoted. That is fine among people who trust each other.",
+        "With fewer than four members, a liar cannot be outvoted, and nothing bounds how far one moves the model. That "
+        "is fine among people who trust each other.",
         "no longer crash-only: a liar is tolerated",
     ),
 }  # fmt: skip

@@ -285,8 +285,8 @@ class Train(Struct, frozen=True, tag=True):
     place: int
     places: int
     unsettled: tuple[int, ...] = ()  # rounds whose own contribution may still be taken, or is yet to be applied
-    samples: bool = False  # before that, write a line of text with the weights after `base_round`
-    evaluates: bool = False  # and measure their held-out loss
+    samples: bool = False  # after that, write a line of text with the weights after `base_round`
+    evaluates: bool = False  # before it, measure their held-out loss
 
 
 class Pace(Struct, frozen=True, tag=True):

@@ -90,7 +90,19 @@ class History(Struct, frozen=True, array_like=True):
     steps: Annotated[tuple[Step, ...], Meta(max_length=ENTRIES_MAX)]
 
 
-_HISTORY = msgspec.msgpack.Decoder(History)
+class _Pieces(Struct, frozen=True, array_like=True):
+    """A `History` whose steps are still encoded: msgspec lets no other thread run while it decodes, and a long history
+    takes it half a second, but a step no more than a few milliseconds."""
+
+    lineage: Annotated[tuple[BranchStart, ...], Meta(min_length=1, max_length=STAGES_MAX)]
+    round: Number
+    changes: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=CHANGES_MAX)]
+    base: AgreedState | None
+    steps: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=ENTRIES_MAX)]
+
+
+_PIECES = msgspec.msgpack.Decoder(_Pieces)
+_STEP: msgspec.msgpack.Decoder[Step] = msgspec.msgpack.Decoder(Step)
 
 
 def branch_of(parent_branch: bytes, parent: bytes, attempt: int, members: tuple[bytes, ...]) -> bytes:
@@ -112,7 +124,12 @@ def decode_history(data: bytes) -> History:
     """Decodes a history; only `follow` verifies it."""
     if len(data) > HISTORY_BYTES_MAX:
         raise RemoteProtocolError(f"a history of {len(data)} bytes; the limit is {HISTORY_BYTES_MAX}")
-    return decode_strictly(_HISTORY, data, "a history")
+    pieces = decode_strictly(_PIECES, data, "a history")
+    changes, steps = (
+        tuple(decode_strictly(_STEP, bytes(step), "a history") for step in each)
+        for each in (pieces.changes, pieces.steps)
+    )
+    return History(pieces.lineage, pieces.round, changes, pieces.base, steps)
 
 
 def follow(state: AgreedState, step: Step, run: RunConfig, verifier: Verifier) -> AgreedState:

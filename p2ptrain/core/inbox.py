@@ -129,29 +129,32 @@ class Inbox:
         if author not in node.chain.state.place:
             self._useless(event.sender)
         elif branch != node.here.branch:
-            self._on_another_branch(author, branch, number)
+            self._on_another_branch(author, branch, number, event.sender)
         elif number < node.here.number:
             is_late = number == node.here.number - 1 and self.context.now < node.here.began + LATE_SECONDS
             if not is_late:
-                self._behind(author)
+                self._behind(author, event.sender)
         else:
-            if number == node.here.number + 1:
-                self._keep_early(event, author)
+            if number == node.here.number + 1 and not self._keep_early(event, author):
+                self._useless(event.sender)
             self._ahead(author, branch, number)
 
-    def _keep_early(self, event: MessageReceived, author: bytes) -> None:
+    def _keep_early(self, event: MessageReceived, author: bytes) -> bool:
+        """Holds a message for the next round; returns False if it is not new, or one too many."""
         early = self.early.setdefault(author, [])
         is_new = all(each.received.digest != event.received.digest for each in early)
         if is_new and len(early) < EARLY_OF_AUTHOR_MAX:
             early.append(event)
             self.context.heard_at[author] = self.context.now
+            return True
+        return False
 
-    def _on_another_branch(self, author: bytes, branch: bytes, number: int) -> None:
+    def _on_another_branch(self, author: bytes, branch: bytes, number: int, sender: bytes) -> None:
         """Handles a peer on another branch: one that lost to ours, one that we went on from, or one to check."""
         node = self.node
         end = node.chain.end_of(branch)
         if node.catching_up.has_lost(branch) or (end is not None and number <= end + 1):
-            self._behind(author)
+            self._behind(author, sender)
         else:
             self._ahead(author, branch, number)
 
@@ -160,10 +163,12 @@ class Inbox:
         if catching_up.ahead.get(author) != (branch, number):
             catching_up.notice(author, branch, number)
 
-    def _behind(self, peer: bytes) -> None:
-        """Tells a lagging peer where we are, so that it can ask for history."""
+    def _behind(self, peer: bytes, sender: bytes) -> None:
+        """Tells a lagging peer where we are, so that it can ask for history. What says no more than that is useless."""
         if peer in self.context.peers and self.node.repair.may_answer(peer):
             self.node.repair.greet(self.node.here, peer)
+        else:
+            self._useless(sender)
 
     # -----------------------------------------------------------------------------------------------
     # Announcements
@@ -185,7 +190,7 @@ class Inbox:
             self._useless(sender)
             return
         if message.branch != state.branch:
-            self._on_another_branch(author, message.branch, message.round - overlap)
+            self._on_another_branch(author, message.branch, message.round - overlap, sender)
             return
         self.context.claims.hear(message)
         if message.round > state.round + 1:
@@ -194,12 +199,14 @@ class Inbox:
             if message.round > state.round + 2 + overlap:
                 return
         elif not state.may_take(message, node.context.offers.staleness):
-            if (author, message.round) not in state.taken:
-                arrivals = node.context.arrivals
-                if message.round > arrivals.noted.get(author, 0):  # not just a repetition by a peer
-                    self.context.tallies.of(author).late += 1
-                    arrivals.note(author, message.round, self.context.now, message.steps)
-                    node.here.heard_late(author)
+            arrivals = node.context.arrivals
+            if (author, message.round) in state.taken or message.round <= arrivals.noted.get(author, 0):
+                if not asked_for:
+                    self._useless(sender)  # just a repetition by a peer
+            else:
+                self.context.tallies.of(author).late += 1
+                arrivals.note(author, message.round, self.context.now, message.steps)
+                node.here.heard_late(author)
             return
         self._offer(sender, received, asked_for, payload_good)
 
@@ -284,9 +291,9 @@ class Inbox:
     def _standing_elsewhere(self, hello: Hello) -> None:
         here = self.node.here
         if hello.branch != here.branch:
-            self._on_another_branch(hello.author, hello.branch, hello.round)
+            self._on_another_branch(hello.author, hello.branch, hello.round, hello.author)
         elif hello.round < here.number:
-            self._behind(hello.author)
+            self._behind(hello.author, hello.author)
         else:
             self._ahead(hello.author, hello.branch, hello.round)
 
@@ -321,11 +328,11 @@ class Inbox:
             else:
                 self._useless(event.sender)
         elif message.branch != state.branch and node.chain.end_of(message.branch) is None:
-            self._on_another_branch(message.author, message.branch, 0)
+            self._on_another_branch(message.author, message.branch, 0, event.sender)
         elif message.branch == state.branch and not self._is_passed(message.parent):
             self._ahead(message.author, state.branch, state.round + 2)  # it names a certificate that we have not seen
         else:
-            self._behind(message.author)
+            self._behind(message.author, event.sender)
 
     def _is_passed(self, head: bytes) -> bool:
         return any(certified.state.head == head for certified in self.node.chain.steps)
@@ -357,11 +364,11 @@ class Inbox:
             self.shun(sender)
 
     def shun(self, sender: bytes) -> None:
-        """Disconnects a peer that is greylisted."""
+        """Disconnects a peer that is greylisted, and one that only keeps its connection open as well."""
         context = self.context
-        if sender in context.peers and context.reputation.is_greylisted(sender, context.now):
+        if context.reputation.is_to_go(sender, context.now, sender in context.peers):
             context.counters["disconnected"] += 1
-            del context.peers[sender]  # once is enough, however many of its messages are still queued
+            context.peers.pop(sender, None)
             context.emit(Disconnect(sender, "its messages are useless"))
 
     def limits(self) -> dict[str, tuple[int, int]]:

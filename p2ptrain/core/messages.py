@@ -266,6 +266,12 @@ def seal_envelope(body: bytes, signature: bytes) -> bytes:
     return wire.encode(Envelope(body, signature, b""))
 
 
+def bare(received: Received) -> Received:
+    """Returns a message without its attachment."""
+    body, signature, _ = open_envelope(received.envelope)
+    return Received(received.message, received.digest, seal_envelope(body, signature), b"")
+
+
 def signature_of(received: Received) -> bytes:
     """Returns the author's signature from the envelope."""
     return _ENVELOPE.decode(received.envelope).signature

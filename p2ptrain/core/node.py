@@ -153,8 +153,8 @@ class Node:
         agreement = here.agreement
         return (
             here.closed_at,
-            here.collect_at,
-            here.has_any,
+            here.collecting.at,
+            here.collecting.has_any,
             here.propose_at,
             len(here.questions.open),
             agreement.is_due,

@@ -13,14 +13,14 @@ speeds.
 
 from __future__ import annotations
 
-from p2ptrain.core.arrivals import SLACK
+from p2ptrain.core.arrivals import GRACE
 from p2ptrain.core.events import Pace
 
 
 def pace_of(number: int, began: float, seconds: float, now: float) -> Pace:
     """Returns the pace of a round that began then, if the others usually contribute after this many seconds."""
     usual = began + seconds - now
-    return Pace(number, max(0.0, usual), max(0.0, usual + SLACK * seconds))
+    return Pace(number, max(0.0, usual), max(0.0, usual + GRACE * seconds))
 
 
 def takes_another(done: int, least: int, most: int, step_seconds: float, usual: float, last: float) -> bool:

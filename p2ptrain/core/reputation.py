@@ -39,7 +39,7 @@ GREYLISTED_FROM = 20.0  # points; two dozen malformed messages, or a flood that 
 PARDONED_BELOW = 10.0  # points; below the threshold above, so that no peer flips back and forth
 BURST = 256.0  # useless messages that cost nothing: a repair answer that crossed with gossip
 REFILL_A_SECOND = 16.0
-FLOOD_SECONDS = 1.0  # a flood is noted at most once in this time
+FLOOD_SECONDS = 1.0  # a flood is noted at most once in this time, and who is gone is not sent away again
 PEERS_MAX = 4_096
 SAVED_BYTES_MAX = 2**20  # 4,096 peers take 600 kB
 SCORE_MAX = 1_000.0  # points; whatever a peer did, it may try again after seven quiet hours
@@ -124,6 +124,7 @@ class Observations(Struct):
     tokens: float = BURST
     tokens_at: float = 0.0
     flood_at: float = -inf  # when a flood was last noted
+    sent_away_at: float = -inf  # when it was last disconnected
     counters: dict[Reason, int] = msgspec.field(default_factory=dict)
 
 
@@ -165,6 +166,16 @@ class Reputation:
         """Whether to keep a peer away."""
         record = self.records.get(peer)
         return record is not None and self._is_greylisted(record, now)
+
+    def is_to_go(self, peer: bytes, now: float, has_come_back: bool) -> bool:
+        """Whether to disconnect a peer now; once is enough, however many of its messages are still queued."""
+        record = self.records.get(peer)
+        if record is None or not self._is_greylisted(record, now):
+            return False
+        if not has_come_back and now - record.sent_away_at < FLOOD_SECONDS:
+            return False
+        record.sent_away_at = now
+        return True
 
     def allow(self, peer: bytes, now: float) -> bool:
         """Counts a useless message of a peer; returns False if it has sent too many."""

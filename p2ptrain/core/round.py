@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2ptrain.core.agreement import Agreement, CastVote, Decided, Heard, Judgement, Propose, ViewEntered
-from p2ptrain.core.arrivals import SLACK
+from p2ptrain.core.collecting import Collecting
 from p2ptrain.core.context import Context
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Manifest, Missing, joins_max, manifest_of
@@ -80,64 +80,33 @@ class Round:
             (float(agreement.view_seconds), float(agreement.view_seconds_max)),
         )
         context.arrivals.begin(self.number, context.now)
-        self.collect_at: float | None = None
-        self.waiting: set[bytes] = set()
-        self.has_any = self.is_blind = False  # blind: after a restart, with no arrivals known
-        self._expect()
+        self.collecting = Collecting(context, state)
 
     # -----------------------------------------------------------------------------------------------
     # Collect
 
-    def _expect(self) -> None:
-        """Determines which authors to wait for, and until when."""
-        arrivals, me = self.context.arrivals, self.context.me
-        members = self.roster.members
-        usual, strangers = arrivals.patience(members)
-        self.has_any = any(self.context.offers.has_from(author, self.state) for author in self.context.offers.by_author)
-        if usual is None:
-            stall = float(self.context.run.agreement.stall_seconds)
-            # We have an offer from before a restart, but no arrivals: the others may have moved on meanwhile.
-            self.is_blind = self.has_any
-            self.collect_at = self.context.now + stall if self.has_any else None
-            self.waiting = {key for key in members if not self.context.offers.has_from(key, self.state)}
-            return
-        others = [entry.key for entry in self.state.admitted]
-        expected = arrivals.expected(members, others, usual)
-        unknown = any(key not in arrivals.offsets for key in members if key != me)
-        self.collect_at = self.began + (strangers if unknown else usual)
-        self.waiting = {key for key in expected if not self.context.offers.has_from(key, self.state)}
-
     def heard_late(self, author: bytes) -> None:
         """Waits for an author's next contribution if its last one missed its round only narrowly."""
-        is_open = self.closed_at is None and self.collect_at is not None
-        has_one = self.context.offers.has_from(author, self.state)
-        if is_open and not has_one and self.context.arrivals.is_in_time(author, self.roster.members):
-            self.waiting.add(author)
+        if self.closed_at is None:
+            self.collecting.heard_late(author)
 
     def offer_held(self, author: bytes) -> None:
         """Notes that a good contribution is here that this round may take."""
-        if self.closed_at is not None:
-            return
-        is_first, self.has_any = not self.has_any, True
-        self.waiting.discard(author)
-        if self.collect_at is None:
-            self._expect()
-        if is_first and self.collect_at is not None:  # if our estimates are too short, leave the others some time
-            first = self.context.now - self.began
-            self.collect_at = max(self.collect_at, self.began + (1.0 + SLACK) * first)
-        self.collect()
+        if self.closed_at is None:
+            self.collecting.held(author)
+            self.collect()
 
     def collect(self) -> None:
         """Ends collecting if it is time."""
         if self.closed_at is not None:
             return
-        now = self.context.now
-        if self.is_blind:
-            self.waiting -= {author for author in self.waiting & self.available.keys() if self._lets_pass(author)}
+        collecting = self.collecting
+        if collecting.is_blind:
+            heard = collecting.waiting & self.available.keys()
+            collecting.let_pass({author for author in heard if self._lets_pass(author)})
         others_closed = len(self.available) >= self.roster.attesting
-        in_time = self.has_any and (not self.waiting or (self.collect_at is not None and now >= self.collect_at))
-        idle_over = bool(self.context.requests.by_name) and now >= self._idle_at()
-        if others_closed or in_time or idle_over:
+        idle_over = bool(self.context.requests.by_name) and self.context.now >= self._idle_at()
+        if others_closed or idle_over or collecting.is_over():
             self._close()
 
     def _lets_pass(self, author: bytes) -> bool:
@@ -150,9 +119,10 @@ class Round:
     def _close(self) -> None:
         context = self.context
         self.closed_at = context.now
-        if self.has_any and self.collect_at is not None and context.now >= self.collect_at and not self.is_blind:
-            for author in sorted(self.waiting):
-                context.arrivals.missed(author)
+        missing, is_late = self.collecting.missing()
+        for author in missing:
+            context.arrivals.missed(author)
+            if is_late:
                 is_silent = author in self.roster.seat and not context.has_heard(author, self.began)
                 context.reputation.note(author, Reason.SILENT if is_silent else Reason.LATE, context.now)
         if self.is_member and self.mine is None and context.may_speak(self.branch, self.number):
@@ -216,10 +186,10 @@ class Round:
         now, count = self.context.now, len(self.available)
         if self.first_available_at is None:
             self.first_available_at = now
-        if self.is_blind and self.collect_at is not None and count == self.roster.tolerated + 1:
+        if self.collecting.is_blind and count == self.roster.tolerated + 1:
             # One of these is honest, and has waited for the rest as long as its pace demands: they may be dead.
-            self.collect_at = min(self.collect_at, now + self.context.run.agreement.avail_seconds)
-        if self.closed_at is None and (self.is_blind or count >= self.roster.attesting):
+            self.collecting.hurry(now + self.context.run.agreement.avail_seconds)
+        if self.closed_at is None and (self.collecting.is_blind or count >= self.roster.attesting):
             self.collect()
         if count == self.roster.quorum:
             spread = EARLY_SPREAD * (now - self.first_available_at) + 0.1
@@ -468,8 +438,7 @@ class Round:
     def deadline(self) -> float | None:
         times = [self.agreement.deadline]
         if self.closed_at is None:
-            if self.has_any and self.collect_at is not None:
-                times.append(self.collect_at)
+            times.append(self.collecting.at)
             if self.context.requests.by_name:
                 times.append(self._idle_at())
         elif self.propose_at is not None and self.propose_at > self.context.now:

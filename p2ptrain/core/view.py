@@ -47,6 +47,11 @@ class NodeView:
         """Whether a peer is admitted, as far as this node knows."""
         return self._node.has_started and peer in self._node.chain.state.place  # asked for every message
 
+    def is_welcome(self, peer: bytes) -> bool:
+        """Whether a peer is admitted and not kept away. What it publishes is heard in any case."""
+        context = self._node.context
+        return self.is_in(peer) and not context.reputation.is_greylisted(peer, context.now)
+
     # -----------------------------------------------------------------------------------------------
     # The current round, and the agreed state before it
 
@@ -91,7 +96,7 @@ class NodeView:
     def waiting_for(self) -> int:
         """The number of contributions that the round still waits for."""
         here = self._node.here
-        return len(here.waiting) if here.closed_at is None else 0
+        return len(here.collecting.waiting) + len(here.collecting.unseated) if here.closed_at is None else 0
 
     @property
     def payloads(self) -> Collection[bytes]:

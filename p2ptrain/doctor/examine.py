@@ -198,7 +198,8 @@ def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
     members = max(members, outside.members)
     found.append(disk.check_space(disk_demand(run, config, need, members=members)))
     if members > 1 and facts.status and facts.status["run_id"] == run.run_id and facts.status["tokens_per_second"]:
-        found.append(judge_exchange(run, members, facts.status["tokens_per_second"], outside.bytes_per_second))
+        pace, upload = facts.status["tokens_per_second"], config.limits.upload_bytes_per_second
+        found.append(judge_exchange(run, members, pace, outside.bytes_per_second, upload))
     return RunHere(found, need)
 
 

@@ -12,20 +12,29 @@ from p2ptrain.learn.shortage import mega
 SHARE_WANTED = 0.05  # of the time
 
 
-def judge_exchange(run: RunConfig, nodes: int, tokens_per_second: float, bytes_per_second: float) -> Diagnosis:
-    """Compares the time that the others' contributions take to arrive with the time of a round's training.
+def judge_exchange(
+    run: RunConfig, nodes: int, tokens_per_second: float, download: float, upload: float = 0.0
+) -> Diagnosis:
+    """Compares the time that contributions take on the line with the time of a round's training.
 
-    tokens_per_second: of this node; bytes_per_second: of its line, 0 if that was not measured
+    Each node receives the others' contributions and sends as much on average, at once: the slower way counts.
+    tokens_per_second: of this node; download, upload: of its line, in bytes per second; 0: unknown
     """
+    known = [(rate, way) for rate, way in ((download, ""), (upload, ", its upload")) if rate]
+    bytes_per_second, slower = min(known, default=(0.0, ""))
     recipe = run.recipe
     tokens = recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length  # of a step
     received, training = (nodes - 1) * need_of(run).payload, recipe.local_steps * tokens / tokens_per_second
     rate = received / training * (1 / SHARE_WANTED - 1)  # at which it is the share wanted
     text = f"the contributions of {nodes - 1} others come to {mega(received)} in {training:.1f} s of training"
     if not bytes_per_second:
-        return Diagnosis("exchange", "good", f"{text}: under 5 % of the time at {mega(math.ceil(rate))}/s or more")
+        return Diagnosis(
+            "exchange", "good", f"{text}: under 5 % of the time at {mega(math.ceil(rate))}/s or more, both ways"
+        )
     share = received / (received + training * bytes_per_second)
-    text += f", {share:.0%} of the time at {mega(int(bytes_per_second))}/s"
+    text += f", {share:.0%} of the time at {mega(int(bytes_per_second))}/s{slower}"
+    if not upload:
+        text += f"; as much is sent, and the upload is not measured: it needs {mega(math.ceil(rate))}/s"
     if share <= SHARE_WANTED:
         return Diagnosis("exchange", "good", text)
     factor = rate / bytes_per_second

@@ -8,8 +8,8 @@ Votes are integers, so no sum depends on its order. The inverse transform stays 
 nothing fused, nothing summed, and no library function but the square root, which IEEE 754 defines.
 
 If contributions carry scales (powers of two), every group's votes are counted in a common unit, and none weighs much
-more than their median (learn/scales.py). The votes themselves are summed, not filtered: medians and trimming destroy a
-sparse signal, whose coefficients most peers do not send.
+more than most others, or than local steps can move (learn/scales.py). The votes themselves are summed, not filtered:
+medians and trimming destroy a sparse signal, whose coefficients most peers do not send.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def apply_payloads(
     form: PayloadFormat,
     payloads: Sequence[bytes],
     learning_rate: Fraction,
+    reach: int | None,
     parameters: Sequence[Tensor],
     unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
 ) -> Scales | None:
@@ -72,7 +73,7 @@ def apply_payloads(
     """
     scales = None
     if form.groups and payloads:
-        scales = Scales.of([sizes_of(payload, layout, form) for payload in payloads], layout, recipe)
+        scales = Scales.of([sizes_of(payload, layout, form) for payload in payloads], layout, recipe, reach)
 
     def votes_on(device: torch.device) -> Votes:
         contributions = (unpacked.get(payload) or unpack(payload, form) for payload in payloads)

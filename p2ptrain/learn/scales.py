@@ -1,14 +1,17 @@
 """One contribution counts as one: the common unit of a round's contributions whose values carry scales.
 
 A contribution names a power of two for each group, in which its integers are counted, so by itself it could weigh as
-much as it likes. Its size in a group is the sum of its squared values, scale included, and the round's median size is
-the measure: a minority cannot move that beyond what the others sent (Yin et al. 2018, arXiv 1803.01498). A contribution
-with twice the median's amplitude or more is halved until it has less; its author puts what was cut back into its
-residual. Of an even number the larger median is taken, so of two a tiny contribution never shrinks the other; a huge
-one of two is not cut.
+much as it likes. Its size in a group is the sum of its squared values, scale included. The measure of a round is the
+largest size but for the largest third, so a third of the contributions cannot move it beyond what the others sent (a
+quantile, as in Yin et al. 2018, arXiv 1803.01498; the median would cut those who take ten steps to those who take one,
+where most do). A contribution with twice the measure's amplitude or more is halved until it has less; its author puts
+what was cut back into its residual.
+
+In a round with few contributions liars may be more than a third, or the only one. So the measure is also at most how
+far local steps can move the weights (`reach` in schedule.py).
 
 All of it is exact: sizes are integers times powers of two, halving moves a scale, and the votes are integers in units
-of 2**unit, which lies `room_bits` below the median's root mean square. What is smaller than half a unit counts as
+of 2**unit, which lies `room_bits` below the measure's root mean square. What is smaller than half a unit counts as
 nothing, and a single vote never counts more than `vote_max`.
 """
 
@@ -44,16 +47,20 @@ class Scales:
     vote_max: int
 
     @classmethod
-    def of(cls, sizes: Sequence[Sizes], layout: Layout, recipe: RecipeConfig) -> Scales:
-        """Works out the scales of a round from the sizes of its contributions, in their order."""
+    def of(cls, sizes: Sequence[Sizes], layout: Layout, recipe: RecipeConfig, reach: int | None) -> Scales:
+        """Works out the scales of a round from the sizes of its contributions, in their order.
+
+        reach: no measure is larger than that of movements whose root mean square is 2**reach
+        """
         exponents = np.stack([each.exponents for each in sizes]).astype(np.int64)
         squares = np.stack([each.squares for each in sizes]).astype(np.float64)  # below 2**53, so exact
         weights = np.ldexp(squares, 2 * exponents)
-        median = np.sort(weights, axis=0)[len(sizes) // 2]  # [groups] the larger one
+        measure = np.sort(weights, axis=0)[len(sizes) - 1 - len(sizes) // 3]  # [groups]
         chunks = tuple(group.chunks for group in layout.groups)
-        coefficients = np.array(chunks, np.float64) * recipe.k
-        units = _doublings(median, coefficients) // 2 - recipe.room_bits
-        cuts = np.maximum(_doublings(weights, median), 0) // 2
+        if reach is not None:
+            measure = np.minimum(measure, np.ldexp(np.array(chunks, np.float64) * layout.area, 2 * reach))
+        units = _doublings(measure, np.array(chunks, np.float64) * recipe.k) // 2 - recipe.room_bits
+        cuts = np.maximum(_doublings(weights, measure), 0) // 2
         return cls(tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max)
 
     def votes(self, number: int, values: Values) -> NDArray[np.int16]:  # [chunks, k]

@@ -24,6 +24,8 @@ from fractions import Fraction
 
 from p2ptrain.config import RecipeConfig
 
+REST = Fraction(1, 16)  # of the highest inner rate: what the residual still holds may go where a schedule ends at zero
+
 
 def learning_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
     """Returns the rate at which the update of `round_number`, counted from 0, is applied."""
@@ -33,6 +35,20 @@ def learning_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
 def inner_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
     """Returns the rate of the local steps of `round_number`."""
     return recipe.inner_learning_rate * _height(recipe, round_number)
+
+
+def reach(recipe: RecipeConfig, round_number: int, rounds_late: int) -> int | None:
+    """Returns the exponent of the power of two below what local steps move a weight by if each moves it by its rate, in
+    this round or up to so many before; None where contributions are no movements.
+
+    Honest ones moved a weight by a fifth of that, in the root mean square, and 2.6 times that at most (LOG.md).
+    """
+    if recipe.spec.kind != "local" or not recipe.inner_learning_rate:
+        return None
+    rates = [inner_rate(recipe, number) for number in range(max(0, round_number - rounds_late), round_number + 1)]
+    furthest = recipe.local_steps * max(*rates, recipe.inner_learning_rate * REST)
+    exponent = furthest.numerator.bit_length() - furthest.denominator.bit_length()
+    return exponent if Fraction(2) ** exponent <= furthest else exponent - 1
 
 
 def _height(recipe: RecipeConfig, round_number: int) -> Fraction:

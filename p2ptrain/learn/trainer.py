@@ -49,7 +49,7 @@ from p2ptrain.learn.models import build, first_model
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Withdrawal, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
 from p2ptrain.learn.sample import SampleRequest, sample
-from p2ptrain.learn.schedule import learning_rate
+from p2ptrain.learn.schedule import learning_rate, reach
 from p2ptrain.learn.shortage import told
 from p2ptrain.learn.transform import Layout
 
@@ -243,10 +243,11 @@ class Trainer:
         parameters = self.live.parts(self.recipe.agreed)
         unpacked = self._take_unpacked(payloads)
         rate = learning_rate(recipe, round_number)
+        furthest = reach(recipe, round_number, self.run.agreement.staleness_rounds_max)
         # The next step's gradient has room for the weights before, unless this round's steps are not contributed yet.
         before = self.live.gradient.copy_(self.recipe.agreed) if self._trained is None else None
         size = 0.0 if before is None else float(torch.linalg.vector_norm(before))
-        scales = apply_payloads(self.layout, recipe, self.form, payloads, rate, parameters, unpacked)
+        scales = apply_payloads(self.layout, recipe, self.form, payloads, rate, furthest, parameters, unpacked)
         moved = None if before is None else float(torch.linalg.vector_norm(before.sub_(self.recipe.agreed)))
         self.drift = moved / size if moved is not None and size else None
         for number, payload in own.items():
@@ -312,7 +313,8 @@ class Trainer:
         # Without this, each new length of text would be compiled.
         eager = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
         with told("looking at the agreed weights", self.device), eager:
-            own = None if self.recipe.agreed is self.live.weights else self.live.weights.clone()
+            # These are of a recipe whose contributions do not need the gradient: each step begins with its own.
+            own = None if self.recipe.agreed is self.live.weights else self.live.gradient.copy_(self.live.weights)
             if own is not None:
                 self.live.weights.copy_(self.recipe.agreed)
             self.live.model.eval()  # without dropout

@@ -61,6 +61,7 @@ LINKS_MAX = 48  # gossip needs a dozen; the rest shorten the path to payloads an
 RANGES_KEPT = 8  # anchors: links to different address ranges (/16, or /32 of IPv6), on top of all others
 KEEP_SECONDS = 60.0  # before p2pd is told again which peers to keep: it forgets them with a broken connection
 KNOWN_MAX = 1_024  # peers with addresses; beyond that, those never reached are forgotten first
+FORGOTTEN_AT_ONCE = KNOWN_MAX // 16  # so that a flood of addresses does not compare all peers for each
 ANNOUNCE_SECONDS = 300.0  # between announcements of our own addresses in the DHT
 HINT_SECONDS = 1_800.0  # how long such an announcement is valid
 SEARCH_SECONDS = 2.0  # between searches in the DHT; doubles
@@ -124,11 +125,12 @@ class Connections:
         known.add(address, origin)
 
     def _of(self, peer: bytes) -> KnownPeer:
-        """Returns the record of a peer, making it if needed. When there are too many, the least useful peer is dropped:
-        if possible one that was never reached."""
+        """Returns the record of a peer, making it if needed. When there are too many, the least useful peers are
+        dropped: if possible those that were never reached."""
         if peer not in self.known:
             if len(self.known) >= KNOWN_MAX:
-                del self.known[min(self.known, key=self._use)]
+                for each in sorted(self.known, key=self._use)[:FORGOTTEN_AT_ONCE]:
+                    del self.known[each]
             self.known[peer] = KnownPeer()
         return self.known[peer]
 

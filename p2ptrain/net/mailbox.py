@@ -18,30 +18,38 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import TracebackType
-from typing import Annotated, Self, TypeAlias
-
-import msgspec
-from msgspec import Meta, Struct
+from typing import Self
 
 from p2ptrain.core import wire
 from p2ptrain.core.history import HISTORY_BYTES_MAX
-from p2ptrain.core.messages import ENVELOPE_BYTES_MAX, SHORT_BYTES, Digest, Number, Short
-from p2ptrain.core.wire import decode_strictly
+from p2ptrain.core.messages import SHORT_BYTES
 from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.mail import (
+    NAMES_MAX,
+    PART_BYTES,
+    Deliver,
+    Frame,
+    HistoryBegins,
+    HistoryPart,
+    HistoryQuery,
+    Mail,
+    TellHistory,
+    decode_frame,
+    frames_of,
+)
 from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, Transport, TransportError
 
-NAMES_MAX = 1_024  # in a `MessageQuery`: as many messages as a round of the largest run has
-ENVELOPES_MAX = 64  # in a `Deliver`: verifying their signatures blocks us for 10 ms
-ENVELOPE_ROOM = 8  # overhead in bytes of an envelope in a frame; msgpack takes five
-PART_BYTES = 2**19  # of a history: a vote may have to wait for one, 40 ms at 100 Mbit/s
 QUEUED_MAX = 256  # messages queued for one peer
 QUEUED_BYTES_MAX = 16 * 2**20
-QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all peers together, and as much again for histories
+STRANGER_QUEUED_BYTES_MAX = 2**21  # the same for a stranger: one answer of the core (core/repair.py), and hellos
+QUEUED_TOTAL_BYTES_MAX = 256 * 2**20  # for all admitted peers together, and as much again for histories
+STRANGERS_ROOM = 4  # all strangers together have a quarter of that, beside it
 PEERS_MAX = 1_024  # with queued messages, half of them strangers; also the most incoming streams
+ENVELOPES_AT_ONCE = 8  # handed on without a pause: verifying their signatures takes a millisecond
 INCOMING_MAX = 2  # streams from one peer: an old one may not have noticed yet that it is dead
 QUESTIONS_MAX = 8  # histories requested at once: half a gigabyte if all have the maximum length
 QUESTION_SECONDS = 8.0  # until an answer begins, and between its parts; the core waits for 10 s
@@ -55,76 +63,10 @@ STRANGERS_HISTORY_BYTES_PER_SECOND = 2**20  # at most; the rounds of a run take 
 STRANGER_FRAME_BYTES_MAX = NAMES_MAX * (SHORT_BYTES + 2) + 64  # a full `MessageQuery`; hellos and joins have 600 each
 LONG_RATES = 2**18, 2**20  # of longer frames, which are read over: bytes a second of one stranger, and of all
 BODY_SECONDS = 60.0  # for the rest of a frame whose length has come
-HISTORY_BYTES_LEAST = 2**16  # must be left of a share before a history is looked up; it is charged when it is sent
+HISTORY_BYTES_LEAST = 2**16  # of a share: must be left before a history is looked up, and is charged when it is queued;
+# the rest as it is sent, so that who reads nothing takes nothing from others
 BACKOFF_SECONDS = 0.25  # before a stream is reopened; doubles
 TRIES_MAX = 6  # in a row, over 8 s; then the queue is dropped: the core has long asked elsewhere
-
-
-class Deliver(Struct, frozen=True, array_like=True, tag="deliver"):
-    """Hands over sealed envelopes, our own or forwarded."""
-
-    envelopes: Annotated[
-        tuple[Annotated[bytes, Meta(min_length=1, max_length=ENVELOPE_BYTES_MAX)], ...],
-        Meta(min_length=1, max_length=ENVELOPES_MAX),
-    ]
-
-
-class MessageQuery(Struct, frozen=True, array_like=True, tag="ask"):
-    """Asks for the messages with these names."""
-
-    names: Annotated[tuple[Short, ...], Meta(min_length=1, max_length=NAMES_MAX)]
-
-
-class HistoryQuery(Struct, frozen=True, array_like=True, tag="ask history"):
-    """Asks for the history after this round of this branch."""
-
-    branch: Digest
-    round: Number
-
-
-class TellHistory(Struct, frozen=True, array_like=True):
-    """Answers `HistoryQuery`; on the wire it is a `HistoryBegins` and its parts."""
-
-    history: bytes
-
-
-class HistoryBegins(Struct, frozen=True, array_like=True, tag="history"):
-    """Announces a history and its size in bytes."""
-
-    size: Annotated[int, Meta(ge=1, le=HISTORY_BYTES_MAX)]
-
-
-class HistoryPart(Struct, frozen=True, array_like=True, tag="part"):
-    """A part of a history; all but the last have PART_BYTES."""
-
-    data: Annotated[bytes, Meta(min_length=1, max_length=PART_BYTES)]
-
-
-Mail: TypeAlias = Deliver | MessageQuery | HistoryQuery
-Frame: TypeAlias = Deliver | MessageQuery | HistoryQuery | HistoryBegins | HistoryPart
-
-_FRAME: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
-
-
-def decode_frame(data: bytes) -> Frame:
-    return decode_strictly(_FRAME, data, "a mailbox message")
-
-
-def frames_of(message: Mail) -> Iterator[bytes]:
-    """Yields the frames of a message; envelopes that do not fit one frame are spread over several."""
-    if not isinstance(message, Deliver):
-        yield wire.encode(message)
-        return
-    waiting: list[bytes] = []
-    size = 0
-    for envelope in message.envelopes:
-        assert 1 <= len(envelope) <= ENVELOPE_BYTES_MAX, "envelopes are checked when they are sealed"
-        if waiting and (size + len(envelope) + ENVELOPE_ROOM > FRAME_BYTES_MAX - 64 or len(waiting) == ENVELOPES_MAX):
-            yield wire.encode(Deliver(tuple(waiting)))
-            waiting, size = [], 0
-        waiting.append(envelope)
-        size += len(envelope) + ENVELOPE_ROOM
-    yield wire.encode(Deliver(tuple(waiting)))
 
 
 class Outgoing:
@@ -162,6 +104,14 @@ class Outgoing:
 
     def drop_history(self) -> None:
         self.history, self.history_sent, self.part = b"", -1, b""
+
+
+def _parts_of(frame: Frame | None) -> list[Frame]:
+    """Cuts a frame into what is handed on at once. A stranger pays for each part as for a frame."""
+    if not isinstance(frame, Deliver):
+        return [] if frame is None else [frame]
+    starts = range(0, len(frame.envelopes), ENVELOPES_AT_ONCE)
+    return [Deliver(frame.envelopes[start : start + ENVELOPES_AT_ONCE]) for start in starts]
 
 
 class PendingHistory:
@@ -237,7 +187,7 @@ class Mailboxes:
             return self._drop()
         if isinstance(message, TellHistory):
             return self._queue_history(peer, outgoing, message.history)
-        return self._queue(outgoing, list(frames_of(message)))
+        return self._queue(peer, outgoing, list(frames_of(message)))
 
     def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
         """Asks for a history. Always calls back: with the history, or with the reason why there is none."""
@@ -285,13 +235,12 @@ class Mailboxes:
             self._start(self._talk(peer, outgoing))
         return outgoing
 
-    def _queue(self, outgoing: Outgoing, frames: list[bytes]) -> bool:
+    def _queue(self, peer: bytes, outgoing: Outgoing, frames: list[bytes]) -> bool:
         size = sum(map(len, frames))
-        total = sum(each.size for each in self._outgoing.values())
         if (
             len(outgoing.frames) + len(frames) > QUEUED_MAX
-            or outgoing.size + size > QUEUED_BYTES_MAX
-            or total + size > QUEUED_TOTAL_BYTES_MAX
+            or outgoing.size + size > (QUEUED_BYTES_MAX if self._is_admitted(peer) else STRANGER_QUEUED_BYTES_MAX)
+            or not self._has_room(peer, size, lambda each: each.size)
         ):
             return self._drop()
         outgoing.frames.extend(frames)
@@ -301,14 +250,19 @@ class Mailboxes:
 
     def _queue_history(self, peer: bytes, outgoing: Outgoing, history: bytes) -> bool:
         assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits on its content keep a history below that"
-        total = sum(len(each.history) for each in self._outgoing.values())
-        room = QUEUED_TOTAL_BYTES_MAX // (1 if self._is_admitted(peer) else 4)
-        if outgoing.history or total + len(history) > room:
+        if outgoing.history or not self._has_room(peer, len(history), lambda each: len(each.history)):
             return self._drop()
-        self._history_limits.spend(peer, len(history))
+        self._history_limits.spend(peer, min(len(history), HISTORY_BYTES_LEAST))
         outgoing.history = history
         outgoing.wake.set()
         return True
+
+    def _has_room(self, peer: bytes, size: int, size_of: Callable[[Outgoing], int]) -> bool:
+        """Whether so much more fits what waits for admitted peers, or what waits for strangers."""
+        is_admitted = self._is_admitted(peer)
+        waiting = [(other, waits) for other, each in self._outgoing.items() if (waits := size_of(each))]
+        total = sum(waits for other, waits in waiting if self._is_admitted(other) == is_admitted)
+        return total + size <= QUEUED_TOTAL_BYTES_MAX // (1 if is_admitted else STRANGERS_ROOM)
 
     def _drop(self) -> bool:
         self._counters["dropped"] += 1
@@ -329,7 +283,7 @@ class Mailboxes:
                     stream = await self._transport.open(peer, self.protocol)
                 is_broken = True
                 try:
-                    while await self._send_next(stream, outgoing):
+                    while await self._send_next(peer, stream, outgoing):
                         tries = 0
                     await stream.close()
                     is_broken = False
@@ -346,7 +300,7 @@ class Mailboxes:
                     await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
         del self._outgoing[peer]  # no await since the queue was found empty, so nothing is lost
 
-    async def _send_next(self, stream: Stream, outgoing: Outgoing) -> bool:
+    async def _send_next(self, peer: bytes, stream: Stream, outgoing: Outgoing) -> bool:
         """Sends the next frame, or waits for one. False if none came for a long time."""
         if (frame := outgoing.next()) is None:
             outgoing.wake.clear()
@@ -357,6 +311,8 @@ class Mailboxes:
         async with asyncio.timeout(SEND_SECONDS):
             await stream.send(frame)
         if frame is outgoing.part:
+            paid = HISTORY_BYTES_LEAST if outgoing.history_sent <= 0 else 0
+            self._history_limits.spend(peer, max(0, len(frame) - paid))
             self._upload.charge(len(frame))
             self.history_bytes["sent"] += len(frame)
         outgoing.sent(frame)
@@ -380,9 +336,11 @@ class Mailboxes:
         try:
             while True:
                 frame = await self._receive(stream)
-                if frame is not None:
-                    self._take(peer, stream, frame)
-                await asyncio.sleep(0)  # so that one peer's flood does not starve the others
+                for place, part in enumerate(_parts_of(frame)):
+                    if place and not self._is_admitted(peer):
+                        await self._strangers.take(stream, 1)
+                    self._take(peer, stream, part)
+                    await asyncio.sleep(0)  # so that one peer's flood does not starve the others
         except RemoteProtocolError as error:
             if self._is_open:
                 self._malformed(peer, error.why)
@@ -403,29 +361,34 @@ class Mailboxes:
         is_admitted, peer = self._is_admitted(stream.peer), stream.peer
         async with asyncio.timeout(2 * IDLE_SECONDS if is_admitted else STRANGER_IDLE_SECONDS):
             size = await stream.coming()
-        is_asked = peer in self._questions or stream in self._unasked  # then a history may come
-        is_limited = not is_admitted and not is_asked
-        is_too_long = is_limited and STRANGER_FRAME_BYTES_MAX < size <= FRAME_BYTES_MAX
-        if is_limited:
-            await self._strangers.take(stream, 1)
-        if is_too_long:
-            await self._long_limits.take(stream, size)
+        question = self._questions.get(peer)
+        is_asked = question is not None and question.stream in (None, stream)  # then a history may come
+        is_too_long = not is_admitted and STRANGER_FRAME_BYTES_MAX < size <= FRAME_BYTES_MAX
+        if not is_admitted and not is_asked:
+            await self._pay(stream, size)
         async with asyncio.timeout(BODY_SECONDS):
-            if is_too_long:
-                self._counters["long messages of strangers"] += 1
+            if is_too_long and not is_asked:
                 await stream.skip()
                 return None
             frame = decode_frame(await stream.receive(FRAME_BYTES_MAX))
+        self._counters["received"] += 1
         if isinstance(frame, HistoryBegins | HistoryPart):
             self.history_bytes["received"] += size
-        elif not is_admitted and is_asked:
-            self._strangers.spend(peer, 1)
+        elif not is_admitted and is_asked:  # what it says besides costs the same: who is asked has no other rights
+            await self._pay(stream, size)
+            return None if is_too_long else frame
         return frame
+
+    async def _pay(self, stream: Stream, size: int) -> None:
+        """Waits until a stranger may send another frame of this size."""
+        await self._strangers.take(stream, 1)
+        if STRANGER_FRAME_BYTES_MAX < size <= FRAME_BYTES_MAX:
+            self._counters["long messages of strangers"] += 1
+            await self._long_limits.take(stream, size)
 
     def _take(self, peer: bytes, stream: Stream, frame: Frame) -> None:
         if not self._is_open:
             return
-        self._counters["received"] += 1
         match frame:
             case HistoryBegins(size):
                 self._begin_history(peer, stream, size)
@@ -488,7 +451,10 @@ class Mailboxes:
         if self._questions.get(peer) is question:
             del self._questions[peer]
             if question.stream is not None and question.end > 0:
-                self._unasked[question.stream] = question.size - len(question.parts)
+                if self._is_admitted(peer):
+                    self._unasked[question.stream] = question.size - len(question.parts)
+                else:  # the rest would be read for nothing
+                    question.stream.abort()
             so_far = f"after {len(question.parts)} of {question.size} bytes" if question.size else "at all"
             self._no_history(peer, f"no answer {so_far}")
 

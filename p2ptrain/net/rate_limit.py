@@ -7,7 +7,6 @@ so that the average holds for pieces of any size. The clock is the event loop's.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -41,6 +40,12 @@ class TokenBucket:
     def burst(self) -> int:
         return max(self._rate, self._burst_min)
 
+    @property
+    def level(self) -> float:
+        """Bytes that may go now; negative when some have gone that are not paid for."""
+        self._fill()
+        return self._level
+
     def set_rate(self, rate: int) -> None:
         """Changes the rate, also for tasks that are already waiting."""
         assert rate >= 0, "0 means no limit"
@@ -71,10 +76,11 @@ class TokenBucket:
         return True
 
     def spend(self, size: int) -> None:
-        """Takes `size` bytes that cannot wait, even if later ones have to wait until these are paid for; or, if it is
-        negative, gives back what was taken and not used."""
+        """Takes `size` bytes that cannot wait, even if later ones have to wait until these are paid for, a minute at
+        most; or, if it is negative, gives back what was taken and not used."""
         self._fill()
-        self._level = min(float(self.burst), self._level - (size if self._rate else 0))
+        floor = min(self._level, -DEBT_SECONDS * self._rate)
+        self._level = min(float(self.burst), max(floor, self._level - (size if self._rate else 0)))
 
     def seconds_until(self, size: int) -> float:
         """Seconds until `size` bytes may be taken, if nobody else takes any."""
@@ -132,8 +138,12 @@ class PeerLimits:
             True: TokenBucket(0, burst=burst),
             False: TokenBucket(strangers, burst=burst),
         }  # admitted or not
-        self._of_peers: OrderedDict[bytes, TokenBucket] = OrderedDict()  # the one that has been silent longest first
-        self._of_ranges: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._of_peers: dict[bool, dict[bytes, TokenBucket]] = {True: {}, False: {}}  # admitted or not
+        self._of_ranges: dict[str, TokenBucket] = {}
+
+    def is_stranger(self, peer: bytes) -> bool:
+        """Whether a peer takes from what strangers have."""
+        return not self._is_admitted(peer)
 
     def seconds_until(self, peer: bytes, size: int) -> float:
         """Seconds until a peer may take this much, if nobody else takes any."""
@@ -167,16 +177,17 @@ class PeerLimits:
         everyone, upload = self._of_all[is_admitted], self._upload.rate if self._upload else 0
         rate = max(1, upload // self._parts[is_admitted]) if upload else 0
         everyone.set_rate(rate if is_admitted else min(rate or self._strangers, self._strangers))
-        limits = [everyone, self._remembered(self._of_peers, peer, self._each, self._burst)]
+        limits = [everyone, self._remembered(self._of_peers[is_admitted], peer, self._each, self._burst)]
         if not is_admitted and everyone.seconds_until(size + everyone.burst // 2) > 0:
             share, burst = max(1, everyone.rate // RANGE_SHARE), self._burst // RANGE_SHARE
             limits.append(self._remembered(self._of_ranges, self._range_of(peer), share, burst))
         return limits
 
-    def _remembered(self, limits: OrderedDict[K, TokenBucket], key: K, rate: int, burst: int) -> TokenBucket:
-        limit = limits.setdefault(key, TokenBucket(rate, burst=burst))
-        limits.move_to_end(key)
-        if len(limits) > PEERS_MAX:
-            limits.popitem(last=False)
+    def _remembered(self, limits: dict[K, TokenBucket], key: K, rate: int, burst: int) -> TokenBucket:
+        if (limit := limits.get(key)) is None:
+            if len(limits) >= PEERS_MAX:  # the fullest say nothing: new keys cost nothing, and must not push out others
+                for each in sorted(limits, key=lambda each: limits[each].level, reverse=True)[: PEERS_MAX // 16]:
+                    del limits[each]
+            limit = limits[key] = TokenBucket(rate, burst=burst)
         limit.set_rate(rate)
         return limit

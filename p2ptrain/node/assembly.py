@@ -108,7 +108,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     persistence = Persistence(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
     stack.push_async_callback(asyncio.to_thread, persistence.close)  # in a thread, so that signals are still handled
-    strangers = messages_of_strangers(view.is_in, launch.transport.range_of)
+    strangers = messages_of_strangers(view.is_welcome, launch.transport.range_of)
     intake = Intake(signer, device, view.is_in, strangers, persistence.put)
     edges = await _connect(stack, launch, store, states, persistence, intake, view, strangers)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
@@ -146,7 +146,7 @@ async def _connect(
         no_history=intake.history_failed,
         upload=upload,
         download=download,
-        is_admitted=view.is_in,
+        is_admitted=view.is_welcome,
         strangers=strangers,
     )
 

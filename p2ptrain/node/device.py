@@ -6,7 +6,8 @@ of training.
 
 After a restart the trainer is at its checkpoint, and the core has it apply the rounds since then. The trainings in
 between are repeated, each from the state it started from, so that the residual, which this node has not sent yet,
-is the same bit for bit: with as many steps as they took then, whatever the swarm's pace is now (core/pace.py).
+is the same bit for bit: with as many steps as they took then, whatever the swarm's pace is now (core/pace.py). One that
+failed midway is repeated as far as it went, because its steps have moved the inner optimizer.
 
 If a state came out wrong, the digests of its pieces are kept until its round has been applied again from a correct
 state: then the log can name the wrong pieces, even if no peer has kept the state of that round.
@@ -19,6 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from time import perf_counter, sleep
 from typing import TypeVar
@@ -39,6 +41,7 @@ from p2ptrain.store.diary import Trained
 log = logging.getLogger("p2ptrain.node")
 T = TypeVar("T")
 RATES_KEPT = 16  # rounds over which tokens per second are averaged
+FAILED = "0" * 64  # in the diary, in place of a payload: the training failed after these steps
 NAP_SECONDS = 0.2  # during rests, between checks whether the node is ending
 
 
@@ -49,6 +52,10 @@ def _use_threads(count: int) -> None:
 
 class StoppedError(P2ptrainError):
     """Training was interrupted because the node is ending."""
+
+
+class _FailedAgainError(P2ptrainError):
+    """A training is repeated as far as it had gone when it failed."""
 
 
 class Device:
@@ -63,11 +70,12 @@ class Device:
         self.step = 0  # within the current training
         self.steps = 0  # of the last round trained here
         self.own_drift: float | None = None  # how far they moved the weights, as a share of their norm
-        self.training_seconds = 0.0
+        self.training_seconds = self.last_training_seconds = 0.0  # of all trainings, and of the last one
         self.tokens = 0
         self.not_finite = 0  # trainings that failed because a loss or gradient was not finite
         self.adopted = 0  # states adopted
         self.trained = 0  # the number of the last training that the trainer's state includes
+        self._failed: Trained | None = None  # the last training, if it failed after a step
         self._to_repeat: deque[Trained] = deque()
         # Name, payload and steps of each repeated training, by round, while its contribution is kept.
         self._repeated: dict[int, tuple[Trained, bytes, bytes, int]] = {}
@@ -128,6 +136,11 @@ class Device:
         """The size of every contribution of the run; a dishonest peer may claim gigabytes."""
         return KEY_BYTES + self.trainer.form.payload_bytes
 
+    @property
+    def attachment_bytes(self) -> int:
+        """The size of every attachment; 0 if the run's contributions do not come with their announcements."""
+        return self.payload_bytes if self.trainer.run.agreement.is_inline(self.payload_bytes) else 0
+
     # -----------------------------------------------------------------------------------------------
     # Jobs
 
@@ -150,13 +163,36 @@ class Device:
                 self.steps = steps
                 return name, payload, None
         _use_threads(self.threads)
-        payload = self._train_now(number, place, places, outstanding)
+        self._failed, sequences = None, self.trainer.live.sequences_per_pass
+        try:
+            payload = self._train_now(number, place, places, outstanding)
+        except (DataError, MemoryShortError, TrainingError):
+            if self.step:  # with as many sequences a pass as there was memory for before it failed
+                self._failed = self._noted(number, place, places, outstanding, FAILED, sequences, self.step)
+            raise
+        sequences, steps = self.trainer.live.sequences_per_pass, self.steps if self._is_cut else 0
+        name = payload_digest(payload)
+        return name, payload, self._noted(number, place, places, outstanding, name.hex(), sequences, steps)
+
+    def _noted(
+        self,
+        number: int,
+        place: int,
+        places: int,
+        outstanding: frozenset[int],
+        payload: str,
+        sequences: int,
+        steps: int,
+    ) -> Trained:
+        """Counts a training, and returns its entry in the diary."""
         self.trained += 1
-        base, still, name = self.trainer.round, tuple(sorted(outstanding)), payload_digest(payload)
-        threads, sequences = torch.get_num_threads(), self.trainer.live.sequences_per_pass
-        steps = self.steps if self._is_cut else 0
-        noted = Trained(self.trained, number, base, place, places, still, name.hex(), threads, sequences, steps)
-        return name, payload, noted
+        base, still, threads = self.trainer.round, tuple(sorted(outstanding)), torch.get_num_threads()
+        return Trained(self.trained, number, base, place, places, still, payload, threads, sequences, steps)
+
+    def take_failed(self) -> Trained | None:
+        """Returns, once, the diary entry of a training that failed after a step."""
+        failed, self._failed = self._failed, None
+        return failed
 
     def repeat(self, trainings: Iterable[Trained], last: int) -> None:
         """Schedules these trainings to be repeated, each from the state it started from, and counts on from `last`."""
@@ -175,6 +211,9 @@ class Device:
         _use_threads(each.threads)
         self.trainer.live.set_sequences_per_pass(each.sequences_per_pass)
         try:
+            if each.payload == FAILED and each.steps:
+                self._fail_again(each)
+                return
             payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding), each.steps)
         except (DataError, MemoryShortError, TrainingError) as error:
             log.warning("the training of round %d cannot be repeated: %s", each.round, error)
@@ -185,12 +224,25 @@ class Device:
         if name.hex() != each.payload:
             log.warning("the training of round %d came out differently than before the restart", each.round)
 
+    def _fail_again(self, each: Trained) -> None:
+        """Takes the steps of a training that failed after them, and contributes nothing."""
+
+        def on_step(result: StepResult) -> None:
+            self.step += 1
+            if self.is_stopping:
+                raise StoppedError("the node ends")
+            if self.step == each.steps:
+                raise _FailedAgainError("as before")
+
+        self.step = 0
+        self._give_back_all_but(frozenset(each.outstanding))
+        with suppress(_FailedAgainError):
+            self.trainer.train(each.round, each.place, each.places, on_step)
+
     def _train_now(
         self, number: int, place: int, places: int, outstanding: frozenset[int], steps: int | None = None
     ) -> bytes:
-        for kept in self.trainer.kept_rounds:
-            if kept not in outstanding:  # from a checkpoint; the node ended before it was announced or returned
-                self._give_back(kept)
+        self._give_back_all_but(outstanding)
         self.step, self._is_cut = 0, False
         self._rest(self._owed - (perf_counter() - self._stepped_at))  # idle time since the last round counts
         self._stepped_at, self._owed, self._rested = perf_counter(), 0.0, 0.0
@@ -208,8 +260,14 @@ class Device:
         seconds = perf_counter() - before - self._rested
         self._rates.append(tokens / max(seconds, 1e-9))
         self.training_seconds += seconds
+        self.last_training_seconds = seconds
         self.tokens += tokens
         return payload
+
+    def _give_back_all_but(self, outstanding: frozenset[int]) -> None:
+        for kept in self.trainer.kept_rounds:
+            if kept not in outstanding:  # from a checkpoint; the node ended before it was announced or returned
+                self._give_back(kept)
 
     def _give_back(self, number: int) -> None:
         self._repeated.pop(number, None)

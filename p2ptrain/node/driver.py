@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from p2ptrain.core import events as ev
@@ -24,7 +24,7 @@ from p2ptrain.core.state import Taken
 from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError, TrainingError
 from p2ptrain.net.blobs.blob import verified
 from p2ptrain.net.blobs.server import FetchError
-from p2ptrain.net.mailbox import Deliver, MessageQuery, TellHistory
+from p2ptrain.net.mail import Deliver, MessageQuery, TellHistory
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.edges import Edges
@@ -251,6 +251,8 @@ class Driver:
         except StoppedError:
             return
         except (TrainingError, MemoryShortError, DataError, FetchError, TimeoutError) as error:
+            if (failed := self.device.take_failed()) is not None:
+                await self.edges.persistence.note(failed)
             why = str(error) or "timed out fetching the training data"
             log.warning("no contribution to round %d: %s", effect.round, why)
             self.give(ev.TrainingFailed(effect.round, why))
@@ -261,6 +263,8 @@ class Driver:
         loss = min(round(1e6 * (self.device.loss or 0.0)), NUMBER_MAX - 1)
         steps = self.device.steps
         self.give(ev.TrainingFinished(effect.round, name, len(payload), attachment, steps, loss, held_out))
+        with suppress(StoppedError):
+            await self.progress.write(effect)
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from p2ptrain.core.view import NodeView
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections, topic_of
-from p2ptrain.net.mailbox import Deliver, Mailboxes
+from p2ptrain.net.mail import Deliver
+from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport
 from p2ptrain.node.fetching import Fetching

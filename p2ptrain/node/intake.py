@@ -17,15 +17,16 @@ from typing import Any
 from p2ptrain.core import events as ev
 from p2ptrain.core.context import Signer
 from p2ptrain.core.history import decode_history
-from p2ptrain.core.messages import Announcement, Hello, JoinRequest, Received, decode
+from p2ptrain.core.messages import Announcement, Hello, JoinRequest, Received, bare, decode
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.mailbox import Deliver, HistoryQuery, Mail, MessageQuery
+from p2ptrain.net.mail import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.net.rate_limit import PeerLimits
 from p2ptrain.net.transport import IsAdmitted
 from p2ptrain.node.device import Device
 
 EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
 SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # queued events of one peer; a member may forward those of many
+CHECKS_MAX = 4  # of an author's announcements with payloads, from one sender, that wait to be checked; more come again
 DROPPED_OF_STRANGERS = "messages of strangers dropped"
 TIMER_SECONDS = 0.001  # the shortest timer
 
@@ -33,8 +34,8 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], object]  # starts a task with
 
 
 class Intake:
-    """Queues events for the core. Peers for which `is_admitted` is true get a larger share of the queue; `keep` stores
-    a payload that came with its announcement.
+    """Queues events for the core. Peers for which `is_admitted` is true get a larger share of the queue, those that
+    `strangers` limits are heard less by stream; `keep` stores a payload that came with its announcement.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Intake:
         self._is_admitted, self._strangers, self._keep = is_admitted, strangers, keep
         self._has_events = asyncio.Event()
         self._spawn: Spawn | None = None  # set while the driver runs; peers may be heard slightly before and after
-        self._checking = 0  # attachments being checked, or waiting for it
-        self._shares: Counter[bytes] = Counter()  # of `events` and `_checking`, by peer
+        self._checks: dict[bytes, asyncio.Task[bool]] = {}  # of attachments, by payload
+        self._checking: Counter[tuple[bytes, bytes]] = Counter()  # what waits for one, by sender and author
+        self._waiting = 0  # the sum of these
+        self._shares: Counter[bytes] = Counter()  # of `events` and of what waits for a check, by peer
 
     # -----------------------------------------------------------------------------------------------
     # The queue
@@ -101,11 +104,14 @@ class Intake:
 
     def _has_room(self, peer: bytes) -> bool:
         share = SHARE_OF_MEMBER_MAX if self._is_admitted(peer) else SHARE_MAX
-        if len(self.events) + self._checking < EVENTS_MAX and self._shares[peer] < share:
+        if len(self.events) + self._waiting < EVENTS_MAX and self._shares[peer] < share:
             return True
+        self._drop(peer)
+        return False
+
+    def _drop(self, peer: bytes) -> None:
         self.counters["events dropped"] += 1
         self.dropped_last = peer
-        return False
 
     def _free(self, peer: bytes) -> None:
         """Gives one place of its share back to a peer."""
@@ -119,7 +125,7 @@ class Intake:
     def hear(self, sender: bytes, data: bytes) -> None:
         """Takes in a message that an admitted peer gossiped."""
         try:
-            self._take_in(sender, data)
+            self._take_in(sender, data, is_stranger=not self._is_admitted(sender))
         except RemoteProtocolError as error:
             self.blame(sender, error.why)
 
@@ -127,26 +133,28 @@ class Intake:
         """Takes in a message that a peer sent to this node alone. Raises RemoteProtocolError if it is malformed."""
         match message:
             case Deliver(envelopes):
-                if not self._is_welcome(peer, len(envelopes) - 1):  # one is paid for
+                if not self._may_say(peer, len(envelopes) - 1):  # one is paid for
                     return
+                is_stranger = self._strangers.is_stranger(peer)
                 for envelope in envelopes:
-                    self._take_in(peer, envelope)
+                    self._take_in(peer, envelope, is_stranger)
             case MessageQuery(names):
                 self._give_of_peer(peer, ev.Asked(peer, names))
             case HistoryQuery(branch, number):
                 self._give_of_peer(peer, ev.HistoryAsked(peer, branch, number))
 
-    def _is_welcome(self, peer: bytes, count: int) -> bool:
-        if self._is_admitted(peer) or self._strangers.take_now(peer, count):
+    def _may_say(self, peer: bytes, count: int) -> bool:
+        """Whether a peer may send this node alone so many messages. One that is kept away counts as a stranger."""
+        if not self._strangers.is_stranger(peer) or self._strangers.take_now(peer, count):
             return True
         self.counters[DROPPED_OF_STRANGERS] += 1
         return False
 
-    def _take_in(self, sender: bytes, data: bytes) -> None:
+    def _take_in(self, sender: bytes, data: bytes, is_stranger: bool) -> None:
         if not self._has_room(sender):
             return
         received = decode(data, self._signer)
-        if not isinstance(received.message, Hello | JoinRequest) and not self._is_admitted(sender):
+        if is_stranger and not isinstance(received.message, Hello | JoinRequest):
             self.counters[DROPPED_OF_STRANGERS] += 1  # members have the rest from one another
             return
         if not received.attachment:
@@ -154,27 +162,41 @@ class Intake:
         elif self._spawn is not None:  # otherwise drop it: it will be sent again
             announcement = received.message
             assert isinstance(announcement, Announcement), "nothing else has an attachment"
-            is_right_size = announcement.payload_bytes == self._device.payload_bytes
+            is_right_size = announcement.payload_bytes == self._device.attachment_bytes
             if not self._is_admitted(announcement.author) or not is_right_size:
-                self.give(ev.MessageReceived(sender, received), sender)  # not worth the device's time
-                return
-            self._checking += 1
-            self._shares[sender] += 1
-            self._spawn(self._check_attachment(sender, received), "check")
+                self.give(ev.MessageReceived(sender, bare(received)), sender)  # worth neither time nor memory
+            elif self._checking[sender, announcement.author] >= CHECKS_MAX:
+                self._drop(sender)
+            else:
+                self._checking[sender, announcement.author] += 1
+                self._waiting += 1
+                self._shares[sender] += 1
+                self._spawn(self._check_attachment(sender, received, announcement), "check")
 
-    async def _check_attachment(self, sender: bytes, received: Received) -> None:
-        assert isinstance(received.message, Announcement), "nothing else has an attachment"
+    async def _check_attachment(self, sender: bytes, received: Received, announcement: Announcement) -> None:
+        payload, place = announcement.payload, (sender, announcement.author)
+        if (check := self._checks.get(payload)) is None:
+            check = self._checks[payload] = asyncio.ensure_future(self._check(payload, received.attachment))
+            check.add_done_callback(lambda _: self._checks.pop(payload))
         try:
-            why = await self._device.check(received.attachment)
+            is_good = await check
         finally:
-            self._checking -= 1
+            self._waiting -= 1
+            self._checking[place] -= 1
+            if not self._checking[place]:
+                del self._checking[place]
             self._free(sender)
-        if why is None:
-            self._keep(received.message.payload, received.attachment)
-        self.give(ev.MessageReceived(sender, received, why is None), sender)
+        self.give(ev.MessageReceived(sender, received, is_good), sender)
+
+    async def _check(self, payload: bytes, content: bytes) -> bool:
+        """Has the device check a payload, once for all copies that come meanwhile."""
+        is_good = await self._device.check(content) is None
+        if is_good:
+            self._keep(payload, content)
+        return is_good
 
     def blame(self, peer: bytes, why: str) -> None:
-        if self._is_welcome(peer, 1):
+        if self._may_say(peer, 1):
             self._give_of_peer(peer, ev.MalformedReceived(peer, why))
 
     def history_failed(self, peer: bytes, why: str) -> None:

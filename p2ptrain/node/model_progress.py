@@ -1,8 +1,11 @@
 """Model progress: measures the held-out loss of the agreed weights and has them write a line of text, now and then.
 
-The core says when. Both happen before a training, in the trainer's thread, and together take at most 1 % of the time
-since the start, by what earlier ones took. A few sequences and tokens are always allowed: every 50 rounds, they take
-less than 1 % of the training.
+The core says when. Both happen in the trainer's thread: the loss before a training, because the announcement says it,
+and the text after it, when nobody waits for it any more. One look takes at most an eighth of a training, half of what
+the others wait for a late contribution, and all of them 1 % of the time since the start; what does not fit is left out,
+but the first. Text takes at most half of that, so that it leaves some for the loss, which is that of the same
+sequences on every node and in every round, or its curve would compare texts: a tenth of what a node trains on in a
+round. Where this is dear, a node measures more rarely.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter
 
+from p2ptrain.config import RunConfig
 from p2ptrain.core.claims import LOSS_MAX, MILLION
 from p2ptrain.core.events import Train
 from p2ptrain.errors import DataError, MemoryShortError
@@ -23,13 +27,19 @@ from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.fetching import Fetching
 from p2ptrain.visible import one_line
 
-TIME_SHARE = 0.01
-SEQUENCES_MIN, SEQUENCES_MAX = 4, EVALUATED_SEQUENCES
+TIME_SHARE, TRAINING_SHARE = 0.01, 1 / 8  # of the time since the start, and of a training
+SEQUENCES_SHARE = 10  # a forward pass takes up to 0.8 of the time of a training's pass on the same sequence
 TOKENS_MIN, TOKENS_MAX = 16, 64
 TEXT_LENGTH_MAX = 120  # characters
 FETCH_SECONDS = 10.0  # for the held-out pieces: one or two of 1 MiB, once
 
 log = logging.getLogger("p2ptrain.node")
+
+
+def evaluated_sequences(run: RunConfig) -> int:
+    """Returns how many held-out sequences a measurement of this run takes."""
+    trained = run.recipe.local_steps * run.recipe.passes_per_step * run.recipe.sequences_per_pass
+    return min(EVALUATED_SEQUENCES, max(1, trained // SEQUENCES_SHARE))
 
 
 class ModelProgress:
@@ -42,33 +52,64 @@ class ModelProgress:
         self._device, self._fetching, self._clock = device, fetching, clock
         self._began = clock()
         self._sequence_seconds = self._token_seconds = 0.0  # of the last one; 0: there was none
+        self._text_seconds = 0.0  # spent on text
+        self._left_out = 0  # measurements in a row that were too long for a training
+        self._look_seconds = 0.0  # of the last look, so far
 
     async def look(self, effect: Train) -> int:
-        """Does what the core asks for before a training. Returns the held-out loss in millionths of a nat; 0: none."""
-        found = 0
+        """Measures before a training what the core asks for, in millionths of a nat; 0: nothing."""
+        self._look_seconds = 0.0
         try:
             if effect.evaluates and (count := await self._sequences_here()):
-                found = await self._device.run(self._evaluate, effect.base_round, count)
+                return await self._device.run(self._evaluate, effect.base_round, count)
+        except (DataError, MemoryShortError) as error:
+            log.info("cannot look at the weights of round %d: %s", effect.base_round, error)
+        return 0
+
+    async def write(self, effect: Train) -> None:
+        """Has the weights write a line, once the training is announced, if the core asks for it."""
+        try:
             if effect.samples:
                 await self._device.run(self._write, effect.base_round)
         except (DataError, MemoryShortError) as error:
             log.info("cannot look at the weights of round %d: %s", effect.base_round, error)
-        return found
 
-    def _affordable(self, each_seconds: float, least: int, most: int) -> int:
-        """Returns how many there is time for, as a power of two, so that it rarely changes."""
-        left = TIME_SHARE * (self._clock() - self._began) - self.seconds
-        count = int(left / each_seconds) if each_seconds else 0
-        return 1 << (min(most, max(least, count)).bit_length() - 1)
+    def _time_left(self) -> float:
+        """Returns how long this look may still take by its share of all time."""
+        return TIME_SHARE * (self._clock() - self._began) - self.seconds
+
+    def _training_left(self) -> float:
+        """Returns how long this look may still take by its share of a training."""
+        training = self._device.last_training_seconds
+        return TRAINING_SHARE * training - self._look_seconds if training else math.inf
+
+    def _spent(self, began: float) -> float:
+        seconds = self._clock() - began
+        self.seconds += seconds
+        self._look_seconds += seconds
+        return seconds
+
+    def _may_measure(self, count: int) -> bool:
+        expected = count * self._sequence_seconds
+        if not expected:
+            return True
+        if expected > self._time_left():
+            return False
+        # A single slow measurement, the first for example, must not be the last one.
+        if expected * 0.5**self._left_out > self._training_left():
+            self._left_out += 1
+            return False
+        self._left_out = 0
+        return True
 
     async def _sequences_here(self) -> int:
-        """Returns how many held-out sequences to measure, once they are here; 0: none, or not in time."""
-        dataset, recipe = self._fetching.dataset, self._fetching.run.recipe
-        length = self._fetching.run.model.sequence_length
-        trained = recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass
-        most = min(SEQUENCES_MAX, max(SEQUENCES_MIN, trained * 3 // 4))  # a quarter of a training: others wait for us
-        count = min(self._affordable(self._sequence_seconds, SEQUENCES_MIN, most), dataset.held_out_sequences(length))
-        if not count or not await asyncio.to_thread(dataset.missing_held_out, count, length):
+        """Returns how many held-out sequences to measure, once they are here; 0: none, or not now."""
+        dataset, run = self._fetching.dataset, self._fetching.run
+        length = run.model.sequence_length
+        count = min(evaluated_sequences(run), dataset.held_out_sequences(length))
+        if not count or not self._may_measure(count):
+            return 0
+        if not await asyncio.to_thread(dataset.missing_held_out, count, length):
             return count
         began = self._clock()
         if self.seconds > TIME_SHARE * (began - self._began):
@@ -76,7 +117,7 @@ class ModelProgress:
         with suppress(TimeoutError):
             async with asyncio.timeout(FETCH_SECONDS):
                 await self._fetching.held_out(count)
-        self.seconds += self._clock() - began
+        self._spent(began)
         return 0 if await asyncio.to_thread(dataset.missing_held_out, count, length) else count
 
     # -----------------------------------------------------------------------------------------------
@@ -87,20 +128,26 @@ class ModelProgress:
             return 0  # another state was adopted meanwhile
         began = self._clock()
         loss = self._device.trainer.evaluate(count)
-        self._sequence_seconds = (self._clock() - began) / count
-        self.seconds += self._clock() - began
+        self._sequence_seconds = self._spent(began) / count
         return min(LOSS_MAX, max(1, round(loss * MILLION))) if math.isfinite(loss) else 0
 
     def _write(self, base_round: int) -> None:
         if self._device.trainer.round != base_round:
             return
-        began, count = self._clock(), self._affordable(self._token_seconds, TOKENS_MIN, TOKENS_MAX)
+        began, count = self._clock(), TOKENS_MIN
+        if self._token_seconds:
+            mine = TIME_SHARE / 2 * (self._clock() - self._began) - self._text_seconds
+            left = min(mine, self._time_left(), self._training_left())
+            count = min(TOKENS_MAX, int(left / self._token_seconds))
+            if count < TOKENS_MIN:
+                return
 
         def go_on() -> None:
             if self._device.is_stopping:
                 raise StoppedError("the node ends")
 
         written = self._device.trainer.sample(SampleRequest("", count, seed=base_round), go_on)
-        self._token_seconds = (self._clock() - began) / count
-        self.seconds += self._clock() - began
+        seconds = self._spent(began)
+        self._token_seconds = seconds / count
+        self._text_seconds += seconds
         self.text, self.text_round = one_line(written, TEXT_LENGTH_MAX), base_round

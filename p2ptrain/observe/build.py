@@ -85,6 +85,7 @@ def status_of(daemon: Running) -> Status:
         loss=device.loss,
         held_out_loss=held_out.loss if held_out else measured.held_out_loss if measured else None,
         held_out_round=held_out.round if held_out else measured.held_out_round if measured else None,
+        held_out_said=held_out.said if held_out else measured.held_out_said if measured else 0,
         swarm_loss=view.training_of(view.applied_round).loss,
         gradient_norm=device.gradient_norm,
         drift=device.drift,

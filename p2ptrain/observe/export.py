@@ -172,10 +172,22 @@ def _terms(rows: Sequence[tuple[str, str]]) -> str:
     return f"<dl class=rows>{''.join(f'<div><dt>{escape(name)}</dt><dd>{text}</dd></div>' for name, text in rows)}</dl>"
 
 
+def _held_out(measured: Sequence[RoundRecord]) -> list[tuple[str, str]]:
+    """Tells how well the weights do on text that nobody trains on, if it was measured."""
+    if not measured:
+        return []
+    first, last = measured[0], measured[-1]
+    told = f"{first.held_out_loss:.4f} after round {first.held_out_round:,}"
+    if last is not first:
+        told += f" to {last.held_out_loss:.4f} after round {last.held_out_round:,}"
+    return [("held-out loss", f"{told} (perplexity {last.perplexity:,.2f}), as drawn members claim")]
+
+
 def _summary(recorded_run: RecordedRun) -> str:
     rounds, run = recorded_run.rounds, recorded_run.run
     first, last = rounds[0], rounds[-1]
     losses = [each.loss for each in rounds if each.loss is not None]
+    measured = [each for each in rounds if each.held_out_loss is not None]
     taken = Counter(key for each in rounds for key in each.contributors)
     mine, all_of_them = taken[recorded_run.me], sum(taken.values())
     sent, received = sum(each.bytes_sent for each in rounds), sum(each.bytes_received for each in rounds)
@@ -189,6 +201,7 @@ def _summary(recorded_run: RecordedRun) -> str:
         ("from, to", f"{_time(first.applied_at)} to {_time(last.applied_at)}"),
         ("model", f"{parameter_count(run.model):,} parameters, recipe {escape(run.recipe.name)}"),
         ("loss", f"{losses[0]:.4f} to {losses[-1]:.4f} nats per token, in training here" if losses else "none"),
+        *_held_out(measured),
         ("contributions", f"{all_of_them:,} taken from {len(taken):,} nodes, {refused:,} refused"),
         (
             "this node",

@@ -17,15 +17,18 @@ class LearningFigures(BaseModel):
 
     held_out_loss: Annotated[float | None, Figure("held-out loss", "nats a token")] = Field(
         None,
-        description="of agreed weights, nats a token: the median of what up to three drawn members claim to have "
-        "measured, each on some held-out text; null: not measured, in a round: not since the previous one",
+        description="of agreed weights, nats a token: the median of what three drawn members (all, if there are fewer) "
+        "claim to have measured on the same held-out text; null: not measured, in a round: not since the previous one",
     )
     held_out_round: int | None = Field(
         None, ge=0, description="the round after which the weights had the held-out loss; null: it was not measured"
     )
+    held_out_said: int = Field(
+        0, ge=0, description="how many of the drawn members said it: of two, the lower loss counts"
+    )
     swarm_loss: Annotated[float | None, Figure("training loss of the swarm", "nats a token")] = Field(
         None,
-        description="mean over the training behind the round's contributions, nats a token, as their authors claim; "
+        description="median over the steps behind the round's contributions, nats a token, as their authors claim; "
         "null: unknown",
     )
     gradient_norm: Annotated[float | None, Figure("gradient norm", tracked="mine/gradient_norm")] = Field(

@@ -136,6 +136,7 @@ class Recorder:
             bulk_bytes_received=int(since["blobs received"]),
             held_out_loss=held_out.loss if held_out else None,
             held_out_round=held_out.round if held_out else None,
+            held_out_said=held_out.said if held_out else 0,
             swarm_loss=claims.loss,
             swarm_tokens=claims.steps * self._step_tokens,
             gradient_norm=device.gradient_norm if tokens else None,

@@ -36,6 +36,7 @@ OF_STATUS = {
     "round", "phase", "view", "loss", "tokens_per_second", "swarm_tokens_per_second", "traffic", "limits", "peers",
     "roster", "quorum", "fault_tolerance", "admitted", "is_member", "is_admitted", "mine", "applied_round",
     "since_applied_seconds", "certified_round", "counters:root mismatches", "uptime_seconds",
+    "held_out_loss", "perplexity", "swarm_loss",
 }  # fmt: skip
 OF_ROUND = {
     "loss", "contributors", "late", "refused", "seconds",
@@ -107,16 +108,27 @@ def _health(now: Poll) -> list[Text]:
     return lines or [Text("all is well", style="green")]
 
 
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _losses(status: dict[str, Any]) -> str:
+    """Tells the losses in one line, which an 80-column screen has room for."""
+    text = f"{_number(status['loss'])} nats a token, swarm {_number(status['swarm_loss'])}"
+    if status["held_out_loss"] is None:
+        return text
+    return f"{text}, held-out {_number(status['held_out_loss'])}, perplexity {status['perplexity']:,.1f}"
+
+
 def _facts(now: Poll, before: Poll | None, width: int, brevity: int) -> Table:
     status, mine = now.status, now.status["mine"]
-    loss = "-" if status["loss"] is None else f"{status['loss']:.4f}"
     swarm = status["swarm_tokens_per_second"]
     swarm_speed = "-" if swarm is None else f"{swarm:,.0f}"
     columns = 2 if width >= WIDE else 1
     room = (width - 2 * (columns - 1)) // columns - LABEL
     # Name, text, and the brevity at which it is left out.
     facts: list[tuple[str, str, int]] = [
-        ("loss", f"{loss} nats a token", STAYS),
+        ("loss", _losses(status), STAYS),
         ("speed", f"{status['tokens_per_second']:,.0f} tokens/s here, {swarm_speed} in the swarm", STAYS),
         ("traffic", _traffic(now, before), 3),
         ("out/in", _purposes(status, room), 1),

@@ -25,6 +25,7 @@ from p2ptrain.core.events import (
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Availability, Message, Proposal, Regroup, Vote
+from p2ptrain.sim.claims import HonestClaims
 from p2ptrain.sim.ledger import (
     Checker,
     Guarantee,
@@ -434,4 +435,4 @@ def standard() -> list[Checker]:
     checkers = safety()
     ledger = checkers[0]
     assert isinstance(ledger, Ledger), "the ledger comes first, since the others ask it"
-    return [*checkers, Recovered(ledger)]
+    return [*checkers, HonestClaims(), Recovered(ledger)]

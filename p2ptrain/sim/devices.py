@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.core import events as ev
 from p2ptrain.core.pace import takes_another
 from p2ptrain.digest import digest
-from p2ptrain.sim.checkers import Violation
 from p2ptrain.sim.disk import SavedState
+from p2ptrain.sim.ledger import Violation
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.payload_exchange import PayloadExchange
 from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from random import Random
 
     from p2ptrain.sim.cluster import Cluster
+
+
+HONEST_CLAIMS = range(2_000_000, 3_000_000)  # losses that honest nodes measure, in millionths of a nat
+FALSE_CLAIMS = (1, 2**40)
+
+
+def claims_of(node: SimNode, number: int) -> tuple[int, int]:
+    """Returns the losses that a node claims of a round: of its training, and held-out. Every liar lies in them."""
+    draw = digest("simulated loss", node.key, number.to_bytes(8, "little"))
+    claims = HONEST_CLAIMS if node.honest else FALSE_CLAIMS
+    first, second = (claims[int.from_bytes(part, "little") % len(claims)] for part in (draw[:8], draw[8:16]))
+    return first, second
 
 
 class Devices:
@@ -66,7 +78,9 @@ class Devices:
         accelerator.end_training()
         name, payload = self.payloads.make(node, effect.round, effect.base_round)
         node.held_payloads.add(name)
-        cluster.give(node, ev.TrainingFinished(effect.round, name, payload.payload_bytes, payload.attachment, steps))
+        loss, held_out = claims_of(node, effect.round)
+        size, attachment, said = payload.payload_bytes, payload.attachment, held_out if effect.evaluates else 0
+        cluster.give(node, ev.TrainingFinished(effect.round, name, size, attachment, steps, loss, said))
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Calls `action` once the node's device has finished this job and those queued before it."""

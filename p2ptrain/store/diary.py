@@ -40,6 +40,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     place: Count
     places: Count
     outstanding: Annotated[tuple[Count, ...], Meta(max_length=OUTSTANDING_MAX)]  # earlier rounds, still to be taken
+    # Zeros, with a number of steps: it failed after these.
     payload: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     # Both change the order of sums, and therefore the bits.
     threads: Count = 0  # of torch; 0: not recorded

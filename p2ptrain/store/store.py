@@ -1,6 +1,7 @@
 """The store: all data of one identity in one run, in one locked directory.
 
     run.json       the run's config, in its canonical encoding
+    said.json      what the file of a run begun here said (node/begun.py)
     identity       the public key of the node that owns the directory
     wal/           the write-ahead log (log.py)
     payloads/      contributions that the history or our own messages refer to (payloads.py)

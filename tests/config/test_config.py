@@ -228,8 +228,8 @@ IN_A_RUN = {
     "and no decay_rounds",
     '[recipe]\nschedule = "wsd"\nrounds = 10': 'FILE: recipe: schedule = "wsd" needs decay_rounds > 0 '
     "and rounds >= warmup_rounds + decay_rounds",
-    '[recipe]\nname = "demo"\nk = 512': "FILE: contributors_max * k * largest value = 134217728 could leave exact "
-    "arithmetic. Keep it below 67111615 with a smaller recipe.k or admission.contributors_max",
+    '[recipe]\nname = "demo"\nk = 512': "FILE: admission.contributors_max = 1024 could leave exact arithmetic with "
+    "recipe.k = 512 and value_bits = 3. Set at most 512, or fewer of those",
     "[agreement]\nview_seconds = 70": "FILE: agreement: view_seconds = 70 is above view_seconds_max = 60. Lower it",
     "[agreement]\noverlap_rounds = 1": "FILE: agreement: overlap_rounds = 1 makes every contribution one round old. "
     "Set staleness_rounds_max to 1 or more",

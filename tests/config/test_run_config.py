@@ -346,3 +346,9 @@ def test_a_run_file_describes_the_run_it_began_whatever_the_defaults_have_become
         {**said, "model": {"preset": "5m"}},
     ):
         assert not old.is_described_by(other), other
+
+
+def test_each_inner_optimizer_has_a_rate_of_its_own() -> None:
+    rates = {inner: RecipeConfig(name="local", inner=inner).inner_learning_rate for inner in ("muon", "adamw")}
+    assert rates == {"muon": Fraction(1, 100), "adamw": Fraction(3, 1000)}
+    assert RecipeConfig(inner="adamw", inner_learning_rate=Fraction(1, 7)).inner_learning_rate == Fraction(1, 7)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.claims import DRAWN, LOSS_MAX, ROUNDS_KEPT, HeldOut, TrainingClaims, drawn
+from p2ptrain.core.claims import DRAWN, LOSS_MAX, ROUNDS_KEPT, HeldOut, TrainingClaims, drawn, weighted_median
 from p2ptrain.core.messages import Announcement, payload_digest
 from p2ptrain.core.state import genesis
 from tests.helpers.core import BYTES, KEYS, ROOT0, RUN, Bench, announced, certified, payload, plain_manifest, run_of
@@ -65,7 +65,10 @@ def test_what_a_node_measured_is_in_its_announcement_and_counts_for_itself() -> 
     effects = bench.do(ev.TrainingFinished(1, payload_digest(body), BYTES, b"", 1, 2_500_000, 3_000_000))
     expected = announced(bench.me, held_out=3_000_000)
     assert bench.said(expected) == [each for each in effects if isinstance(each, ev.Persist | ev.Publish)][:2]
-    assert bench.node.view().held_out == HeldOut(0, 3.0, 1)
+    first, second = drawn_others(bench)
+    say(bench, first, 4_000_000)
+    say(bench, second, 5_000_000)
+    assert bench.node.view().held_out == HeldOut(0, 4.0, 3)
 
 
 def test_the_median_of_the_drawn_members_is_shown() -> None:
@@ -75,7 +78,32 @@ def test_the_median_of_the_drawn_members_is_shown() -> None:
     for author, loss in zip(drawn_others(bench), (3_000_000, 900_000_000_000, 2_000_000), strict=True):
         say(bench, author, loss)
         shown.append(bench.node.view().held_out)
-    assert shown == [HeldOut(0, 3.0, 1), HeldOut(0, (3.0 + LOSS_MAX / 1e6) / 2, 2), HeldOut(0, 3.0, 3)]
+    assert shown == [None, None, HeldOut(0, 3.0, 3)], "of fewer, one may be a liar and the only one"
+
+
+@pytest.mark.parametrize("lie", [1, LOSS_MAX])
+def test_of_two_the_lower_is_shown_once_the_next_measurement_begins_and_of_one_none(lie: int) -> None:
+    bench = measuring(every_rounds=1)
+    honest, liar, *_ = drawn_others(bench)
+    say(bench, honest, 3_000_000)
+    bench.node.context.claims.begin(bench.state, bench.node.context.offers)
+    assert bench.node.view().held_out is None
+    say(bench, liar, lie)
+    assert bench.node.view().held_out is None
+    bench.decide()
+    assert bench.node.view().held_out == HeldOut(0, min(3_000_000, lie) / 1e6, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_of_fewer_members_all_have_to_speak(size: int) -> None:
+    bench = measuring(size=size, start=False)
+    claims = bench.node.context.claims
+    claims.begin(bench.genesis, bench.node.context.offers)
+    shown = []
+    for place, key in enumerate(bench.founders):
+        claims.hear(announced(key, held_out=1_000_000 * (place + 2)))
+        shown.append(claims.held_out)
+    assert shown == [None] * (size - 1) + [HeldOut(0, {1: 2.0, 2: 2.0, 3: 3.0}[size], size)]
 
 
 def test_nobody_else_is_heard_and_nobody_twice_nor_of_another_base() -> None:
@@ -87,17 +115,29 @@ def test_nobody_else_is_heard_and_nobody_twice_nor_of_another_base() -> None:
     say(bench, first, 3_000_000)
     say(bench, first, 1_000_000)
     say(bench, first, 1_000_000, number=2)  # of round 1
-    assert bench.node.view().held_out == HeldOut(0, 3.0, 1)
+    assert bench.node.context.claims.limits()["held-out losses"] == (1, DRAWN)
+    for key in drawn_others(bench)[1:]:
+        say(bench, key, 2_000_000)
+    if bench.me in drawn(bench.genesis):
+        body = payload(bench.me, 1)
+        bench.do(ev.TrainingFinished(1, payload_digest(body), BYTES, b"", 1, 2_500_000, 3_000_000))
+        assert bench.node.view().held_out == HeldOut(0, 3.0, 3)
+    else:
+        assert bench.node.view().held_out == HeldOut(0, 2.0, 3)
 
 
 def test_what_was_said_early_counts_once_the_base_is_here_and_the_last_median_stays_until_then() -> None:
     bench = measuring(every_rounds=1, agreement={"overlap_rounds": 1, "staleness_rounds_max": 1})
-    say(bench, drawn_others(bench)[0], 3_000_000)
+    for key in drawn_others(bench):
+        say(bench, key, 3_000_000)
     for key in bench.others:  # nobody knows yet who is drawn
         say(bench, key, 2_000_000, number=2)
-    assert bench.node.view().held_out == HeldOut(0, 3.0, 1)
+    before = bench.node.view().held_out
     bench.decide()
-    assert bench.node.view().held_out == HeldOut(1, 2.0, len(drawn_others(bench)))
+    heard = len(drawn_others(bench))
+    first = HeldOut(0, 3.0, len([key for key in drawn(bench.genesis) if key != bench.me]))
+    assert before == (first if first.said == DRAWN else None)
+    assert bench.node.view().held_out == (HeldOut(1, 2.0, 3) if heard == DRAWN else first)
 
 
 def test_what_is_claimed_of_a_rounds_training_is_weighted_by_steps_that_the_run_allows() -> None:
@@ -111,8 +151,30 @@ def test_what_is_claimed_of_a_rounds_training_is_weighted_by_steps_that_the_run_
     unknown = announced(bench.me)
     entry = certified(plain_manifest(state, run, [*offers, unknown]), state)
     bench.node._follow(entry, state.after(entry.manifest, run))
-    assert bench.node.view().training_of(1) == TrainingClaims(steps=3, loss=3.5)
+    assert bench.node.view().training_of(1) == TrainingClaims(steps=3, loss=3.0)
     assert bench.node.view().training_of(2) == TrainingClaims(steps=0, loss=None)
+
+
+@pytest.mark.parametrize("lie", [1, 2_000_000, LOSS_MAX, 2**47])
+@pytest.mark.parametrize("steps", [1, 2**47])
+def test_one_of_three_cannot_move_the_swarms_training_loss_beyond_the_others(lie: int, steps: int) -> None:
+    bench = measuring(size=4, recipe={"name": "local", "local_steps": 10, "local_steps_min": 1})
+    state, offers = bench.state, []
+    for key, loss, count in zip(bench.others, (2_400_000, 2_600_000, lie), (10, 10, steps), strict=True):
+        offers.append(announced(key, inline=True, steps=count, loss=loss))
+        bench.hear_offer(offers[-1])
+    entry = certified(plain_manifest(state, bench.run, offers), state)
+    bench.node._follow(entry, state.after(entry.manifest, bench.run))
+    shown = bench.node.view().training_of(1).loss
+    assert shown is not None
+    assert 2.4 <= shown <= 2.6
+
+
+def test_the_swarms_training_loss_is_that_of_most_of_the_steps() -> None:
+    assert weighted_median([(5.0, 1), (2.0, 10), (4.0, 3)]) == 2.0
+    assert weighted_median([(5.0, 1), (2.0, 1)]) == 2.0
+    assert weighted_median([(5.0, 3), (2.0, 1), (4.0, 1)]) == 5.0
+    assert weighted_median([]) is None
 
 
 def test_claims_of_few_rounds_are_kept() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.core import history as module
+from p2ptrain.core import wire
 from p2ptrain.core.history import (
     CHANGES_MAX,
     ENTRIES_MAX,
@@ -246,6 +247,24 @@ def test_a_history_that_is_too_long_is_not_even_looked_at(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "HISTORY_BYTES_MAX", len(ENCODED))
     assert decode_history(ENCODED) == WHOLE
     assert encode_answer(WHOLE) == ENCODED
+
+
+def test_the_steps_of_a_history_are_decoded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else in the process runs while one is."""
+    decoded: list[bytes] = []
+
+    def noted(decoder: Any, data: bytes, what: str) -> Any:
+        decoded.append(data)
+        return wire.decode_strictly(decoder, data, what)
+
+    monkeypatch.setattr(module, "decode_strictly", noted)
+    assert decode_history(ENCODED) == WHOLE
+    assert decoded == [ENCODED, *(wire.encode(step) for step in (*WHOLE.changes, *WHOLE.steps))]
+
+
+def test_a_step_in_another_encoding_is_refused() -> None:
+    number = ENCODED.rindex(b"\xa6branch")
+    assert "canonical" in not_a_history(ENCODED[:number] + b"\xd9\x06" + ENCODED[number + 1 :])
 
 
 @given(st.binary(max_size=300))

@@ -182,11 +182,11 @@ def test_collecting_ends_at_a_multiple_of_the_median_though_somebody_is_silent()
     bench.do(ev.Tick(), 20.0)
     assert bench.node.here.closed_at is None  # of a stranger we wait three times the median
     bench.now = 26.0
-    assert bench.node.deadline == 27.0
+    assert bench.node.deadline == 30.0
     heard = bitmap((0, 1, 2))
     available = bench.available(ME, (offers[0], offers[1], offers[2]), heard=heard)
     assert bench.tick() == [ev.Publish(*envelopes(available))]
-    assert bench.now == 27.0
+    assert bench.now == 30.0
 
 
 def test_collecting_ends_when_an_honest_member_has_ended_it() -> None:

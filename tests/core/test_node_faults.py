@@ -9,6 +9,7 @@ from p2ptrain.core.history import Entry, History
 from p2ptrain.core.messages import (
     NOTHING,
     NUMBER_MAX,
+    Audit,
     Availability,
     Ballot,
     Certificate,
@@ -157,6 +158,20 @@ def test_a_flood_costs_the_flooder_its_connection_and_nobody_else_anything() -> 
     for ballot in Ballot:
         bench.hear_all(*(voted(key, ballot, manifest.digest) for key in (KEYS[0], KEYS[2])))
     assert bench.state.head == manifest.digest
+
+
+def test_a_flooder_that_takes_no_part_in_the_run_is_disconnected_once_a_second() -> None:
+    """Its connection is open, but it does not say that it takes part, and so is no peer."""
+    bench = Bench(4, me=1)
+    bench.do(ev.PeerLost(KEYS[3]))
+    effects = []
+    for place in range(30 * 400):
+        bench.now = place / 400.0
+        heard = bench.hear(Audit(RUN, 1, KEYS[3], 1, False, KEYS[3]))
+        effects += [effect for effect in heard if isinstance(effect, ev.Disconnect)]
+    greylisted_at = 10.0
+    assert set(effects) == {ev.Disconnect(KEYS[3], "its messages are useless")}
+    assert len(effects) == pytest.approx(30.0 - greylisted_at, abs=2.0)
 
 
 def test_more_useless_messages_than_a_hand_over_brings_count_as_a_flood() -> None:

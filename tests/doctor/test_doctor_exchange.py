@@ -41,11 +41,27 @@ def test_the_settings_that_are_told_keep_the_exchange_under_five_percent(recipe:
             assert share(less) > 0.05, "and no more than it takes"
 
 
+@pytest.mark.parametrize(("download", "upload"), [(10**8, 20_000), (20_000, 10**8), (0, 20_000)])
+def test_the_slower_way_of_a_line_counts(download: int, upload: int) -> None:
+    run = run_of(name="local", k=256)
+    found, slow = (judge_exchange(run, 8, 2_000.0, *each) for each in ((download, upload), (20_000, 20_000)))
+    assert (found.level, found.fix) == (slow.level, slow.fix)
+    assert ("its upload" in found.result) is (upload == 20_000)
+    assert "not measured" not in found.result
+
+
+def test_who_knows_only_the_download_is_told_what_the_upload_needs() -> None:
+    found = judge_exchange(run_of(name="local", k=256), 8, 2_000.0, 10**9)
+    assert re.search(r"as much is sent, and the upload is not measured: it needs [0-9.]+ [kM]B/s$", found.result)
+
+
 def test_without_a_measured_line_the_rate_that_is_needed_is_told() -> None:
     run = run_of(name="local", k=256)
     found = judge_exchange(run, 8, 2_000.0, 0.0)
     assert found.level == "good"
-    (rate,) = re.findall(r"at ([0-9.]+) kB/s or more", found.result) or re.findall(r"at ([0-9.]+) MB/s", found.result)
+    (rate,) = re.findall(r"at ([0-9.]+) kB/s or more, both ways", found.result) or re.findall(
+        r"at ([0-9.]+) MB/s", found.result
+    )
     assert (
         judge_exchange(run, 8, 2_000.0, float(rate) * 1.1 * (10**3 if "kB/s" in found.result else 10**6)).level
         == "good"

@@ -81,8 +81,7 @@ def tf32() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", list(golden_cases()))
 def test_it_gives_the_golden_state_roots(case: str) -> None:
-    recipe, peers = golden_cases()[case]
-    assert golden_root(recipe, peers, DEVICE) == golden()[case]
+    assert golden_root(golden_cases()[case], DEVICE) == golden()[case]
 
 
 def test_it_is_exact_also_where_tf32_is_allowed() -> None:
@@ -90,8 +89,7 @@ def test_it_is_exact_also_where_tf32_is_allowed() -> None:
     with tf32():
         check_exactness(64, DEVICE)
         for case in list(golden_cases())[::9]:
-            recipe, peers = golden_cases()[case]
-            assert golden_root(recipe, peers, DEVICE) == golden()[case]
+            assert golden_root(golden_cases()[case], DEVICE) == golden()[case]
 
 
 @pytest.mark.parametrize("name", ["distro", "demo", "local"])
@@ -120,7 +118,7 @@ def test_without_memory_it_leaves_an_update_to_the_cpu_and_the_bits_are_the_same
         views = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
         used.clear()
         with memory_of_bytes(size):
-            apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), views)
+            apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), None, views)
         fits = size == 2**40
         assert used == ({device.type} if fits else {DEVICE.type, "cpu"}), "where there is no memory, the CPU took over"
         roots.append(state_root(flat).hex())
@@ -250,7 +248,7 @@ def test_votes_on_the_device_are_those_of_the_cpu() -> None:
     states = []
     for device in (torch.device("cpu"), DEVICE):
         flat = flat_weights(3).to(device)
-        apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), parts(flat))
+        apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), None, parts(flat))
         states.append(flat.cpu())
     assert torch.equal(*states)
 

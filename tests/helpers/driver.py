@@ -75,6 +75,7 @@ class ChainTrainer:
         self.live = SimpleNamespace(sequences_per_pass=0, set_sequences_per_pass=lambda count: None)
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()
+        self.made: dict[int, bytes] = {}  # contributions since the start
         self.form = SimpleNamespace(payload_bytes=PAYLOAD_BYTES - KEY_BYTES)
         self.done: list[tuple[Any, ...]] = []  # what was asked for, in order
 
@@ -104,7 +105,8 @@ class ChainTrainer:
     def contribute(self, number: int) -> bytes:
         assert number not in self.kept
         self.kept.add(number)
-        return Random(self.residual).randbytes(PAYLOAD_BYTES - KEY_BYTES)
+        self.made[number] = Random(self.residual).randbytes(PAYLOAD_BYTES - KEY_BYTES)
+        return self.made[number]
 
     def restore(self, number: int) -> bool:
         self.done.append(("restore", number))
@@ -120,6 +122,7 @@ class ChainTrainer:
     def apply(self, number: int, payloads: Sequence[bytes], own: Mapping[int, bytes]) -> None:
         assert number == self.round
         assert set(own.values()) <= set(payloads)
+        assert all(payload == self.made.get(each, payload) for each, payload in own.items()), "of another node"
         link = digest("test chain", self.state[:32], *payloads)
         self.state, self.round = link + self.state[32:], number + 1
         self.kept -= own.keys()
@@ -206,9 +209,12 @@ class ScriptedNode:
     """Replaces the core: records its events and answers as the test says."""
 
     def __init__(self, run: RunConfig) -> None:
-        self.seen = SimpleNamespace(me=ME, run=run, is_in=self.is_in, is_stopping=False, is_quarantined=False)
+        self.seen = SimpleNamespace(
+            me=ME, run=run, is_in=self.is_in, is_welcome=self.is_welcome, is_stopping=False, is_quarantined=False
+        )
         self.deadline: float | None = None
         self.has_started = False
+        self.kept_away: set[bytes] = set()
         self.handled: list[tuple[float, ev.Event]] = []
         self.answer: Callable[[ev.Event], list[ev.Effect]] = lambda event: []
 
@@ -219,6 +225,9 @@ class ScriptedNode:
 
     def is_in(self, peer: bytes) -> bool:
         return self.has_started and peer in KEYS[:4]
+
+    def is_welcome(self, peer: bytes) -> bool:
+        return self.is_in(peer) and peer not in self.kept_away
 
     def view(self) -> SimpleNamespace:
         return self.seen
@@ -340,7 +349,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         await publish(topic, data)
 
     transport.publish = published  # type: ignore[method-assign]
-    strangers = messages_of_strangers(node.view().is_in, transport.range_of)
+    strangers = messages_of_strangers(node.view().is_welcome, transport.range_of)
     intake = Intake(FakeSigner(ME), device, node.view().is_in, strangers, persistence.put)
     handled: list[tuple[ev.Event, Any]] = []
     driver = Driver(node, device, intake, edges, lambda now, *each: handled.append(each))  # type: ignore[arg-type]

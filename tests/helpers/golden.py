@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,14 +34,16 @@ def parts(flat: torch.Tensor) -> list[torch.Tensor]:
     return [part.view(shape) for part, shape in zip(torch.split(flat, SIZES), SHAPES, strict=True)]
 
 
-def scales_of(layout: Layout, recipe: RecipeConfig, contributions: Sequence[Contribution]) -> Scales | None:
+def scales_of(
+    layout: Layout, recipe: RecipeConfig, contributions: Sequence[Contribution], reach: int | None = None
+) -> Scales | None:
     if not recipe.spec.is_scaled or not contributions:
         return None
     starts = [group.first_chunk for group in layout.groups]
     squares = [np.square(one.values.astype(np.int64)).sum(axis=1) for one in contributions]
     exponents = [one.exponents for one in contributions if one.exponents is not None]
     sizes = [Sizes(own, np.add.reduceat(each, starts)) for own, each in zip(exponents, squares, strict=True)]
-    return Scales.of(sizes, layout, recipe)
+    return Scales.of(sizes, layout, recipe, reach)
 
 
 def updated(
@@ -48,17 +51,23 @@ def updated(
     contributions: list[Contribution],
     rate: Fraction,
     flat: torch.Tensor,
+    reach: int | None = None,
 ) -> torch.Tensor:
     layout = Layout(SHAPES, recipe.chunk)
     flat = flat.clone()
-    votes = sum_votes(
-        layout, recipe, contributions, len(contributions), scales_of(layout, recipe, contributions), flat.device
-    )
+    scales = scales_of(layout, recipe, contributions, reach)
+    votes = sum_votes(layout, recipe, contributions, len(contributions), scales, flat.device)
     apply_votes(layout, recipe, votes, rate, parts(flat))
     return flat
 
 
-def golden_cases() -> dict[str, tuple[RecipeConfig, int]]:
+class Case(NamedTuple):
+    recipe: RecipeConfig
+    peers: int
+    reach: int | None = None
+
+
+def golden_cases() -> dict[str, Case]:
     cases = {}
     for name, outer, (chunk, k) in itertools.product(
         ("distro", "demo", "local"), ("normalised", "mean", "sign"), ((64, 32), (64, 8), (16, 5), (8, 32))
@@ -68,17 +77,21 @@ def golden_cases() -> dict[str, tuple[RecipeConfig, int]]:
                 name=name, outer=outer, chunk=chunk, k=k, value_bits=bits, weight_decay=Fraction(1, 10)
             )
             wide = f" value_bits={bits}" if bits > 3 else ""
-            cases[f"{name} {outer} chunk={chunk} k={k} peers={peers}{wide}"] = recipe, peers
+            cases[f"{name} {outer} chunk={chunk} k={k} peers={peers}{wide}"] = Case(recipe, peers)
+    for peers, bits in itertools.product((1, 2, 4, 40), (1, 5)):
+        recipe = RecipeConfig(name="local", k=32, value_bits=bits)
+        cases[f"local mean peers={peers} value_bits={bits} reach=-14"] = Case(recipe, peers, -14)
     return cases
 
 
-def golden_root(recipe: RecipeConfig, peers: int, device: torch.device) -> str:
+def golden_root(case: Case, device: torch.device) -> str:
     """Returns the root after three rounds, at rates that are not binary fractions."""
+    recipe, peers, reach = case
     layout = Layout(SHAPES, recipe.chunk)
     flat = flat_weights(len(recipe.name + recipe.outer)).to(device)
     for round_number, rate in enumerate((Fraction(1, 1000), Fraction(2, 3), Fraction(7, 300))):
         offered = [contribution(1000 * round_number + peer, layout, recipe) for peer in range(peers)]
-        flat = updated(recipe, offered, rate, flat)
+        flat = updated(recipe, offered, rate, flat, reach)
     assert torch.isfinite(flat).all()
     return state_root(flat).hex()
 
@@ -93,5 +106,5 @@ def golden() -> dict[str, str]:
 
 
 if __name__ == "__main__":  # python tests/helpers/golden.py: only with a new protocol version
-    roots = {case: golden_root(recipe, peers, torch.device("cpu")) for case, (recipe, peers) in golden_cases().items()}
+    roots = {name: golden_root(case, torch.device("cpu")) for name, case in golden_cases().items()}
     GOLDEN.write_text(json.dumps(roots, indent=1) + "\n")

@@ -36,6 +36,7 @@ SECONDS = 30.0  # within which everything answers, also on a busy machine
 LEARNING = {
     "held_out_loss": 2.75,
     "held_out_round": 5,
+    "held_out_said": 3,
     "perplexity": 15.6426,
     "swarm_loss": 2.6,
     "gradient_norm": 0.5,

@@ -24,7 +24,8 @@ from p2ptrain.net.connections import topic_of
 from p2ptrain.net.frames import with_length
 from p2ptrain.net.libp2p.p2pd import P2pd, pb, subscription_of
 from p2ptrain.net.libp2p.pubsub import TopicQueue
-from p2ptrain.net.mailbox import Deliver, Mail, Mailboxes
+from p2ptrain.net.mail import Deliver, Mail
+from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.transport import STRANGERS
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.strangers import GossipFlood, messages_of_strangers

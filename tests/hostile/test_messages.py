@@ -20,8 +20,9 @@ from p2ptrain.core.messages import (
     JoinRequest,
     encode,
 )
-from p2ptrain.net import mailbox
-from p2ptrain.net.mailbox import Deliver, Mail, Mailboxes, MessageQuery, frames_of
+from p2ptrain.net import mail, mailbox
+from p2ptrain.net.mail import Deliver, Mail, MessageQuery, frames_of
+from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
 from p2ptrain.node.strangers import EACH_A_SECOND, messages_of_strangers
 from tests.helpers.costs import costs
@@ -129,7 +130,7 @@ def test_whatever_an_honest_stranger_says_fits_a_frame_of_strangers() -> None:
     for message in (hello, join):
         [frame] = frames_of(Deliver((encode(message, bytes(64)),) * EACH_A_SECOND))
         assert len(frame) < mailbox.STRANGER_FRAME_BYTES_MAX / 3
-    names = tuple(number.to_bytes(SHORT_BYTES, "big") for number in range(mailbox.NAMES_MAX))
+    names = tuple(number.to_bytes(SHORT_BYTES, "big") for number in range(mail.NAMES_MAX))
     [frame] = frames_of(MessageQuery(names))
     assert len(frame) <= mailbox.STRANGER_FRAME_BYTES_MAX
 

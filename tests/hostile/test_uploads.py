@@ -11,7 +11,8 @@ import pytest
 
 from p2ptrain.core.wire import encode
 from p2ptrain.net import questions
-from p2ptrain.net.mailbox import HistoryQuery, Mail, Mailboxes, TellHistory
+from p2ptrain.net.mail import HistoryQuery, Mail, TellHistory
+from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError, everyone
 from p2ptrain.node.strangers import messages_of_strangers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from itertools import pairwise
 
 import msgspec
@@ -16,6 +17,7 @@ from p2ptrain.net.address_book import ADDRESSES_MAX, Origin
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
 from p2ptrain.net.connections import (
     DIAL_SECONDS_MAX,
+    FORGOTTEN_AT_ONCE,
     KNOWN_MAX,
     LINKS_MAX,
     STEADY_SECONDS,
@@ -334,9 +336,24 @@ async def test_thousands_of_hints_push_out_neither_bootstraps_nor_those_who_were
         await until(lambda: node.told == [("seen", A)])
         for number in range(1_000, 1_000 + 3 * KNOWN_MAX):
             connections.add(address(key(number)))
-        assert len(connections.known) == KNOWN_MAX
+        assert KNOWN_MAX - FORGOTTEN_AT_ONCE <= len(connections.known) <= KNOWN_MAX
         assert network.address(A) in connections.known[A].addresses
         assert connections.known[B].addresses == [address(B)]
+
+
+@skipping_time
+async def test_whom_to_forget_is_looked_for_once_for_many_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer brings up to 32 addresses, and anyone can give one."""
+    connections, looks, use = Seen(Network()).connections, Counter[str](), Connections._use
+
+    def counted(self: Connections, peer: bytes) -> tuple[bool, bool, bool, bool, float]:
+        looks["looks"] += 1
+        return use(self, peer)
+
+    monkeypatch.setattr(Connections, "_use", counted)
+    for number in range(3 * KNOWN_MAX):
+        connections.add(address(key(1_000 + number)))
+    assert looks["looks"] <= (2 * KNOWN_MAX / FORGOTTEN_AT_ONCE + 1) * KNOWN_MAX
 
 
 @skipping_time

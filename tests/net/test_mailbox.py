@@ -11,17 +11,9 @@ import msgspec
 import pytest
 
 from p2ptrain.core.history import HISTORY_BYTES_MAX
-from p2ptrain.net import mailbox
-from p2ptrain.net.mailbox import (
-    Deliver,
-    HistoryBegins,
-    HistoryPart,
-    HistoryQuery,
-    Mail,
-    Mailboxes,
-    MessageQuery,
-    TellHistory,
-)
+from p2ptrain.net import mail, mailbox
+from p2ptrain.net.mail import Deliver, HistoryBegins, HistoryPart, HistoryQuery, Mail, MessageQuery, TellHistory
+from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, TransportError, everyone
 from p2ptrain.node.strangers import messages_of_strangers
@@ -108,18 +100,38 @@ async def test_envelopes_that_fill_more_than_a_frame_go_in_several() -> None:
         await until(lambda: sum(len(each.envelopes) for _, each in ear.heard if isinstance(each, Deliver)) == 7)
         assert tuple(e for _, each in ear.heard if isinstance(each, Deliver) for e in each.envelopes) == envelopes
         assert 2 <= len(ear.heard) <= 3
-        many = Deliver(tuple(bytes([n % 256]) for n in range(mailbox.ENVELOPES_MAX + 1)))
-        assert [len(mailbox.decode_frame(frame).envelopes) for frame in mailbox.frames_of(many)] == [
-            mailbox.ENVELOPES_MAX,
+        many = Deliver(tuple(bytes([n % 256]) for n in range(mail.ENVELOPES_MAX + 1)))
+        assert [len(mail.decode_frame(frame).envelopes) for frame in mail.frames_of(many)] == [
+            mail.ENVELOPES_MAX,
             1,
         ]  # type: ignore[union-attr]
 
 
+@skipping_time
+async def test_many_envelopes_of_one_frame_are_handed_on_a_few_at_a_time_and_others_are_heard_between() -> None:
+    network = Network()
+    async with pair(network) as (mailboxes, _, _, ear):
+        c = network.transport(C)
+        await c.connect(network.address(B))
+        async with Ear().mailboxes(c) as other:
+            many = tuple(bytes([number]) for number in range(1, mail.ENVELOPES_MAX + 1))
+            for sender in (mailboxes, other):
+                assert sender.post(B, Deliver(many))
+            await until(lambda: len(ear.heard) == 2 * mail.ENVELOPES_MAX // mailbox.ENVELOPES_AT_ONCE)
+        said: dict[bytes, list[bytes]] = {A: [], C: []}
+        for peer, each in ear.heard:
+            assert isinstance(each, Deliver) and len(each.envelopes) <= mailbox.ENVELOPES_AT_ONCE
+            said[peer] += each.envelopes
+        assert said == {A: [*many], C: [*many]}
+        senders = [peer for peer, _ in ear.heard]
+        assert senders != sorted(senders) and senders != sorted(senders, reverse=True)
+
+
 @pytest.mark.parametrize("sizes", [[1_000_000, 1_000_000, 97_000], [2_047] * 1_024, [1] * 1_024, [1_000_000] * 5])
 def test_no_frame_is_longer_than_a_frame_may_be(sizes: list[int]) -> None:
-    frames = list(mailbox.frames_of(Deliver(tuple(map(bytes, sizes)))))
+    frames = list(mail.frames_of(Deliver(tuple(map(bytes, sizes)))))
     assert max(map(len, frames)) <= FRAME_BYTES_MAX
-    assert len(encode(HistoryPart(bytes(mailbox.PART_BYTES)))) <= FRAME_BYTES_MAX
+    assert len(encode(HistoryPart(bytes(mail.PART_BYTES)))) <= FRAME_BYTES_MAX
 
 
 @skipping_time
@@ -343,11 +355,11 @@ async def test_a_history_that_stops_coming_is_given_up_and_its_rest_thrown_away(
     async with pair(network) as (mailboxes, _, ear, _):
         mailboxes.ask_history(B, bytes(32), 3)
         stream = await network.nodes[B].open(A, PROTOCOL)
-        await stream.send(encode(HistoryBegins(2 * mailbox.PART_BYTES)))
-        await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
+        await stream.send(encode(HistoryBegins(2 * mail.PART_BYTES)))
+        await stream.send(encode(HistoryPart(bytes(mail.PART_BYTES))))
         await until(lambda: bool(ear.none))
         assert ear.none == [(B, "no answer after 524288 of 1048576 bytes")]
-        await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
+        await stream.send(encode(HistoryPart(bytes(mail.PART_BYTES))))
         await stream.send(encode(MessageQuery((NAME,))))
         await until(lambda: bool(ear.heard))
         assert (ear.histories, ear.wrong, mailboxes._unasked) == ([], [], {})
@@ -360,10 +372,10 @@ async def test_a_history_that_dribbles_is_given_up_after_a_minute() -> None:
         mailboxes.ask_history(B, bytes(32), 3)
         stream = await network.nodes[B].open(A, PROTOCOL)
         start = asyncio.get_running_loop().time()
-        await stream.send(encode(HistoryBegins(100 * mailbox.PART_BYTES)))
+        await stream.send(encode(HistoryBegins(100 * mail.PART_BYTES)))
         for number in range(9):
             await until(partial(is_past, start + 7 * number))
-            await stream.send(encode(HistoryPart(bytes(mailbox.PART_BYTES))))
+            await stream.send(encode(HistoryPart(bytes(mail.PART_BYTES))))
         await until(lambda: bool(ear.none))
         assert asyncio.get_running_loop().time() - start == pytest.approx(mailbox.ANSWER_SECONDS, abs=0.1)
 
@@ -406,8 +418,8 @@ def frames_that_lie(parts: list[int], size: int) -> list[bytes]:
     [
         frames_that_lie([5], 10),
         frames_that_lie([11], 10),
-        frames_that_lie([mailbox.PART_BYTES, mailbox.PART_BYTES - 1], 3 * mailbox.PART_BYTES),
-        frames_that_lie([mailbox.PART_BYTES], 2 * mailbox.PART_BYTES) + frames_that_lie([], 1),
+        frames_that_lie([mail.PART_BYTES, mail.PART_BYTES - 1], 3 * mail.PART_BYTES),
+        frames_that_lie([mail.PART_BYTES], 2 * mail.PART_BYTES) + frames_that_lie([], 1),
     ],
 )
 def test_a_history_of_wrong_parts_is_malformed(frames: list[bytes]) -> None:

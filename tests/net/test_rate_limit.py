@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2ptrain.digest import PIECE_BYTES
-from p2ptrain.net.rate_limit import PEERS_MAX, PeerLimits, TokenBucket
+from p2ptrain.net.rate_limit import DEBT_SECONDS, PEERS_MAX, PeerLimits, TokenBucket
 from tests.helpers.net import at, skipping_time, until
 
 
@@ -126,6 +126,14 @@ async def test_what_is_spent_at_once_is_waited_for_afterwards_and_what_is_given_
     assert not limit.take_now(1_000) or not limit.take_now(1)  # no more than the burst
 
 
+@skipping_time
+async def test_whatever_is_spent_later_ones_wait_for_a_minute_at_most() -> None:
+    limit = TokenBucket(1_000, burst=1_000)
+    for _ in range(50):
+        limit.spend(10_000)
+    assert limit.seconds_until(1_000) == pytest.approx(DEBT_SECONDS + 1)
+
+
 MEMBER = b"a member"
 
 
@@ -152,9 +160,23 @@ async def test_strangers_share_a_budget_which_members_do_not_touch() -> None:
     assert not budgets.take_now(MEMBER, PIECE_BYTES)
     for each in strangers:
         budgets.take_now(each, 1)
-    assert len(budgets._of_peers) == len(budgets._of_ranges) == PEERS_MAX
+    sizes = (len(budgets._of_peers[False]), len(budgets._of_ranges))
+    assert PEERS_MAX - PEERS_MAX // 16 <= min(sizes) <= max(sizes) <= PEERS_MAX
     await at(start + 1)
     assert budgets.take_now(strangers[-1], PIECE_BYTES - 1)
+
+
+@skipping_time
+async def test_who_has_taken_much_is_remembered_however_many_others_ask() -> None:
+    limits = limits_of(each=1_000, strangers=2**40)
+    debtors = (MEMBER, *strangers_in(1, 3))
+    for each in debtors:
+        limits.spend(each, PIECE_BYTES + 20_000)
+    waits = [limits.seconds_until(each, 1_000) for each in debtors]
+    assert waits == pytest.approx([21.0] * 4, rel=0.01)
+    for each in strangers_in(2, 4 * PEERS_MAX):
+        assert limits.take_now(each, 1)
+    assert [limits.seconds_until(each, 1_000) for each in debtors] == waits
 
 
 @skipping_time

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.node.device import Device
+from p2ptrain.node.device import FAILED, Device
 from p2ptrain.store.diary import Diary, Trained
 from tests.helpers.trainer import RECIPES, embedded, make
 
@@ -130,6 +130,54 @@ def test_a_training_of_fewer_steps_is_repeated_with_as_many_whatever_the_pace_is
         life.close()
 
 
+@pytest.mark.parametrize("inner", ["muon", "adamw"])
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_training_that_failed_midway_is_repeated_as_far_as_it_went(
+    inner: str, failing: int, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its steps have moved the inner optimizer, from which the next training begins."""
+    caplog.set_level(logging.WARNING)
+    whole, checkpoint = Life(dataset, "local", inner=inner), tmp_path / "checkpoint"
+    whole.device.trainer.save(checkpoint)
+    whole.train(1)
+    whole.apply(1)
+    model, steps = whole.device.trainer.live.model, iter(range(10))
+    real = model.loss
+    model.loss = lambda batch: real(batch) * (float("nan") if next(steps) == failing else 1.0)  # type: ignore[method-assign]
+    with pytest.raises(TrainingError):
+        whole.train(2)
+    failed = whole.device.take_failed()
+    assert failed is not None
+    assert whole.device.take_failed() is None
+    assert (failed.round, failed.steps, failed.payload) == (2, failing, FAILED)
+    whole.diary.append(failed)
+    model.loss = real  # type: ignore[method-assign]
+    assert whole.device._apply(2, [], {}, bytes(32), whole.device.adopted) is not None
+    whole.train(3)
+
+    again = Life(dataset, "local", inner=inner)
+    again.device.trainer.load(checkpoint)
+    again.device.repeat(whole.diary, whole.device.trained)
+    again.payloads = dict(whole.payloads)
+    again.apply(1)
+    assert again.device._apply(2, [], {}, bytes(32), again.device.adopted) is not None
+    again.train(3)
+    assert again.payloads == whole.payloads
+    assert again.save(tmp_path / "again") == whole.save(tmp_path / "whole")
+    assert (caplog.text, again.device.trained) == ("", 3)
+    for life in (whole, again):
+        life.close()
+
+
+def test_a_training_that_failed_in_its_first_step_has_moved_nothing_and_is_not_noted(dataset: TokenDataset) -> None:
+    life = Life(dataset, "local")
+    life.device.trainer.live.model.loss = lambda batch: batch.sum() * float("nan")  # type: ignore[method-assign]
+    with pytest.raises((TrainingError, RuntimeError)):
+        life.train(1)
+    assert (life.device.take_failed(), life.device.trained) == (None, 0)
+    life.close()
+
+
 def test_a_diary_that_says_no_steps_is_of_trainings_of_all_of_them(tmp_path: Path) -> None:
     """As releases wrote them in whose runs a round had a fixed number."""
     path = tmp_path / "diary.jsonl"
@@ -148,6 +196,30 @@ def test_a_training_ends_after_the_last_step_that_fits_the_pace(dataset: TokenDa
     life.device.keep_pace(2, 0.0, 0.0)
     life.train(2)
     assert (life.device.steps, life.diary[-1].steps) == (2, 2)
+    life.close()
+
+
+@pytest.mark.parametrize(
+    ("percent", "rested", "usual", "another"),
+    [
+        (100, 0.0, 6.0, True),  # a step takes five seconds
+        (50, 0.0, 6.0, False),  # and as long a rest follows it
+        (50, 0.0, 11.0, True),
+        (100, 5.0, 1.0, True),  # the rest that was taken is no work: a step takes none
+        (100, 4.0, 0.9, False),
+        (50, 3.0, 4.5, True),  # two seconds of work, two of rest
+        (50, 3.0, 3.5, False),
+    ],
+)
+def test_a_step_of_a_device_that_rests_takes_its_work_and_the_rest_that_follows(
+    percent: int, rested: float, usual: float, another: bool, dataset: TokenDataset
+) -> None:
+    life = Life(dataset, "local", local_steps_min=1)
+    device, now = life.device, 1_005.0
+    device.set_percent(percent)
+    device.step, device._began, device._rested = 1, now - 5.0, rested
+    device._pace = 1, now + usual, now
+    assert device._takes_another(1, now) is another
     life.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.core import events as ev
 from p2ptrain.net.connections import topic_of
-from p2ptrain.net.mailbox import Deliver
+from p2ptrain.net.mail import Deliver
 from p2ptrain.node import driver as driver_module
 from p2ptrain.node.driver import DISK_SECONDS
 from p2ptrain.node.outbox import OUTBOX_MAX

@@ -18,7 +18,7 @@ from p2ptrain.learn.data import piece_digest
 from p2ptrain.learn.trainer import Capture
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, FileSink
-from p2ptrain.net.mailbox import Deliver
+from p2ptrain.net.mail import Deliver
 from p2ptrain.net.transport import STRANGERS, Stream
 from p2ptrain.node.driver import DISK_SECONDS
 from p2ptrain.node.edges import DIRECT_BYTES_MAX

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from p2ptrain.config import AgreementConfig
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import KEY_BYTES, authored, decode, payload_digest
+from p2ptrain.core.messages import KEY_BYTES, authored, bare, decode, payload_digest
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.mailbox import Deliver, HistoryQuery
-from p2ptrain.node.intake import EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
+from p2ptrain.net.mail import Deliver, HistoryQuery
+from p2ptrain.node.intake import CHECKS_MAX, EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
 from p2ptrain.node.strangers import ALL_A_SECOND, EACH_A_SECOND
 from tests.helpers.core import KEYS, FakeSigner, announced, signed
 from tests.helpers.driver import OTHER, PAYLOAD_BYTES, PEER, THIRD, a_message, bench
@@ -108,7 +109,7 @@ async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
         body = authored(author, some_bytes(size - KEY_BYTES))
         offer = signed(announced(author, payload=payload_digest(body), payload_bytes=size), body)
         each.driver.intake.hear(PEER, offer.envelope)
-        await each.heard(ev.MessageReceived(PEER, offer))
+        await each.heard(ev.MessageReceived(PEER, bare(offer)))
         assert (each.device.checked, each.persistence.fresh, list(each.store.payloads.names())) == ([], {}, [])
 
 
@@ -123,10 +124,58 @@ async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -
             await at(0.1)
             for _ in range(SHARE_OF_MEMBER_MAX + 10):
                 each.driver.intake.hear(PEER, offer)
-            assert each.driver.counters["events dropped"] >= 10
+            assert each.driver.counters["events dropped"] == SHARE_OF_MEMBER_MAX + 10 - CHECKS_MAX
             opened.set()
-            await until(lambda: len(each.device.checked) == SHARE_OF_MEMBER_MAX and not each.driver.intake.events)
-        assert (each.driver.intake._shares, each.driver.intake._checking) == ({}, 0)  # there is room again
+            await until(lambda: len(each.node.events) == CHECKS_MAX and not each.driver.intake.events)
+        assert each.device.checked == [shut]
+        intake = each.driver.intake
+        assert (intake._shares, intake._waiting, intake._checking, intake._checks) == (
+            {},
+            0,
+            {},
+            {},
+        )  # there is room again
+
+
+@skipping_time
+async def test_copies_of_an_announcement_hold_up_no_other(tmp_path: Path) -> None:
+    """Each is checked once, however many send it, and each sender's copy is heard with the outcome."""
+    async with bench(tmp_path) as each:
+        opened = asyncio.Event()
+        each.device.gate = opened.wait  # type: ignore[assignment]
+        bodies = {author: authored(author, some_bytes(PAYLOAD_BYTES - KEY_BYTES)) for author in (PEER, OTHER)}
+        copied, honest = (
+            signed(announced(author, payload=payload_digest(body), payload_bytes=len(body)), body)
+            for author, body in bodies.items()
+        )
+        async with each.running():
+            await at(0.1)
+            for _ in range(100):
+                each.driver.intake.hear(THIRD, copied.envelope)
+            for sender in (PEER, OTHER):
+                each.driver.intake.hear(sender, copied.envelope)
+                each.driver.intake.hear(sender, honest.envelope)
+            opened.set()
+            await until(lambda: len(each.node.events) == CHECKS_MAX + 4)
+            heard = Counter((event.sender, event.received.name) for event in each.node.events)  # type: ignore[union-attr]
+            assert heard == {
+                (THIRD, copied.name): CHECKS_MAX,
+                **{(sender, offer.name): 1 for sender in (PEER, OTHER) for offer in (copied, honest)},
+            }
+            assert each.device.checked == [bodies[PEER], bodies[OTHER]]
+
+
+@skipping_time
+async def test_a_run_whose_contributions_are_too_large_takes_no_attachments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AgreementConfig, "is_inline", lambda agreement, size: False)
+    async with bench(tmp_path) as each, each.running():
+        body = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES))
+        offer = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
+        each.driver.intake.hear(PEER, offer.envelope)
+        await each.heard(ev.MessageReceived(PEER, bare(offer)))
+        assert each.device.checked == []
 
 
 @skipping_time
@@ -144,6 +193,23 @@ async def test_what_peers_say_before_the_start_and_after_the_end_does_no_harm(tm
             each.driver.intake.hear(PEER, offer.envelope)
             each.driver.intake.hear(PEER, a_message())
         assert isinstance(each.node.handled[0][1], ev.Started)
+
+
+@skipping_time
+async def test_a_member_that_is_kept_away_sends_no_more_than_a_stranger_and_its_gossip_is_heard(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running():
+        each.node.kept_away.add(PEER)
+        for number in range(50):
+            each.driver.intake.hear_mail(PEER, Deliver((a_message(number=number),) * 2))
+            each.driver.intake.hear_mail(OTHER, Deliver((signed(announced(THIRD)).envelope,)))
+            each.driver.intake.hear_mail(PEER, Deliver((signed(announced(THIRD)).envelope,)))
+        await until(lambda: not each.driver.intake.events)
+        senders = Counter(event.sender for event in each.node.events)  # type: ignore[union-attr]
+        assert senders == {PEER: 2 * EACH_A_SECOND, OTHER: 50}
+        for _ in range(50):
+            each.driver.intake.hear(PEER, signed(announced(THIRD)).envelope)
+        await until(lambda: not each.driver.intake.events)
+        assert sum(event.sender == PEER for event in each.node.events) == 2 * EACH_A_SECOND + 50  # type: ignore[union-attr]
 
 
 @skipping_time

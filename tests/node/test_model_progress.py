@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,11 +14,21 @@ import torch
 from p2ptrain.core.events import Train
 from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.node.device import Device, StoppedError
-from p2ptrain.node.model_progress import SEQUENCES_MIN, TEXT_LENGTH_MAX, TIME_SHARE, TOKENS_MIN, ModelProgress
+from p2ptrain.node.model_progress import (
+    TEXT_LENGTH_MAX,
+    TIME_SHARE,
+    TOKENS_MAX,
+    TOKENS_MIN,
+    TRAINING_SHARE,
+    ModelProgress,
+    evaluated_sequences,
+)
 from p2ptrain.visible import one_line
 from tests.helpers.trainer import RECIPES, embedded, make, swarm_round
 
+SEQUENCES = 8  # a tenth of the ten steps of eight sequences of the data set below
 BOTH = Train(1, 0, 0, 1, (), samples=True, evaluates=True)
 
 
@@ -81,13 +91,15 @@ def progress_of(trainer: FakeTrainer, data: Data | None = None) -> ModelProgress
     async def run(job: Callable[..., Any], *arguments: object) -> Any:
         return job(*arguments)
 
-    device: Any = SimpleNamespace(trainer=trainer, run=run, is_stopping=False)
+    device: Any = SimpleNamespace(trainer=trainer, run=run, is_stopping=False, last_training_seconds=0.0)
     fetching: Any = data or Data(trainer)
     return ModelProgress(device, fetching, clock=lambda: trainer.now)
 
 
 def look(progress: ModelProgress, effect: Train = BOTH) -> int:
-    return asyncio.run(progress.look(effect))
+    found = asyncio.run(progress.look(effect))
+    asyncio.run(progress.write(effect))
+    return found
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -95,15 +107,36 @@ def test_looking_at_the_weights_changes_nothing_and_says_what_evaluate_says(name
     looked, other = (make(dataset, name) for _ in range(2))
     device = Device(looked, bytes(32))
     fetching: Any = SimpleNamespace(dataset=dataset, run=looked.run)
-    progress = ModelProgress(device, fetching)
+    progress = ModelProgress(device, fetching, clock=lambda: 0.0)
     for number in range(3):
-        found = asyncio.run(progress.look(Train(number + 1, number, 0, 1, (), samples=True, evaluates=True)))
-        assert found == round(1e6 * other.evaluate(SEQUENCES_MIN))
+        found = look(progress, Train(number + 1, number, 0, 1, (), samples=True, evaluates=True))
+        assert found == round(1e6 * other.evaluate(evaluated_sequences(looked.run)))
         assert progress.text_round == number
         assert swarm_round([looked], number) == swarm_round([other], number)
     assert looked.root() == other.root()
     assert progress.text.isprintable()
     device.close()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_looking_at_the_weights_needs_no_memory_for_others_and_keeps_a_training_that_is_not_contributed_yet(
+    name: str, dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, other = (make(dataset, name) for _ in range(2))
+    for trainer in (looked, other):
+        swarm_round([trainer], 0)
+        trainer.train(1, 0, 1)
+    size, clone = looked.live.weights.numel(), torch.Tensor.clone
+
+    def small(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        assert tensor.numel() < size, "a copy of the whole model"
+        return clone(tensor, *arguments, **named)
+
+    monkeypatch.setattr(torch.Tensor, "clone", small)
+    looked.evaluate(1)
+    looked.sample(SampleRequest("a", 3, 1))
+    monkeypatch.undo()
+    assert looked.contribute(1) == other.contribute(1)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -131,27 +164,69 @@ def test_a_training_that_is_not_contributed_yet_keeps_its_gradient_while_a_round
     assert crossed.contribute(0) == straight.contribute(0)
 
 
+def rounds_of(progress: ModelProgress, trainer: FakeTrainer, training: float, every: int, count: int) -> list[float]:
+    """Trains and looks at the weights every so many rounds. Returns the seconds of each look before a training."""
+    device, looks = cast(Any, progress._device), []
+    for number in range(count):
+        trainer.round, began = number, trainer.now
+        effect = Train(number + 1, number, 0, 1, (), samples=True, evaluates=True)
+        asyncio.run(progress.look(effect))
+        looks.append(trainer.now - began)
+        trainer.now += training
+        device.last_training_seconds = training
+        asyncio.run(progress.write(effect))
+        trainer.now += (every - 1) * training
+    return looks
+
+
 @pytest.mark.parametrize(("sequence_seconds", "token_seconds"), [(0.001, 0.001), (0.02, 0.003), (0.4, 0.1)])
-def test_looks_take_one_percent_of_the_time(sequence_seconds: float, token_seconds: float) -> None:
+@pytest.mark.parametrize("every", [1, 10, 50])
+@pytest.mark.parametrize("times", [1.0, 1.3, 3.0])
+def test_looks_take_one_percent_of_the_time(
+    sequence_seconds: float, token_seconds: float, every: int, times: float
+) -> None:
+    """A training takes this many times as long for a sequence as a measurement."""
     trainer = FakeTrainer(sequence_seconds, token_seconds)
-    progress = progress_of(trainer)
-    for number in range(40):  # every 50 rounds, in each of which 80 sequences are trained on
-        trainer.round = number
-        look(progress, Train(number + 1, number, 0, 1, (), samples=True, evaluates=True))
-        trainer.now += 50 * 80 * 3 * sequence_seconds
+    progress, training = progress_of(trainer), 80 * times * sequence_seconds
+    looks = rounds_of(progress, trainer, training, every, 2_000 // every)
     assert progress.seconds <= TIME_SHARE * trainer.now
-    assert trainer.counts[0] == ("sequences", SEQUENCES_MIN)
-    assert trainer.counts[1] == ("tokens", TOKENS_MIN)
-    assert max(trainer.counts) > ("tokens", TOKENS_MIN)
-    assert {count.bit_count() for _, count in trainer.counts} == {1}
+    assert max(looks) <= TRAINING_SHARE * training
+    assert {count for what, count in trainer.counts if what == "sequences"} == {SEQUENCES}, "curves of one text"
+    assert len([what for what, _ in trainer.counts if what == "sequences"]) > 3
+    assert all(TOKENS_MIN <= count <= TOKENS_MAX for what, count in trainer.counts if what == "tokens")
 
 
-def test_a_few_are_looked_at_even_where_there_is_no_time() -> None:
+def test_text_is_written_after_the_training_within_what_the_measurement_left() -> None:
+    trainer = FakeTrainer(0.1, 0.01)
+    progress, training = progress_of(trainer), 8.0
+    rounds_of(progress, trainer, training, 100, 5)
+    assert [what for what, _ in trainer.counts] == ["sequences", "tokens"] * 5
+    first, *later = [count for what, count in trainer.counts if what == "tokens"]
+    assert first == TOKENS_MIN
+    assert set(later) <= {19, 20}, "0.8 of the one second that an eighth of a training is have gone into the loss"
+
+
+def test_only_the_first_look_is_taken_where_there_is_no_time() -> None:
     trainer = FakeTrainer(10.0, 10.0)
     progress = progress_of(trainer)
-    for _ in range(3):
-        assert look(progress) == 2_500_000
-    assert trainer.counts == [("sequences", SEQUENCES_MIN), ("tokens", TOKENS_MIN)] * 3
+    assert [look(progress) for _ in range(3)] == [2_500_000, 0, 0]
+    assert trainer.counts == [("sequences", SEQUENCES), ("tokens", TOKENS_MIN)]
+    trainer.now += SEQUENCES * 10.0 * 10 / TIME_SHARE
+    assert look(progress) == 2_500_000
+
+
+def test_a_first_measurement_that_was_slow_is_not_the_last() -> None:
+    trainer = FakeTrainer(10.0, 0.001)
+    progress = progress_of(trainer)
+    rounds_of(progress, trainer, 8.0, 500, 1)
+    trainer.sequence_seconds = 0.1
+    looks = rounds_of(progress, trainer, 8.0, 500, 20)
+    assert sum(seconds > 0 for seconds in looks) >= 10
+
+
+def test_every_node_of_a_run_measures_the_same_sequences(dataset: TokenDataset) -> None:
+    first, second = (make(dataset, "local", seed=seed) for seed in (1, 2))
+    assert evaluated_sequences(first.run) == evaluated_sequences(second.run) >= 1
 
 
 def test_what_the_core_does_not_ask_for_is_not_done() -> None:
@@ -244,7 +319,7 @@ def test_text_is_written_by_the_agreed_weights_alone(dataset: TokenDataset, tmp_
         fetching: Any = SimpleNamespace(dataset=dataset, run=trainer.run)
         progress = ModelProgress(device, fetching)
         live = trainer.live.weights.clone()
-        asyncio.run(progress.look(BOTH))
+        look(progress)
         assert torch.equal(trainer.live.weights, live)
         texts.append(progress.text)
         device.close()

@@ -86,6 +86,16 @@ def test_its_figures_are_those_of_the_records() -> None:
         assert part in other, part
 
 
+def test_it_tells_the_held_out_loss_in_short_where_there_is_one() -> None:
+    none, first, last = a_round(1), a_round(2, held_out_loss=3.0, held_out_round=1), a_round(4, held_out_loss=2.5)
+    last = last.model_copy(update={"held_out_round": 3})
+    assert "as drawn members claim" not in page(none)
+    assert "3.0000 after round 1 (perplexity 20.09), as drawn members claim" in page(none, first)
+    assert "3.0000 after round 1 to 2.5000 after round 3 (perplexity 12.18), as drawn members claim" in page(
+        first, last
+    )
+
+
 def test_it_needs_nothing_from_outside_and_is_well_formed() -> None:
     text = page(*map(a_round, range(1, 10)))
     assert Outline(text).loads == []

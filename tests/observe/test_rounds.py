@@ -97,12 +97,16 @@ def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path)
 
 def test_a_held_out_loss_is_recorded_once_and_known_after_a_restart(tmp_path: Path) -> None:
     watched = Watched(tmp_path, every_rounds=2)
-    (author, *_) = (key for key in drawn(watched.bench.state) if key != watched.bench.me)
-    watched.bench.node.context.claims.hear(announced(author, 1, held_out=3_000_000))
+    claims = watched.bench.node.context.claims
+    for author, loss in zip(drawn(watched.bench.state), (3_000_000, 51_500_000, 2_900_000), strict=True):
+        assert claims.held_out is None, "a record keeps what it had first"
+        claims.hear(announced(author, 1, held_out=loss))
     for _ in range(2):
         watched.round()
-    told = [(each.held_out_loss, each.held_out_round, each.perplexity) for each in watched.rounds.last()]
-    assert told == [(3.0, 0, 20.0855), (None, None, None)]
+    told = [
+        (each.held_out_loss, each.held_out_round, each.held_out_said, each.perplexity) for each in watched.rounds.last()
+    ]
+    assert told == [(3.0, 0, 3, 20.0855), (None, None, 0, None)]
     asyncio.run(watched.rounds.save(all_of_it=True))
     watched.persistence.store.records.close()
     again = Watched(tmp_path, Records(tmp_path / "records.sqlite").past(ROUNDS_KEPT))
@@ -246,11 +250,12 @@ def test_points_get_a_row_when_they_have_grown_and_not_when_they_decay(tmp_path:
 
 
 def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
-    bench = Bench(4)
+    bench = Bench(4, agreement={"stall_seconds": 1})
     bench.do(ev.PeerSeen(KEYS[9]), 0.0)
     bench.do(ev.PeerLost(B))
+    bench.hear_offer(announced(A, inline=True))
+    bench.do(ev.Tick(), 1.0)  # nobody else is waited for any longer
     bench.do(ev.MalformedReceived(KEYS[9], "junk"))
-    bench.hear_offer(announced(A, inline=True))  # so quickly that nobody else is waited for
     assert bench.node.view().standings() == [
         PeerView(A, 0.0, False, 1, 0, 0, {}, {}),
         PeerView(C, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
@@ -441,9 +446,10 @@ async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
         assert all(each.train_seconds > 0 and each.mine_taken == (each.round,) for each in first)
         assert [each.root for each in first] == [daemon.driver.node.view().roots[number] for number in range(1, 6)]
         monkeypatch.setattr(daemon.driver.device.trainer, "device", "cpu", raising=False)
-        daemon.driver.device.not_finite = 3
+        daemon.driver.device.not_finite, daemon.driver.device.drift = 3, 0.001
         status = status_of(daemon).model_dump()
         assert status["counters"]["trainings not finite"] == 3
+        assert status["drift"] == 0.001, "the round's, not that of the training here"
         assert status["mine"]["applied"] >= 5
         assert (status["mine"]["share"], status["mine"]["tokens"]) == (1.0, 64 * status["applied_round"])
         assert status["swarm_tokens_per_second"] > 0

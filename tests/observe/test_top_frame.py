@@ -40,6 +40,7 @@ def test_a_frame_says_what_the_daemon_says() -> None:
         "member", "bad payload 1", "private", "12:34:56 a line", "all is well", "cpu, 100% of the time",
         "2 members, 2 decide; 0 may crash, 0 may lie; 3 may contribute", "25.0% of 20", "0.02 hours",
         "after round 7, 1 s ago; round 6 is certified", "up 1 min", "p2ptrain 1.2.3", "http://127.0.0.1:8420/",
+        "loss        2.5000 nats a token, swarm 2.6000, held-out 2.7500, perplexity 15.6\n",
         "2.0 taken", "at most 1.0 KB/s out\n",
     ):  # fmt: skip
         assert part in text, part

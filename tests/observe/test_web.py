@@ -36,8 +36,8 @@ FIELDS = {
         "swarm_tokens_per_second contribution_tokens mine device is_paused peers roster quorum fault_tolerance "
         "admitted is_member is_admitted held waiting_for health http loop_lag_seconds uptime_seconds roots "
         "payload_bytes state_bytes bytes traffic limits queued_frames disk_free_bytes counters observed "
-        "troubles same_model held_out_loss held_out_round perplexity swarm_loss gradient_norm drift compression_ratio "
-        "text text_round"
+        "troubles same_model held_out_loss held_out_round held_out_said perplexity swarm_loss gradient_norm drift "
+        "compression_ratio text text_round"
     ),
     "Peer": (
         "peer_id addresses address_kind latency_seconds is_connected is_member is_admitted offered applied late "
@@ -47,8 +47,8 @@ FIELDS = {
     "RoundRecord": (
         "version branch round applied_at root manifest contributors mine_taken views train_seconds collect_seconds "
         "agree_seconds apply_seconds bytes_sent bytes_received bulk_bytes_sent bulk_bytes_received loss tokens "
-        "tokens_per_second late refused seconds held_out_loss held_out_round perplexity swarm_loss swarm_tokens "
-        "gradient_norm drift compression_ratio"
+        "tokens_per_second late refused seconds held_out_loss held_out_round held_out_said perplexity swarm_loss "
+        "swarm_tokens gradient_norm drift compression_ratio"
     ),
     "Rounds": "version rounds",
     "Health": "version ok",

@@ -27,7 +27,8 @@ MOVING = {
     "tokens", "tokens_per_second", "training_seconds", "swarm_tokens_per_second", "mine", "held", "waiting_for",
     "loop_lag_seconds", "uptime_seconds", "roots", "bytes", "traffic", "queued_frames",
     "disk_free_bytes", "counters", "observed", "head", "same_model",
-    "held_out_loss", "held_out_round", "perplexity", "swarm_loss", "gradient_norm", "drift", "text", "text_round",
+    "held_out_loss", "held_out_round", "held_out_said", "perplexity", "swarm_loss", "gradient_norm",
+    "drift", "text", "text_round",
 }  # fmt: skip
 
 

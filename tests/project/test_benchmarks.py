@@ -51,7 +51,8 @@ def test_the_learning_benchmark_compares_every_recipe_with_every_rival_and_basel
     systems = {setting.system for setting in settings}
     assert systems == {"full", "distro", "demo", "local", "demo32", *learning.RIVALS}
     assert {setting.inner for setting in settings if setting.system == "full"} == {"adamw", "muon"}
-    assert {setting.peers for setting in settings} == {4, 16}
+    assert {setting.peers for setting in settings} == {3, 4, 8, 16}
+    assert {setting.slow for setting in settings} == {0, 3, 5}
     assert any(setting.delay for setting in settings)
 
 
@@ -86,7 +87,8 @@ def test_a_simulated_run_learns_and_reports(
     assert result["validation_loss"] < result["curve"][0][1] - 0.5
     learning.plot([result], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert result["method"] in learning.table([result])
+    assert result["method"] not in learning.table([result]), "its rate is no better than any other"
+    assert result["method"] in learning.table([{**result, "rate": rate} for rate in ("1/7", "1/8", "1/9")])
 
 
 def test_rates_are_tried_until_the_best_is_not_at_an_edge_and_what_is_done_is_not_done_again(

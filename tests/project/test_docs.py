@@ -287,8 +287,9 @@ def test_tests_that_a_page_selects_are_there() -> None:
 
 def test_the_plot_shows_the_figures_that_the_page_tells() -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    for row in json.loads((ROOT / "benchmarks" / "figures" / "learning.json").read_text()):
-        loss = f"{row['loss']:.3f}" + (f" ± {row['deviation']:.3f}" if row["deviation"] else "")
+    files = sorted((ROOT / "benchmarks" / "figures").glob("learning*.json"))
+    for row in [row for file in files for row in json.loads(file.read_text())]:
+        loss = f"{row['loss']:.3f}" + (f" ± {row['deviation']:.3f}" if row["deviation"] else "") + "*" * row["edge"]
         ratio = 4 * row["parameters"] / row["bytes_per_peer_step"]
         assert f"| {row['method']} | {loss} | {row['bytes_per_peer_step']:,.0f} | {ratio:,.0f} |" in page
 
