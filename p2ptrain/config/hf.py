@@ -207,6 +207,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "norm_epsilon": EPSILON, "residual_dropout": DROPOUT, "sliding_window": _WINDOW["sliding_window"],
         "use_bias": FLAG}, also_needed=("num_key_value_heads",), is_tied=True),
 }  # fmt: skip
+REAL = ("initializer_range", "clip_qkv")  # transformers takes no whole number for these
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -267,7 +268,8 @@ def read_hf_config(text: str) -> HfConfig:
     for usual in (*REQUIRED, *architecture.also_needed):
         if raw.get(architecture.name(usual)) is None and not (kind == "gpt2" and usual == "intermediate_size"):
             raise ValueError(f"config.json lacks {architecture.name(usual)}: add it, a size is never guessed")
-    return _checked(kind, {key: value for key, value in raw.items() if key in architecture.keys})
+    used = {key: float(value) if key in REAL and value is not None else value for key, value in raw.items()}
+    return _checked(kind, {key: value for key, value in used.items() if key in architecture.keys})
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -334,6 +336,11 @@ def _checked(kind: str, keys: dict[str, Any]) -> HfConfig:
     for name in ("layer_types", "no_rope_layers"):
         if keys.get(name) is not None and len(keys[name]) != layers:
             raise ValueError(f"{name} in config.json has {len(keys[name])} entries: it needs {layers}, one a layer")
+    is_sliding = keys.get("sliding_window") is not None and keys.get("use_sliding_window", False)
+    if "sliding_attention" in (keys.get("layer_types") or ()) and not is_sliding:
+        raise ValueError(
+            "layer_types in config.json has sliding_attention and no window: add sliding_window and use_sliding_window"
+        )
     dropouts = [value for key, value in keys.items() if architecture.keys[key] is DROPOUT]
     has_all = len(dropouts) == sum(rule is DROPOUT for rule in architecture.keys.values())
     config = HfConfig(

@@ -97,6 +97,14 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_the_range(changes: dic
     assert refused(**changes).startswith(what)
 
 
+def test_a_list_for_each_layer_has_that_length_and_a_window_where_it_slides() -> None:
+    why = refused("smollm3", no_rope_layers=[1])
+    assert why == "no_rope_layers in config.json has 1 entries: it needs 2, one a layer"
+    sliding = {"layer_types": ["full_attention", "sliding_attention"]}
+    assert refused("qwen2", **sliding).startswith("layer_types in config.json has sliding_attention and no window: add")
+    read_hf_config(json.dumps(raw_config("qwen2", **sliding, sliding_window=8, use_sliding_window=True)))
+
+
 @pytest.mark.parametrize("missing", ["hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size"])
 def test_a_size_is_never_guessed(missing: str) -> None:
     raw = raw_config("llama")

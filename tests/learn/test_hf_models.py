@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,28 @@ DROPOUTS = {
     "phi": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
 }
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+LINEAR = {"type": "linear", "factor": 2.0}
+SLIDING = {"sliding_window": 8, "use_sliding_window": True}
+FORMS: list[tuple[str, dict[str, Any]]] = [  # of the same thing in older and newer files, and what no default shows
+    ("llama", {"rope_theta": 500}),
+    ("llama", {"rope_theta": 500, "rope_scaling": LINEAR}),
+    ("llama", {"rope_theta": 500.0, "rope_scaling": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}, "tie_word_embeddings": True, "head_dim": 12}),
+    ("mistral", {"sliding_window": 8}),
+    ("qwen2", SLIDING | {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("smollm3", SLIDING | {"no_rope_layers": [1, 0]}),
+    ("gpt_neox", {"rotary_pct": 0.5, "rotary_emb_base": 500, "use_parallel_residual": False}),
+    ("granite", {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
+    ("olmo", {"clip_qkv": 1.5}),
+]
+VALUES: list[Any] = [
+    None, True, False, 0, 1, 2, 3, 4, 8, 12, 16, 32, 48, 0.0, 0.1, 0.5, 1.0, 1e-6, 1e6, 2.5, "silu", "gelu", "gelu_new",
+    "relu", [], ["full_attention", "sliding_attention"], [0, 1], {}, LINEAR, LLAMA3, {"rope_theta": 1.0},
+    {"partial_rotary_factor": 0.25}, {"factor": 2.0}, {"rope_type": "default", "type": "linear", "factor": 3},
+]  # fmt: skip
+
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]  # what another package deprecates is not ours
 
 
@@ -80,9 +103,9 @@ def without_dropout(kind: str) -> dict[str, Any]:
 # The model
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_forward_and_loss_are_those_of_transformers(kind: str, transformers: Any) -> None:
-    config = hf_model(kind)
+@pytest.mark.parametrize(("kind", "changes"), [*((kind, {}) for kind in ARCHITECTURES), *FORMS])
+def test_forward_and_loss_are_those_of_transformers(kind: str, changes: dict[str, Any], transformers: Any) -> None:
+    config = hf_model(kind, **changes)
     model = first_model(config, 3).eval()
     keys = transformers.AutoConfig.for_model(**json.loads(config.config), pad_token_id=None)
     theirs = transformers.AutoModelForCausalLM.from_config(keys, dtype=torch.float32)
@@ -96,6 +119,27 @@ def test_forward_and_loss_are_those_of_transformers(kind: str, transformers: Any
         expected = theirs(input_ids=tokens, labels=tokens).loss
         torch.testing.assert_close(model.loss(tokens), expected, rtol=0, atol=TOLERANCE)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_whatever_is_accepted_makes_a_model_that_trains() -> None:
+    rng = random.Random(1)
+    made = 0
+    for _ in range(200):
+        kind = rng.choice(sorted(ARCHITECTURES))
+        rules, changes = ARCHITECTURES[kind].keys, {}
+        for key in rng.sample(sorted(rules), 4):
+            if accepted := [value for value in VALUES if rules[key].accepts(value)]:
+                changes[key] = rng.choice(accepted)
+        try:
+            config = hf_model(kind, 8, **changes)
+        except ValueError:
+            continue
+        model = build(config)
+        model.loss(torch.zeros(1, 9, dtype=torch.int64)).backward()
+        assert config.hf is not None
+        assert sum(parameter.numel() for parameter in model.parameters()) <= config.hf.parameters_most
+        made += 1
+    assert made > 100
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
