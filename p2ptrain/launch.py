@@ -178,6 +178,7 @@ async def _start(
     given: GivenWeights | None,
 ) -> None:
     from p2ptrain.learn.begin import begin  # noqa: PLC0415  # imports torch: two seconds before any error shows
+    from p2ptrain.node.saved import keep_tokenizer  # noqa: PLC0415  # likewise
 
     be_nice(config.limits.nice)
     set_up(config.logging)
@@ -194,6 +195,7 @@ async def _start(
         begun = await asyncio.to_thread(begin, before or run, place, [identity.key.hex()], dataset, given)
         note_begun(begun.run, run, said, config)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
+        await asyncio.to_thread(keep_tokenizer, config, begun.run, data)
         transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
         await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), daemon, http)
 
