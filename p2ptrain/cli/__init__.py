@@ -157,7 +157,10 @@ def _payload_bytes(run: RunConfig) -> int:
 def example(
     name: Annotated[str | None, typer.Argument(help="Which one; without it, they are listed.")] = None,
 ) -> None:
-    """Print a run file to begin with, for `p2ptrain start`: `p2ptrain config example tiny > tiny.toml`."""
+    """Print a run file to begin with.
+
+    p2ptrain config example tiny > tiny.toml; p2ptrain start tiny.toml
+    """
     from p2ptrain.errors import ConfigError
 
     here = Path(__file__).parents[1]

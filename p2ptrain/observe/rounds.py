@@ -201,14 +201,10 @@ class Recorder:
 
     @property
     def swarm_tokens_per_second(self) -> float | None:
-        """An estimate: the tokens behind the contributions of the last rounds, over the duration of these rounds.
-
-        Every contribution of a run has the same number of tokens. Contributions that were not taken do not count.
-        """
+        """The tokens behind the contributions of the last rounds, by their authors' word, over these rounds' time."""
         lately = [*self._kept][-RATE_ROUNDS:]
         seconds = sum(each.seconds for each in lately)
-        tokens = self.contribution_tokens * sum(len(each.contributors) for each in lately)
-        return tokens / seconds if seconds > 0 else None
+        return sum(each.swarm_tokens for each in lately) / seconds if seconds > 0 else None
 
     # -----------------------------------------------------------------------------------------------
     # The disk
