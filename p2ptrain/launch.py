@@ -17,7 +17,7 @@ from asyncio import Future
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
@@ -51,6 +51,9 @@ from p2ptrain.observe.tracking import Tracker, Tracking
 from p2ptrain.observe.wandb_run import WandbRun
 from p2ptrain.store.lock import Lock
 
+if TYPE_CHECKING:
+    from p2ptrain.learn.begin import GivenWeights
+
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
 HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node that you trust"
@@ -60,9 +63,18 @@ HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node t
 # Commands
 
 
-def start(run: RunConfig, said: Mapping[str, object], config: NodeConfig, dataset: Path | None) -> None:
-    """Runs `p2ptrain start`; `said` is what the run's file says, without defaults."""
-    _run(_start(run, said, config, dataset))
+def start(
+    run: RunConfig,
+    said: Mapping[str, object],
+    config: NodeConfig,
+    dataset: Path | None,
+    given: GivenWeights | None = None,
+) -> None:
+    """Runs `p2ptrain start`.
+
+    said: what the run's file says, without defaults; given: the first weights, if they are not made from the seed
+    """
+    _run(_start(run, said, config, dataset, given))
 
 
 def join(config: NodeConfig, run: str | None, invitation: str | None, trust: str | None = None) -> None:
@@ -158,8 +170,15 @@ def _loop_factory() -> Any:
 # Starting
 
 
-async def _start(run: RunConfig, said: Mapping[str, object], config: NodeConfig, dataset: Path | None) -> None:
+async def _start(
+    run: RunConfig,
+    said: Mapping[str, object],
+    config: NodeConfig,
+    dataset: Path | None,
+    given: GivenWeights | None,
+) -> None:
     from p2ptrain.learn.begin import begin  # noqa: PLC0415  # imports torch: two seconds before any error shows
+    from p2ptrain.node.saved import keep_tokenizer  # noqa: PLC0415  # likewise
 
     be_nice(config.limits.nice)
     set_up(config.logging)
@@ -173,9 +192,10 @@ async def _start(run: RunConfig, said: Mapping[str, object], config: NodeConfig,
         place = dataset_directory(config, run.data.manifest)
         before = begun_here(run, said, config, identity.key.hex())
         await asyncio.to_thread(refuse_too_large, before or run, config)
-        begun = await asyncio.to_thread(begin, before or run, place, [identity.key.hex()], dataset)
+        begun = await asyncio.to_thread(begin, before or run, place, [identity.key.hex()], dataset, given)
         note_begun(begun.run, run, said, config)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
+        await asyncio.to_thread(keep_tokenizer, config, begun.run, data)
         transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
         await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), daemon, http)
 

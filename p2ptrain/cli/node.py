@@ -79,11 +79,19 @@ def data_dir_of(data_dir: Path | None, file: Path | None = None) -> Path:
 # Taking part
 
 
-def start(
+def start(  # noqa: PLR0913, PLR0917  # a command has many options
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's config; see examples/tiny.toml.")],
     data: Annotated[
         Path | None,
         typer.Option("--data", metavar="DIR", help="The data set, if the run names one; see `data prepare`."),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", metavar="DIR|FILE", help="First weights: a Hugging Face model, safetensors or GGUF."),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="First weights: a checkpoint or an export of another run."),
     ] = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
@@ -98,10 +106,19 @@ def start(
     from p2ptrain.config import load_run_config, read_table
 
     node = node_config(config, data_dir, None, listen, log_level, log_format)
-    what, said = load_run_config(run), read_table(run)
+    said = read_table(run)
+    if weights is not None and source is not None:
+        raise ConfigError("the first weights come from one place", key="--weights", fix="Leave it or --from out")
+    if (place := weights or source) is None:
+        what, given = load_run_config(run), None
+    else:
+        from p2ptrain.node.first_weights import open_weights
+
+        given, beside = open_weights(node, place)
+        what = load_run_config(run, beside)
     from p2ptrain.launch import start as begin  # last, so that errors need not wait two seconds for torch
 
-    begin(what, said, node, data)
+    begin(what, said, node, data, given)
 
 
 def join(  # noqa: PLR0913, PLR0917  # a command has many options

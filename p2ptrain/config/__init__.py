@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from p2ptrain.config.fields import Digest, Rational, Section
 from p2ptrain.config.load import load_config, load_node_config, load_run_config, read_table, with_options
+from p2ptrain.config.model import MODEL_PRESETS, ModelConfig
 from p2ptrain.config.node import (
     DeviceConfig,
     HttpConfig,
@@ -26,13 +27,11 @@ from p2ptrain.config.run import (
     BASIS_PEAK,
     CONFIG_BYTES_MAX,
     EXACT_MAX,
-    MODEL_PRESETS,
     PROTOCOL_VERSION,
     RECIPES,
     AdmissionConfig,
     AgreementConfig,
     DataConfig,
-    ModelConfig,
     RecipeConfig,
     RecipeSpec,
     RunConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,14 @@ FILE_BYTES_MAX = 4 * CONFIG_BYTES_MAX  # the largest config, and three times as 
 Table = dict[str, Any]  # a parsed TOML table
 
 
-def load_run_config(path: Path) -> RunConfig:
-    """Loads a run's config from a TOML file."""
-    return _run_config(read_table(path), path)
+def load_run_config(path: Path, config_beside: Callable[[], str] = str) -> RunConfig:
+    """Loads a run's config from a TOML file. `config_beside` returns the config.json that its weights come with, for a
+    model of transformers without one."""
+    table = read_table(path)
+    model = table.get("model")
+    if isinstance(model, dict) and model.get("kind") == "transformers" and "config" not in model:
+        table["model"] = {**model, "config": config_beside()}
+    return _run_config(table, path)
 
 
 def load_node_config(path: Path | None) -> NodeConfig:

@@ -19,6 +19,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from pydantic_core import from_json, to_json
 
 from p2ptrain.config.fields import Accepts, Digest, DigestOrEmpty, FromArray, Rational, Section
+from p2ptrain.config.model import ModelConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 
@@ -30,60 +31,14 @@ LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
     ("recipe", "local_steps_min"): 0,
     ("eval", "every_rounds"): 0,
     ("model", "kind"): "builtin",
+    ("model", "config"): "",
+    ("model", "shapes"): "",
 }
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
 ROUND_SEQUENCES_MAX = 2**20  # a node's in a round; at 1,024 tokens more than its machine computes in days
-
-
-class ModelConfig(Section):
-    """The model: the built-in decoder-only transformer, for which a preset supplies every size that is not given."""
-
-    kind: Literal["builtin"] = Field("builtin", description="builtin: the transformer that the keys below describe")
-    preset: str = Field("custom", description="sizes by name: 1m, 5m, 10m, 30m, 100m, 300m, 1b; custom: all given here")
-    vocab_size: int = Field(256, ge=2, le=2**20, description="tokens the model knows")
-    dim: int = Field(128, ge=8, le=65_536, description="width of the residual stream")
-    layers: int = Field(4, ge=1, le=1_024, description="transformer blocks")
-    heads: int = Field(4, ge=1, le=1_024, description="query heads")
-    kv_heads: int = Field(2, ge=1, le=1_024, description="key and value heads; fewer than heads saves memory")
-    ffn_dim: int = Field(384, ge=8, le=2**18, description="width of the SwiGLU layer")
-    sequence_length: int = Field(256, ge=8, le=2**20, description="tokens in a training sequence")
-    rope_theta: int = Field(10_000, ge=1, le=2**40, description="base of the rotary position encoding")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_preset(cls, data: object) -> object:
-        if not isinstance(data, dict) or data.get("preset", "custom") == "custom":
-            return data
-        preset = data["preset"]
-        if not isinstance(preset, str) or preset not in MODEL_PRESETS:
-            raise ValueError(f"unknown preset {preset!r}: use one of {', '.join(MODEL_PRESETS)} or custom")
-        return {**MODEL_PRESETS[preset], **data}
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.dim % self.heads:
-            raise ValueError(f"heads = {self.heads} does not divide dim = {self.dim}: make dim a multiple of heads")
-        if self.dim // self.heads % 2:
-            raise ValueError(
-                f"dim / heads = {self.dim // self.heads} is odd: rotary positions need pairs, choose an even one"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}: choose a divisor")
-        return self
-
-
-MODEL_PRESETS: dict[str, dict[str, int]] = {
-    "1m": {"dim": 128, "layers": 5, "heads": 4, "kv_heads": 2, "ffn_dim": 384, "sequence_length": 256},
-    "5m": {"dim": 256, "layers": 6, "heads": 4, "kv_heads": 2, "ffn_dim": 768, "sequence_length": 256},
-    "10m": {"dim": 320, "layers": 8, "heads": 5, "kv_heads": 5, "ffn_dim": 896, "sequence_length": 512},
-    "30m": {"dim": 512, "layers": 10, "heads": 8, "kv_heads": 4, "ffn_dim": 1_408, "sequence_length": 512},
-    "100m": {"dim": 768, "layers": 14, "heads": 12, "kv_heads": 4, "ffn_dim": 2_304, "sequence_length": 1_024},
-    "300m": {"dim": 1_024, "layers": 26, "heads": 16, "kv_heads": 4, "ffn_dim": 2_816, "sequence_length": 1_024},
-    "1b": {"dim": 2_048, "layers": 20, "heads": 32, "kv_heads": 8, "ffn_dim": 6_144, "sequence_length": 2_048},
-}
 
 
 class TokenizerConfig(Section):
@@ -408,8 +363,17 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.tokenizer.kind == "bytes" and self.model.vocab_size != 256:
+        if self.model.hf is not None and self.model.vocab_size < 256 and self.tokenizer.kind == "bytes":
+            raise ValueError(
+                f"model.config has {self.model.vocab_size} tokens: the bytes tokenizer has 256, name another"
+            )
+        if self.model.hf is None and self.tokenizer.kind == "bytes" and self.model.vocab_size != 256:
             raise ValueError(f"model.vocab_size = {self.model.vocab_size}: the bytes tokenizer has 256 tokens, set 256")
+        if self.model.hf is not None and (size := len(self.canonical())) > CONFIG_BYTES_MAX:
+            raise ValueError(
+                f"model.config and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a "
+                "message: shorten them"
+            )
         recipe = self.recipe
         most = (EXACT_MAX - 1) // (BASIS_PEAK**2 * recipe.k * recipe.vote_max)
         if self.admission.contributors_max > most:
@@ -421,11 +385,16 @@ class RunConfig(Section):
 
     @property
     def is_sealed(self) -> bool:
-        return bool(self.state.initial_root and self.admission.founders) and self.data.manifest != "embedded"
+        is_complete = self.model.shapes or self.model.kind == "builtin"
+        return bool(self.state.initial_root and self.admission.founders and is_complete) and (
+            self.data.manifest != "embedded"
+        )
 
-    def sealed(self, *, manifest: str, initial_root: str, founders: Sequence[str]) -> RunConfig:
-        """Returns this run with its data, first weights and founders filled in, so that it has an id."""
+    def sealed(self, *, manifest: str, initial_root: str, founders: Sequence[str], shapes: str = "") -> RunConfig:
+        """Returns this run with its data, first weights and founders filled in, so that it has an id; and the digest of
+        its parameters, if its model is not the built-in one."""
         raw = self.model_dump()
+        raw["model"]["shapes"] = shapes or self.model.shapes
         raw["data"]["manifest"], raw["state"]["initial_root"] = manifest, initial_root
         raw["admission"]["founders"] = tuple(sorted(founders))  # the order must not make a different run
         return RunConfig.model_validate(raw)
@@ -435,10 +404,11 @@ class RunConfig(Section):
         raw = self.model_dump()
         for key, said in table.items():
             raw[key] = {**raw[key], **said} if isinstance(said, Mapping) else said
-        data, state, admission = raw["data"], raw["state"], raw["admission"]
+        data, state, admission, model = raw["data"], raw["state"], raw["admission"], raw["model"]
         if data["manifest"] == "embedded":  # what sealing has filled in
             data["manifest"] = self.data.manifest
         state["initial_root"] = state["initial_root"] or self.state.initial_root
+        model["shapes"] = model["shapes"] or self.model.shapes
         admission["founders"] = admission["founders"] or self.admission.founders
         try:
             return RunConfig.model_validate(raw) == self

@@ -17,7 +17,7 @@ import psutil
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.doctor import disk, machine, network
 from p2ptrain.doctor.exchange import judge_exchange
-from p2ptrain.doctor.findings import Check, Diagnosis, Level, in_time, within
+from p2ptrain.doctor.findings import Check, Diagnosis, Level, in_time, refused, within
 from p2ptrain.errors import (
     ConfigError,
     DeviceError,
@@ -173,19 +173,21 @@ def look_at_ports(facts: NodeFacts) -> list[Diagnosis]:
 
 def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
     """Compares a run's needs with this machine: the daemon's run, a named peer's, or else the largest on disk."""
-    config, run = facts.config, outside.run
-    if run is None:
-        stored = stored_runs(config)
-        if facts.status is not None:
-            stored = [each for each in stored if each.run_id == facts.status["run_id"]]
+    config = facts.config
+    stored = [outside.run] if outside.run is not None else stored_runs(config)
+    if outside.run is None and facts.status is not None:
+        stored = [each for each in stored if each.run_id == facts.status["run_id"]]
+    try:
         needs = [(need_of(each), each) for each in stored]
-        if not needs:
-            fix = "Name a node of the run with --bootstrap to find out what it needs"
-            what = "none is known yet: memory and disk space are not checked"
-            return RunHere([Diagnosis("run", "warning", what, fix)])
-        need, run = max(needs, key=lambda each: each[0].parameters)
-    else:
-        need = need_of(run)
+    except ConfigError as error:  # its model takes a library that is not here
+        return RunHere([refused("run", error)])
+    except DeviceError as error:
+        return RunHere([Diagnosis("run", "failed", str(error))])
+    if not needs:
+        fix = "Name a node of the run with --bootstrap to find out what it needs"
+        what = "none is known yet: memory and disk space are not checked"
+        return RunHere([Diagnosis("run", "warning", what, fix)])
+    need, run = max(needs, key=lambda each: each[0].parameters)
     found = [Diagnosis("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
     try:
         taken = _taken_by(facts.directory) if facts.daemon.is_answering else None  # its own share counts as available
@@ -285,7 +287,11 @@ async def _look_at_offers(facts: NodeFacts, transport: Transport, addresses: Seq
         except (TransportError, RemoteProtocolError):
             continue
         if run.is_sealed and run.run_id == run_id.hex():
-            size = (await asyncio.to_thread(need_of, run)).state
+            try:
+                size = (await asyncio.to_thread(need_of, run)).state
+            except (ConfigError, DeviceError):  # the check of the run says why
+                unknown = Diagnosis("bandwidth", "warning", "not measured: the size of the run's model is unknown here")
+                return Outside([unknown], run, info.members)
             measured = await network.measure(transport, peer, run_id, size, limit)
             return Outside([measured.diagnosis], run, info.members, measured.bytes_per_second)
     what = "not measured: no peer sent the run's config"

@@ -1,12 +1,15 @@
 """Begins a run: makes its data, first weights and first members, which seal its config and give it an id.
 
-The first weights are made once, by the node that begins the run: random numbers differ from machine to machine, so
-all others get the weights from the swarm. Nothing here uses the network.
+The first weights are made once, by the node that begins the run, from its seed or from weights that its owner has
+(given_weights.py): random numbers differ from machine to machine, so all others get the weights from the swarm. Nothing
+here uses the network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -15,16 +18,18 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config import ModelConfig, NodeConfig, RunConfig
 from p2ptrain.config.text import problem
 from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.files import read_regular
 from p2ptrain.learn.data import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
-from p2ptrain.learn.models import first_model
+from p2ptrain.learn.models import first_model, named_shapes, shapes_digest
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.root import octets, state_root
-from p2ptrain.learn.tokenizer import load_tokenizer
+from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, load_tokenizer, tokenizer_digest
 from p2ptrain.learn.trainer import check_data
 
+log = logging.getLogger("p2ptrain.learn")
 EMBEDDED = "embedded"
 HELD_OUT = Fraction(1, 50)  # of the embedded corpus: 100 KB
 
@@ -37,24 +42,44 @@ class NewRun(NamedTuple):
     state: bytes  # the first weights, as the state root hashes them
 
 
-def begin(run: RunConfig, directory: Path, founders: Sequence[str], dataset: Path | None = None) -> NewRun:
+@dataclass(frozen=True, slots=True)
+class GivenWeights:
+    """First weights that the owner has, and where."""
+
+    place: Path
+    read: Callable[[ModelConfig], Tensor]  # -> [parameters] fp32
+
+
+def begin(
+    run: RunConfig,
+    directory: Path,
+    founders: Sequence[str],
+    dataset: Path | None = None,
+    given: GivenWeights | None = None,
+) -> NewRun:
     """Seals `run`. The embedded data set is made in `directory`; any other is read from `dataset`.
 
-    founders: public keys in hex. Idempotent: called again with the original or the sealed run, it returns the same
-    result and reuses the data it made. Raises ConfigError for a run that others began.
+    founders: public keys in hex; given: the first weights, if they are not made from the seed. Idempotent: called again
+    with the original or the sealed run, it returns the same result and reuses the data it made. Raises ConfigError for
+    a run that others began.
     """
     _check_founders(run, founders)
     data = _open_data(run, directory, dataset)
-    weights = first_weights(run)
+    weights = given.read(run.model) if given else first_weights(run)
+    if given:
+        _suggest_tokenizer(given.place, data)
     root = state_root(weights).hex()
     if run.state.initial_root not in ("", root):
         raise ConfigError(
             f"this machine makes different first weights ({root})",
             key="state.initial_root",
-            fix="Join the run if it was begun elsewhere; to begin another, remove the key",
+            fix="Join the run if it was begun elsewhere, or give the --weights that it began with; to begin another, "
+            "remove the key",
         )
     try:
-        sealed = run.sealed(manifest=manifest_digest(data.manifest_bytes()), initial_root=root, founders=founders)
+        manifest = manifest_digest(data.manifest_bytes())
+        shapes = "" if run.model.kind == "builtin" else shapes_digest(named_shapes(run.model))
+        sealed = run.sealed(manifest=manifest, initial_root=root, founders=founders, shapes=shapes)
     except ValidationError as error:  # everything else was valid already
         mistake = problem(error.errors(include_url=False)[0], RunConfig, NodeConfig)
         raise ConfigError(mistake.what, key=mistake.key, fix=mistake.fix) from error
@@ -65,6 +90,15 @@ def first_weights(run: RunConfig) -> Tensor:
     """Makes the run's first weights from its seed, flat.  # [parameters]"""
     parameters = first_model(run.model, run.seed).parameters()
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+
+
+def _suggest_tokenizer(place: Path, data: TokenDataset) -> None:
+    """Warns if weights come with another tokenizer than the data was prepared with: the tokens mean other texts."""
+    file = (place if place.is_dir() else place.parent) / TOKENIZER_NAME
+    encoded = read_regular(file, TOKENIZER_BYTES_MAX)
+    if encoded is not None and tokenizer_digest(encoded) != data.tokenizer.digest:
+        how = "`p2ptrain data prepare ... --tokenizer %s` makes data whose tokens these weights know"
+        log.warning("%s is not the tokenizer of the data: " + how, file, file)
 
 
 def _check_founders(run: RunConfig, founders: Sequence[str]) -> None:

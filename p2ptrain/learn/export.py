@@ -1,4 +1,4 @@
-"""Exports the agreed weights as a checkpoint that Hugging Face's transformers loads as a Llama.
+"""Exports the agreed weights as a checkpoint that Hugging Face's transformers loads; the built-in model as a Llama.
 
     config.json               the model's sizes
     model.safetensors         the weights; after its header come the bytes that the state root hashes
@@ -8,9 +8,9 @@
     run.json                  the run's settings; their digest is its id
     README.md                 the model card
 
-The model computes what Llama computes and has the same parameter names (model.py), so nothing is converted: weights are
-copied from file to file, a piece at a time, and checked on the way. The output depends only on the run and the state:
-everyone who exports a round gets the same bytes.
+The built-in model computes what Llama computes and has the same parameter names (model.py), and a model of transformers
+keeps its own, so nothing is converted: weights are copied from file to file, a piece at a time, and checked on the way.
+The output depends only on the run and the state: everyone who exports a round gets the same bytes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import torch
 from blake3 import blake3
 
 from p2ptrain.config import ModelConfig, RunConfig
+from p2ptrain.config.hf import HfConfig
 from p2ptrain.digest import PIECE_BYTES, leaf_digest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import PARTIAL_SUFFIX, forget, open_regular, rename, sync, trouble, write_all, write_file
 from p2ptrain.learn.model import INITIAL_DEVIATION, NORM_EPSILON, Model
-from p2ptrain.learn.models import build, named_shapes, parameter_count
+from p2ptrain.learn.models import build_with, exported_shapes, named_shapes, parameter_count
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, root_of_leaves
 from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.learn.tokenizer import Tokenizer, WithoutPanic
 
 MODE = 0o666  # less the user's umask: an export is meant to be shared
 HEADER_ALIGNMENT = 8  # bytes; safetensors data begin at a multiple of this
-PREFIX = "model."  # in Hugging Face's names, not in ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,6 @@ class Weights:
 def load_model(weights: Weights, device: torch.device) -> Model:
     """Loads the weights into a model, and checks them."""
     weights.check_size()
-    with torch.device("meta"):  # shapes only, whatever the size
-        model = build(weights.run.model)
     shapes = dict(named_shapes(weights.run.model))
     flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()), dtype=torch.float32)
     into, at = octets(flat), 0
@@ -96,8 +94,7 @@ def load_model(weights: Weights, device: torch.device) -> Model:
         at += len(piece)
     parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
     named = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-    model.load_state_dict(named, assign=True)
-    return model.to(device).requires_grad_(False)
+    return build_with(weights.run.model, named).eval().to(device).requires_grad_(False)
 
 
 def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[int, int] | None) -> None:
@@ -154,9 +151,9 @@ def _header(weights: Weights) -> bytes:
     named = {"run": weights.run.run_id, "round": str(weights.round), "state_root": weights.root.hex()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **named}}
     begin = 0
-    for name, shape in named_shapes(weights.run.model):
+    for name, shape in exported_shapes(weights.run.model):
         end = begin + math.prod(shape) * FLOAT_BYTES
-        entries[PREFIX + name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     encoded = json.dumps(entries, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % HEADER_ALIGNMENT)
@@ -172,8 +169,10 @@ def _json(content: object) -> bytes:
 
 
 def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
-    """Translates the model's sizes to Hugging Face's keys. A few appear twice, for older versions of the library."""
-    return {
+    """Returns the run's config.json, or translates the built-in model's sizes to Hugging Face's keys."""
+    if config.hf is not None:
+        return _carried_config(config, config.hf, end)
+    return {  # a few keys appear twice, for older versions of the library
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "attention_bias": False,
@@ -200,6 +199,23 @@ def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
         "use_cache": True,
         "vocab_size": config.vocab_size,
     }
+
+
+def _carried_config(config: ModelConfig, hf: HfConfig, end: int) -> dict[str, Any]:
+    """Returns the config.json that the run carries, with what loading it in fp32 and sampling as we do needs."""
+    from p2ptrain.learn.hf_model import class_name  # noqa: PLC0415  # needs the extra [hf]
+
+    raw: dict[str, Any] = json.loads(config.config)
+    raw.pop("_name_or_path", None)
+    return raw | dict(hf.keys) | {  # with what was filled in where a default was meant
+        "architectures": [class_name(hf)],
+        "bos_token_id": end,
+        "dtype": "float32",
+        "eos_token_id": end,
+        "pad_token_id": None,
+        "torch_dtype": "float32",
+        "use_cache": True,
+    }  # fmt: skip
 
 
 def _generation_config(end: int) -> dict[str, Any]:
@@ -272,12 +288,15 @@ def model_card(weights: Weights, members: tuple[int, int] | None) -> str:
         "tokenizer": tokenizer,
         "recipe": f"{recipe.name}: {recipe.outer} update, {recipe.k} coefficients of {recipe.chunk} x {recipe.chunk}, "
         f"{recipe.local_steps} steps a round, learning rate {schedule}",
-        "model": f"{parameter_count(config):,} parameters, {config.layers} layers, width {config.dim}, "
+        "model": f"{config.hf.model_type + ', ' if config.hf else ''}{parameter_count(config):,} parameters, "
+        f"{config.layers} layers, width {config.dim}, "
         f"{config.heads} heads on {config.kv_heads}, {config.vocab_size:,} tokens, "
         f"sequences of {config.sequence_length:,}",
     }
     table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
-    return _CARD.format(name=run.name, round=f"{weights.round:,}", table=table, length=f"{config.sequence_length:,}")
+    kind = config.hf.model_type if config.hf else "llama"
+    length = f"{config.sequence_length:,}"
+    return _CARD.format(name=run.name, kind=kind, round=f"{weights.round:,}", table=table, length=length)
 
 
 _CARD = """\
@@ -286,7 +305,7 @@ library_name: transformers
 pipeline_tag: text-generation
 tags:
 - p2ptrain
-- llama
+- {kind}
 ---
 
 # {name}, after {round} rounds

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.errors import MemoryShortError, TrainingError
@@ -41,8 +41,8 @@ class LiveModel:
         self.model, self.autocast, self.sequences_per_pass = model, autocast, sequences_per_pass
         parameters = list(model.parameters())
         self.names = [name for name, _ in model.named_parameters()]
-        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        self.is_hidden_matrix = [each.dim() == 2 and id(each) not in embeddings for each in parameters]
+        outer = {id(matrix) for matrix in model.vocabulary_matrices()}
+        self.is_hidden_matrix = [each.dim() == 2 and id(each) not in outer for each in parameters]
         self.shapes = [tuple(parameter.shape) for parameter in parameters]
         self.weights = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self.gradient = torch.zeros_like(self.weights)

@@ -16,7 +16,8 @@ import psutil
 import torch
 
 from p2ptrain.capacity import free_memory_bytes, memory_bytes
-from p2ptrain.config import DeviceConfig, ModelConfig, RecipeConfig, RunConfig
+from p2ptrain.config import DeviceConfig, ModelConfig, RunConfig
+from p2ptrain.config.hf import HfConfig
 from p2ptrain.errors import DeviceError
 from p2ptrain.learn.aggregate import INT16_MAX
 from p2ptrain.learn.codec import PayloadFormat
@@ -240,7 +241,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     open_contributions = KEPT_COPIES + run.agreement.staleness_rounds_max + run.agreement.overlap_rounds
     step = run.recipe.passes_per_step * run.recipe.sequences_per_pass
-    inner, orthogonal = _inner_bytes(run.recipe, shapes, passes) if spec.kind == "local" else (0, 0)
+    inner, orthogonal = _inner_bytes(run, shapes, passes) if spec.kind == "local" else (0, 0)
     return Need(
         parameters=parameters,
         state=state,
@@ -258,18 +259,22 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     )
 
 
-def _inner_bytes(recipe: RecipeConfig, shapes: Sequence[tuple[int, ...]], passes: PassSettings) -> tuple[int, int]:
+def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: PassSettings) -> tuple[int, int]:
     """Returns the memory of the inner optimizer's state, and of what it computes from that in a step."""
     sizes = [prod(shape) for shape in shapes]
-    if recipe.inner == "adamw":
+    if run.recipe.inner == "adamw":
         return 2 * FLOAT_BYTES * sum(sizes), 0
-    hidden = [prod(shape) for shape in shapes[1:] if len(shape) == 2]  # the first is the embedding
+    # The first is the embedding; an output matrix of its own is the last that is a matrix.
+    is_untied = run.model.hf is not None and not run.model.hf.is_tied
+    hidden = [prod(shape) for shape in shapes[1:] if len(shape) == 2][: -1 if is_untied else None]
     at_once = max([BATCH_ELEMENTS, *hidden])
     return FLOAT_BYTES * (2 * sum(sizes) - sum(hidden)), MUON_COPIES * (2 if passes.autocast else 4) * at_once
 
 
 def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:
     """Returns the ratio of a pass's footprint on a CPU to its live tensors, due to holes in the heap."""
+    if model.hf is not None:
+        return HOLES_HALF if is_half else HOLES  # at most; their shapes were not measured
     tokens, most = sequences * model.sequence_length, HOLES_HALF if is_half else HOLES
     wide, rest = (2 * 8 * model.ffn_dim, 36 * model.dim) if not is_half else (8 * model.ffn_dim, 32 * model.dim)
     if FLOAT_BYTES * tokens * model.dim >= HOLES_UP_TO_BYTES:
@@ -283,6 +288,8 @@ def activations(model: ModelConfig, sequences: int, passes: PassSettings) -> int
 
     Fitted to the live tensors of a pass of the model on the meta device (tests/helpers/live_memory.py).
     """
+    if model.hf is not None:
+        return hf_activations(model.hf, sequences, model.sequence_length, passes)
     tokens, vocabulary = sequences * model.sequence_length, model.vocab_size
     dim, shared, ffn = model.dim, model.dim // model.heads * model.kv_heads, model.ffn_dim
     is_half, on_cuda = passes.autocast, passes.device == "cuda"
@@ -303,3 +310,21 @@ def activations(model: ModelConfig, sequences: int, passes: PassSettings) -> int
         last += layer - (14 if is_half else 8) * tokens * dim
     # At the end, three gradients of the embedding: from the loss, from the input, and their sum.
     return max(kept + max(loss, last), 12 * vocabulary * dim)
+
+
+def hf_activations(hf: HfConfig, sequences: int, length: int, passes: PassSettings) -> int:
+    """Returns a generous bound of `activations` for a model of transformers; architectures differ, so none is fitted.
+
+    It counts 18 numbers of a token for each unit of width, 6 for each of the heads' width and 4 for each of the
+    feed-forward layer, in fp32 whatever is computed in half precision; with dropout also the attention weights.
+    """
+    tokens, wide, shared = sequences * length, hf.heads * hf.head_dim, hf.kv_heads * hf.head_dim
+    numbers = 18 * hf.dim + 6 * wide + 6 * shared + 4 * hf.ffn_dim
+    if hf.dropout:
+        numbers += 4 * hf.heads * length
+    cast = 4 * hf.dim * (wide + shared) + 6 * hf.dim * hf.ffn_dim if passes.autocast else 0
+    layer = FLOAT_BYTES * tokens * numbers + cast
+    kept = FLOAT_BYTES * tokens * hf.dim * hf.layers + layer if passes.checkpointing else layer * hf.layers
+    rows = min(tokens, logits_rows(hf.vocab_size, passes.device)) if hf.architecture.is_head_plain else tokens
+    of_head = 4 * FLOAT_BYTES * hf.vocab_size * (rows + hf.dim)
+    return kept + of_head + 4 * FLOAT_BYTES * tokens * hf.dim

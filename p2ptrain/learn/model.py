@@ -194,6 +194,7 @@ class Model(nn.Module):
     """What a run trains: a module with a loss. What its parameters are and how they begin is up to each kind."""
 
     context = 0  # tokens that it can read at a time to continue a text; 0: it continues none
+    draws = False  # whether a training pass draws random numbers (dropout)
 
     def loss(self, sequences: Tensor) -> Tensor:  # [batch, length + 1] int64 -> scalar fp32
         """Returns the mean loss of a batch."""
@@ -206,6 +207,10 @@ class Model(nn.Module):
     def compile_layers(self) -> None:
         """Compiles the model with torch.compile."""
         self.compile()
+
+    def vocabulary_matrices(self) -> list[Tensor]:
+        """Returns the matrices that have a row for each token or position: they are no hidden layer's."""
+        return [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:

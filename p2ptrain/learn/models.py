@@ -7,20 +7,33 @@ built-in one names the digest of that list, so that two versions of a library th
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 
 import torch
+from torch import Tensor, nn
 
 from p2ptrain.config import ModelConfig
+from p2ptrain.digest import digest
+from p2ptrain.errors import ConfigError, DeviceError
 from p2ptrain.learn.model import Model, Transformer, parameter_shapes
 
 Shape = tuple[int, ...]
+NamedShapes = tuple[tuple[str, Shape], ...]
+BUILTIN_PREFIX = "model."  # in Hugging Face's names, not in those of the built-in model
 
 
 def build(config: ModelConfig, checkpointing: bool = False) -> Model:
     """Makes the model; its weights are arbitrary until they are initialised or loaded."""
-    return Transformer(config, checkpointing=checkpointing)
+    if config.kind == "builtin":
+        return Transformer(config, checkpointing=checkpointing)
+    from p2ptrain.learn.hf_model import HfModel  # noqa: PLC0415  # needs the extra [hf]
+
+    model = HfModel(config, checkpointing=checkpointing)
+    refuse_trained_buffers(model)
+    return model
 
 
 def first_model(config: ModelConfig, seed: int, checkpointing: bool = False) -> Model:
@@ -30,11 +43,47 @@ def first_model(config: ModelConfig, seed: int, checkpointing: bool = False) -> 
     return model
 
 
+def build_with(config: ModelConfig, weights: Mapping[str, Tensor]) -> Model:
+    """Makes the model of these tensors, by the names of its parameters, which become its own."""
+    if config.kind == "builtin":
+        with torch.device("meta"):  # no memory, whatever the size
+            model = build(config)
+        model.load_state_dict(weights, assign=True)
+        return model
+    model = build(config)  # whole: it has buffers
+    for name, parameter in model.named_parameters():  # a tied one stands once
+        parameter.data = weights[name]
+    return model
+
+
+def refuse_trained_buffers(model: nn.Module) -> None:
+    """Refuses a model that learns outside of its parameters: the swarm agrees on those alone."""
+    for name, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None:
+            what = f"{type(module).__name__} {name} keeps running averages, which training changes and no state covers"
+            raise ConfigError(what, key="model.kind", fix="Use a norm without them, such as LayerNorm or GroupNorm")
+
+
 @lru_cache(maxsize=8)
-def named_shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
-    """Returns the trained parameters' names and shapes, in the order of the state, without memory for them."""
+def named_shapes(config: ModelConfig) -> NamedShapes:
+    """Returns the trained parameters' names and shapes, in the order of the state, without memory for them.
+
+    Raises DeviceError if the run says that they are others.
+    """
     with torch.device("meta"):
-        return tuple((name, tuple(parameter.shape)) for name, parameter in build(config).named_parameters())
+        found = tuple((name, tuple(parameter.shape)) for name, parameter in build(config).named_parameters())
+    if config.shapes and shapes_digest(found) != config.shapes:
+        from p2ptrain.learn.hf_model import library  # noqa: PLC0415
+
+        what = f"the installed transformers {library().__version__} makes other parameters than the run's: "
+        what += f"{shapes_digest(found)} instead of {config.shapes}"
+        raise DeviceError(what, fix="Install the version that the run's founder has")
+    return found
+
+
+def shapes_digest(shapes: NamedShapes) -> str:
+    """Returns the digest of all parameters' names and shapes, in their order."""
+    return digest("model shapes", json.dumps(shapes, separators=(",", ":")).encode()).hex()
 
 
 def shapes_of(config: ModelConfig) -> list[Shape]:
@@ -44,3 +93,9 @@ def shapes_of(config: ModelConfig) -> list[Shape]:
 
 def parameter_count(config: ModelConfig) -> int:
     return sum(prod(shape) for shape in shapes_of(config))
+
+
+def exported_shapes(config: ModelConfig) -> NamedShapes:
+    """Returns the parameters under the names that they have in Hugging Face's files."""
+    prefix = BUILTIN_PREFIX if config.kind == "builtin" else ""
+    return tuple((prefix + name, shape) for name, shape in named_shapes(config))

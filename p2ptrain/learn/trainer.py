@@ -82,6 +82,8 @@ def check_data(run: RunConfig, dataset: TokenDataset) -> None:
         raise ConfigError(found, key="tokenizer", fix=fix)
     if made.vocab_size > run.model.vocab_size:
         fix = f"Set it to {made.vocab_size} or more"
+        if run.model.hf is not None:
+            fix = f"The model has {run.model.vocab_size}: prepare the data with its own tokenizer.json"
         raise ConfigError(f"the data has {made.vocab_size} tokens", key="model.vocab_size", fix=fix)
     if not dataset.sequences(run.model.sequence_length):
         fix = "Add data, or train on shorter sequences"
@@ -170,7 +172,7 @@ class Trainer:
         results = []
         for step in range(recipe.local_steps):
             chosen = positions[step * each : (step + 1) * each]
-            with told("training", self.device):
+            with told("training", self.device), self._drawing(round_number, place, step):
                 batch = torch.from_numpy(self.dataset.batch(chosen, length)).to(self.device)
                 results.append(self.recipe.local_step(step, batch, chosen.tolist()))
             if on_step(results[-1]) is False:
@@ -178,6 +180,18 @@ class Trainer:
         self.recipe.end()
         self._trained = round_number
         return results
+
+    @contextmanager
+    def _drawing(self, round_number: int, place: int, step: int) -> Iterator[None]:
+        """Seeds what a model with dropout draws in a step: a training that is repeated gives the same bits."""
+        if not self.live.model.draws:
+            yield
+            return
+        told_apart = json.dumps([self.run.seed, round_number, place, step]).encode()
+        seed = int.from_bytes(digest("dropout", told_apart)[:8], "little") >> 1
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            yield
 
     def contribute(self, round_number: int) -> bytes:
         """Encodes the round that was just trained, and subtracts the payload's values from the residual."""
@@ -299,16 +313,17 @@ class Trainer:
         # Without this, each new length of text would be compiled.
         eager = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
         with told("looking at the agreed weights", self.device), eager:
-            if self.recipe.agreed is self.live.weights:
-                yield
-                return
             # These are of a recipe whose contributions do not need the gradient: each step begins with its own.
-            own = self.live.gradient.copy_(self.live.weights)
-            self.live.weights.copy_(self.recipe.agreed)
+            own = None if self.recipe.agreed is self.live.weights else self.live.gradient.copy_(self.live.weights)
+            if own is not None:
+                self.live.weights.copy_(self.recipe.agreed)
+            self.live.model.eval()  # without dropout
             try:
                 yield
             finally:
-                self.live.weights.copy_(own)
+                self.live.model.train()
+                if own is not None:
+                    self.live.weights.copy_(own)
 
     @torch.no_grad()
     def sample(self, request: SampleRequest, on_token: Callable[[], None] = lambda: None) -> str:

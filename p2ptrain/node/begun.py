@@ -18,7 +18,7 @@ from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import stored_runs
 
 SAID_NAME = "said.json"  # in the run's directory
-SEALED = {"data.manifest", "state.initial_root", "admission.founders"}  # filled in when a run begins
+SEALED = {"data.manifest", "state.initial_root", "admission.founders", "model.shapes"}  # filled in when a run begins
 
 log = logging.getLogger("p2ptrain.daemon")
 

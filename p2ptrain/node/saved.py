@@ -21,7 +21,7 @@ from p2ptrain.config.run import CONFIG_BYTES_MAX
 from p2ptrain.core.journal import HistoryVerdict, Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
-from p2ptrain.files import read_regular, trouble
+from p2ptrain.files import make_directory, read_regular, trouble, write_atomically
 from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset
 from p2ptrain.learn.export import Weights
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
@@ -85,9 +85,7 @@ class SavedModel:
 
     @property
     def weights(self) -> Weights:
-        stamp, path = self.checkpoint.stamp, self.checkpoint.path / STATE_NAME
-        branch, head, root = self.checkpoint.branch, self.checkpoint.head, self.checkpoint.root
-        return Weights(path, stamp.state.bytes, stamp.state.blake3, self.run, stamp.round, branch, head, root)
+        return _weights(self.checkpoint, self.run)
 
     @property
     def saved_at(self) -> float:
@@ -124,6 +122,17 @@ def find_model(
         chosen = newest_whole(checkpoints, number)
     tokenizer = _tokenizer(config, run, chosen.checkpoint.path)
     return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer)
+
+
+def weights_in(config: NodeConfig, directory: Path) -> Weights:
+    """Returns the weights of the checkpoint in a directory, undamaged, of whatever run."""
+    return _weights(*_open(config, directory))
+
+
+def _weights(checkpoint: Checkpoint, run: RunConfig) -> Weights:
+    stamp, path = checkpoint.stamp, checkpoint.path / STATE_NAME
+    branch, head, root = checkpoint.branch, checkpoint.head, checkpoint.root
+    return Weights(path, stamp.state.bytes, stamp.state.blake3, run, stamp.round, branch, head, root)
 
 
 def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> JudgedCheckpoint:
@@ -197,6 +206,14 @@ def _judged_by(journal: Journal | str, checkpoint: Checkpoint) -> JudgedCheckpoi
     return JudgedCheckpoint(checkpoint, checkpoint.judged_by(journal), _state_after(journal, checkpoint))
 
 
+def keep_tokenizer(config: NodeConfig, run: RunConfig, data: TokenDataset) -> None:
+    """Stores the run's tokenizer beside the run, if the data does not lie in the node's directory: it may be moved."""
+    if data.tokenizer.kind == "json" and find_dataset(config, run.data.manifest).resolve() != data.directory.resolve():
+        place = run_directory(config, bytes.fromhex(run.run_id))
+        make_directory(place)
+        write_atomically(place / TOKENIZER_NAME, data.open_tokenizer().file_bytes)
+
+
 def beside(config: NodeConfig, run: RunConfig) -> dict[str, bytes]:
     """Returns the files to export beside a checkpoint so that it can be read elsewhere: config and tokenizer.
 
@@ -205,7 +222,7 @@ def beside(config: NodeConfig, run: RunConfig) -> dict[str, bytes]:
     files = {RUN_NAME: run.canonical()}
     if run.tokenizer.kind == "json":
         try:
-            files[TOKENIZER_NAME] = _dataset(config, run).open_tokenizer().file_bytes
+            files[TOKENIZER_NAME] = _tokenizer(config, run, run_directory(config, bytes.fromhex(run.run_id))).file_bytes
         except DataError as error:
             log.warning("exporting without the tokenizer: %s", error)
     return files
@@ -244,11 +261,12 @@ def _dataset(config: NodeConfig, run: RunConfig) -> TokenDataset:
 
 
 def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer:
-    """Opens the run's tokenizer, from beside the checkpoint or from the run's data."""
+    """Opens the run's tokenizer, from beside the checkpoint, from the run's directory or from its data."""
     if run.tokenizer.kind == "bytes":
         return BytesTokenizer()
-    path = directory / TOKENIZER_NAME
-    if not path.exists():
+    places = (directory, run_directory(config, bytes.fromhex(run.run_id)))
+    path = next((each / TOKENIZER_NAME for each in places if (each / TOKENIZER_NAME).exists()), None)
+    if path is None:
         return _dataset(config, run).open_tokenizer()
     file_bytes = read_regular(path, TOKENIZER_BYTES_MAX) or b""
     if tokenizer_digest(file_bytes) != run.tokenizer.digest:

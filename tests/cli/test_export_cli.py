@@ -10,8 +10,10 @@ import pytest
 from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Certified
 from p2ptrain.core.state import genesis
+from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.tokenizer import JsonTokenizer
 from p2ptrain.node.directories import dataset_directory
+from p2ptrain.node.saved import keep_tokenizer
 from p2ptrain.store.checkpoints import STAMP_NAME, STATE_NAME, TRAINER_NAME
 from p2ptrain.store.log import Log
 from tests.helpers.core import KEYS
@@ -182,6 +184,23 @@ def test_the_tokenizer_is_that_of_the_data_and_goes_with_a_copy(
     arguments = ("--checkpoint", tmp_path / "copy", "--data-dir", tmp_path / "nothing")
     assert p2ptrain("export", tmp_path / "two", *arguments)[0] == 0
     assert (tmp_path / "two" / "tokenizer.json").read_bytes() == file_bytes
+
+
+def test_the_tokenizer_of_data_that_lies_elsewhere_is_kept_with_the_run(
+    p2ptrain: Command, worded: tuple[Node, bytes], tmp_path: Path
+) -> None:
+    node, file_bytes = worded
+    [place] = node.directory.glob("data/*")
+    data = TokenDataset.open(place, node.run.data.manifest)
+    keep_tokenizer(node.config, node.run, data)
+    assert not (node.run_directory / "tokenizer.json").exists(), "it is in the node's directory already"
+    elsewhere = place.rename(tmp_path / "elsewhere")
+    keep_tokenizer(node.config, node.run, TokenDataset.open(elsewhere, node.run.data.manifest))
+    elsewhere.rename(tmp_path / "moved")
+    assert p2ptrain("export", tmp_path / "out", *node.place)[0] == 0
+    assert p2ptrain("checkpoint", "export", tmp_path / "copy", *node.place)[0] == 0
+    for name in ("out", "copy"):
+        assert (tmp_path / name / "tokenizer.json").read_bytes() == file_bytes
 
 
 def test_another_tokenizer_than_the_runs_is_refused(

@@ -21,11 +21,13 @@ from p2ptrain.doctor.findings import Check, Diagnosis, can_work, json_of, text_o
 from p2ptrain.doctor.machine import Gpu, Hardware
 from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
+from p2ptrain.learn import hf_model
 from p2ptrain.learn.memory import DiskDemand, MemoryDemand, need_of
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.directories import dataset_directory
 from p2ptrain.node.limits import disk_demand
 from p2ptrain.store.lock import LOCK_NAME, Lock
+from tests.helpers import hf_models
 from tests.helpers.cli import p2ptrain
 
 RUN = RunConfig.model_validate({"name": "test", "recipe": {"name": "local"}})
@@ -449,3 +451,14 @@ def test_a_daemon_that_is_stopped_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert (level_of(found), answers) == (GOOD, False)
     found, answers = asked(P2ptrainError("it is starting"))
     assert (level_of(found), answers) == (GOOD, True)
+
+
+def test_a_run_whose_library_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_model.library.cache_clear()
+    monkeypatch.setattr(hf_model, "find_spec", lambda name: None)
+    run = RunConfig(name="theirs", model=hf_models.hf_model("llama", vocab_size=333))
+    facts = examine.NodeFacts(NodeConfig(), False, examine.DaemonHere([]))
+    found = examine.look_at_run(facts, examine.Outside([], run))
+    what = "model.kind: this run trains a transformers model: pip install 'p2ptrain[hf]'"
+    assert found.found == [Diagnosis("run", "failed", what)]
+    hf_model.library.cache_clear()

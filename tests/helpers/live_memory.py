@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 from p2ptrain.config import ModelConfig
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.memory import PassSettings
-from p2ptrain.learn.model import Transformer
+from p2ptrain.learn.models import build
 
 
 def peak_of_pass(model: ModelConfig, sequences: int, passes: PassSettings) -> int:
     """Returns the peak of live bytes, without the weights and their gradient."""
     with FakeTensorMode():
-        live = LiveModel(Transformer(model, checkpointing=passes.checkpointing), autocast=passes.autocast)
+        live = LiveModel(build(model, passes.checkpointing), autocast=passes.autocast)
         known = [live.weights, live.gradient]
         batch = torch.zeros(sequences, model.sequence_length + 1, dtype=torch.int64)
         with Alive(known) as alive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +17,7 @@ from p2ptrain.learn.begin import begin
 from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.learn.tokenizer import JsonTokenizer
 from p2ptrain.learn.trainer import Trainer
+from tests.helpers.hf_models import hf_model
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
 from tests.helpers.trainer import ONE_THREAD, TINY
 
@@ -159,3 +161,17 @@ def test_data_that_is_not_all_there_is_refused(tmp_path: Path) -> None:
         piece.unlink()
     with pytest.raises(ConfigError, match=r"^data\.manifest: .* lacks 1 pieces\. Prepare it again, or copy the whole"):
         begin(run_of(data=DataConfig(manifest=digest)), tmp_path / "unused", [ME], path)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_carried_model_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    tokenizer = JsonTokenizer(tokenizer_json(fill=50))
+    file = json_lines(tmp_path / "a.jsonl", ["hello all of you " * 50])
+    made = prepared(tmp_path / "data", file, tokenizer=tokenizer, held_out=Fraction(0))
+    run = run_of(
+        data=DataConfig(manifest=made.digest),
+        tokenizer=TokenizerConfig(kind="json", digest=tokenizer.digest),
+        model=hf_model("llama", vocab_size=tokenizer.vocab_size - 1),
+    )
+    what = f"model.vocab_size: the data has {tokenizer.vocab_size} tokens. The model has {tokenizer.vocab_size - 1}: "
+    with pytest.raises(ConfigError, match=re.escape(what + "prepare the data with its own tokenizer.json")):
+        begin(run, tmp_path / "unused", [ME], made.path)

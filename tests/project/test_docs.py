@@ -28,6 +28,15 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
     ("README.md", "minutes"): ["make demo", "make test"],
     ("README.md", "yours"): [".venv/bin/p2ptrain start my-run.toml --data my-data"],
     ("docs/tutorial.md", "network"): ["make setup"],
+    ("docs/how-to/continue-a-checkpoint.md", "hf"): [
+        "pip install 'p2ptrain[hf]'",
+        "p2ptrain data prepare my-data book.txt --tokenizer my-model/tokenizer.json",
+        "p2ptrain start mine.toml --data my-data --weights my-model",
+    ],
+    ("docs/how-to/continue-a-checkpoint.md", "runs"): [
+        "p2ptrain checkpoint export copy --data-dir theirs",
+        "p2ptrain start next.toml --from copy",
+    ],
     ("docs/how-to/on-a-gpu-server.md", "gpu"): [
         "p2ptrain doctor",
         "p2ptrain join --bootstrap ADDR --config gpu.toml --data-dir gpu1",

@@ -1,0 +1,21 @@
+"""Opens the first weights that `p2ptrain start` is given: files of a model, or a checkpoint of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from p2ptrain.config import NodeConfig
+from p2ptrain.learn.begin import GivenWeights
+from p2ptrain.learn.given_weights import config_beside, read_checkpoint, read_weights
+from p2ptrain.node.saved import weights_in
+from p2ptrain.store.checkpoints import STAMP_NAME
+
+
+def open_weights(config: NodeConfig, place: Path) -> tuple[GivenWeights, Callable[[], str]]:
+    """Returns the weights, and how to get the config.json that they come with. Both are read later."""
+    if not (place / STAMP_NAME).exists():
+        return GivenWeights(place, partial(read_weights, place)), partial(config_beside, place)
+    weights = weights_in(config, place)
+    return GivenWeights(place, partial(read_checkpoint, weights)), lambda: weights.run.model.config

