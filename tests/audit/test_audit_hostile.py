@@ -204,7 +204,7 @@ def test_a_checkpoint_that_says_it_is_endless_is_not_read(directory: Path, run: 
 
 
 def test_what_this_machine_has_no_memory_for_is_not_replayed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = weights.Model(audited._read_run(directory / "run.json", directory.name, Report(""))).state_bytes  # type: ignore[arg-type]
+    size = weights.RunModel(audited._read_run(directory / "run.json", directory.name, Report(""))).state_bytes  # type: ignore[arg-type]
     monkeypatch.setattr(audited, "free_memory_bytes", lambda: 2 * size - 1)
     report = audit(directory)
     assert (report.replayed, [finding.subject for finding in found(report, Grade.OPEN)]) == (None, ["checkpoints"])
