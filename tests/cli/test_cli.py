@@ -88,7 +88,7 @@ def test_help_imports_nothing_heavy() -> None:
                 "identity",
             ],
         ),
-        (("config",), ["check", "schema", "show"]),
+        (("config",), ["check", "example", "schema", "show"]),
         (("data",), ["prepare"]),
         (("checkpoint",), ["list", "verify", "export", "prune", "now"]),
     ],
@@ -366,3 +366,12 @@ def test_prepare_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
     os.close(master)
     assert "20.0/20.0 kB" in shown
     assert b"\n[data]\nmanifest = " in done.stdout
+
+
+def test_an_example_is_printed_to_begin_with_and_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = p2ptrain(capsys, "config", "example")
+    assert (status, [line.split()[0] for line in out.splitlines()]) == (0, ["demo", "distro", "tiny"])
+    status, out, _ = p2ptrain(capsys, "config", "example", "tiny")
+    assert (status, out) == (0, (ROOT / "examples" / "tiny.toml").read_text())
+    status, _, err = p2ptrain(capsys, "config", "example", "huge")
+    assert (status, err) == (2, "NAME: there is no example 'huge'. Take one of demo, distro, tiny\n")
