@@ -33,7 +33,8 @@ def test_a_kept_directory_is_opened_joined_and_audited(archive: Path, swarm: Swa
 
 
 def test_a_start_goes_on_with_the_run_of_its_file_though_defaults_have_changed(swarm: Swarm) -> None:
-    """The file says less than the run has, as after a release with other defaults. Another value is another run."""
+    """The file says less than the run has, as after a release with other defaults, and nothing notes what it said when
+    it began the run. Another value is another run, and where it is noted, so is a key less."""
     run = swarm.run_file("run")
     text = run.read_text()
     before = swarm.directory / "before.toml"
@@ -42,10 +43,16 @@ def test_a_start_goes_on_with_the_run_of_its_file_though_defaults_have_changed(s
     run_id = node.ask()["run_id"]
     node.until_applied(3)
     node.kill()
+    (note,) = node.directory.glob("runs/*/said.json")
+    note.unlink()
     again = swarm.add("node", "start", run).start().until_up()
     assert again.ask()["run_id"] == run_id
     again.until_applied(5)
     again.kill()
     run.write_text(text.replace("[recipe]", "[recipe]\nchunk = 32"))
     other = swarm.add("node", "start", run).start().until_up()
-    assert other.ask()["run_id"] != run_id
+    other_id = other.ask()["run_id"]
+    assert other_id != run_id
+    other.kill()
+    run.write_text(text)
+    assert swarm.add("node", "start", run).start().until_up().ask()["run_id"] != other_id
