@@ -26,7 +26,7 @@ from p2ptrain.node.device import Device
 
 EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
 SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # queued events of one peer; a member may forward those of many
-CHECKS_MAX = 4  # of an author's announcements with payloads, from one sender, that wait to be checked; more come again
+CHECKS_MAX = 4  # announcements of an author, from one sender, whose payloads wait for a check; more go without
 DROPPED_OF_STRANGERS = "messages of strangers dropped"
 TIMER_SECONDS = 0.001  # the shortest timer
 
@@ -163,10 +163,9 @@ class Intake:
             announcement = received.message
             assert isinstance(announcement, Announcement), "nothing else has an attachment"
             is_right_size = announcement.payload_bytes == self._device.attachment_bytes
-            if not self._is_admitted(announcement.author) or not is_right_size:
-                self.give(ev.MessageReceived(sender, bare(received)), sender)  # worth neither time nor memory
-            elif self._checking[sender, announcement.author] >= CHECKS_MAX:
-                self._drop(sender)
+            is_full = self._checking[sender, announcement.author] >= CHECKS_MAX
+            if is_full or not is_right_size or not self._is_admitted(announcement.author):
+                self.give(ev.MessageReceived(sender, bare(received)), sender)  # its payload can be fetched
             else:
                 self._checking[sender, announcement.author] += 1
                 self._waiting += 1

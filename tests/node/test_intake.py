@@ -124,9 +124,10 @@ async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -
             await at(0.1)
             for _ in range(SHARE_OF_MEMBER_MAX + 10):
                 each.driver.intake.hear(PEER, offer)
-            assert each.driver.counters["events dropped"] == SHARE_OF_MEMBER_MAX + 10 - CHECKS_MAX
+            assert each.driver.intake._waiting == CHECKS_MAX
+            assert each.driver.counters["events dropped"] == 10, "the others are heard without their payload"
             opened.set()
-            await until(lambda: len(each.node.events) == CHECKS_MAX and not each.driver.intake.events)
+            await until(lambda: len(each.node.events) == SHARE_OF_MEMBER_MAX and not each.driver.intake.events)
         assert each.device.checked == [shut]
         intake = each.driver.intake
         assert (intake._shares, intake._waiting, intake._checking, intake._checks) == (
@@ -156,12 +157,14 @@ async def test_copies_of_an_announcement_hold_up_no_other(tmp_path: Path) -> Non
                 each.driver.intake.hear(sender, copied.envelope)
                 each.driver.intake.hear(sender, honest.envelope)
             opened.set()
-            await until(lambda: len(each.node.events) == CHECKS_MAX + 4)
+            await until(lambda: len(each.node.events) == 100 + 4)
             heard = Counter((event.sender, event.received.name) for event in each.node.events)  # type: ignore[union-attr]
             assert heard == {
-                (THIRD, copied.name): CHECKS_MAX,
+                (THIRD, copied.name): 100,
                 **{(sender, offer.name): 1 for sender in (PEER, OTHER) for offer in (copied, honest)},
             }
+            whole = [event for event in each.node.events if event.sender == THIRD and event.received.attachment]  # type: ignore[union-attr]
+            assert len(whole) == CHECKS_MAX, "the other copies are heard without their payload"
             assert each.device.checked == [bodies[PEER], bodies[OTHER]]
 
 
