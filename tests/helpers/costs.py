@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class _Ticker:
 def costs() -> Iterator[Costs]:
     """Fills in the costs of what runs in the context, in this process; print them for `pytest -s`."""
     found = Costs()
+    ctypes.CDLL(None).malloc_trim(0)  # or what is taken may fit into what other tests have left
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
     memory, process, loop = _peak_bytes(), time.process_time(), time.thread_time()
     ticker = _Ticker(found)
