@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 import torch
 from daemon_logs import new_directory
-from relay import Hosts, address, hosts_on, line_of, why_impossible
-from wan import add_options, held_out_loss, load_run, tell, traffic
+from relay import Hosts, address, hosts_on, line_of
+from wan import add_options, held_out_loss, load_run, parsed, tell, traffic
 
 from p2ptrain.config import RunConfig
 from p2ptrain.learn.begin import begin
@@ -207,12 +207,8 @@ def main() -> int:
     parser.add_argument(
         "--matchmaking", type=float, default=3.0, metavar="S", help="hivemind's advice is 3 to 5 at least"
     )
-    chosen = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no peer outlives us
+    chosen = parsed(parser)
     line, (_, run) = line_of(chosen), load_run(chosen.run)
-    if why := why_impossible():
-        print(f"no hosts here: {why}")
-        return 1
     reasons = {codec: why_codec_fails(codec) for codec in chosen.codecs}
     for codec, reason in reasons.items():
         if reason:

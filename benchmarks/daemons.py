@@ -29,10 +29,10 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from daemon_logs import WARM_UP_ROUNDS, Life, life_in, new_directory, report_phases
@@ -56,6 +56,7 @@ ONE_MILLION = 'preset = "1m"'
 TINY = "dim = 64\nlayers = 2\nheads = 2\nkv_heads = 2\nffn_dim = 128\nsequence_length = 64"
 LARGE_PAYLOADS = "dim = 256\nlayers = 8\nheads = 4\nkv_heads = 2\nffn_dim = 512\nsequence_length = 32"
 PARTS = ("apply", "overlap", "join", "bytes", "sizes", "slow")
+S = TypeVar("S", bound="Swarm")
 START_SECONDS = 240.0  # until a node answers: two dozen imports of torch share two cores
 ROUND_SECONDS = 120.0  # without a new round something is broken
 STOP_SECONDS = 20.0
@@ -148,12 +149,17 @@ def _runs(node: DemoNode) -> bool:
 @contextmanager
 def swarm_of(size: int, keep: bool, kind: type[Swarm] = Swarm, **sections: str) -> Iterator[Swarm]:
     run = RUN.format(**{"model": ONE_MILLION, "recipe": "", "agreement": "", "admission": ""} | sections)
-    with new_directory(keep) as directory:
-        swarm = kind(directory, run, size)
-        try:
-            yield swarm
-        finally:
-            swarm.stop()
+    with swarm_in(keep, lambda directory: kind(directory, run, size)) as swarm:
+        yield swarm
+
+
+@contextmanager
+def swarm_in(keep: bool, make: Callable[[Path], S]) -> Iterator[S]:
+    """Makes a swarm in a directory of its own, and stops it at the end."""
+    with new_directory(keep) as directory, ExitStack() as stack:
+        swarm = make(directory)
+        stack.callback(swarm.stop)
+        yield swarm
 
 
 def recipe(passes: int, **others: object) -> str:

@@ -20,8 +20,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic, sleep
@@ -29,8 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from daemon_logs import life_in, new_directory, report_phases
-from daemons import START_SECONDS, Swarm
+from daemon_logs import life_in, report_phases
+from daemons import START_SECONDS, Swarm, swarm_in
 from relay import Hosts, add_line_options, address, hosts_on, line_of, why_impossible
 from torch import Tensor
 
@@ -91,16 +90,6 @@ class Homes(Swarm):
             return None
         (began, before), (ended, after) = told[0], told[-1]
         return (after - before) / (ended - began)
-
-
-@contextmanager
-def homes_on(hosts: Hosts, run: str, keep: bool) -> Iterator[Homes]:
-    with new_directory(keep) as directory:
-        swarm = Homes(directory, run, hosts)
-        try:
-            yield swarm
-        finally:
-            swarm.stop()
 
 
 def held_out_loss(model: Transformer, dataset: TokenDataset, length: int) -> float:
@@ -218,16 +207,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_line_options(parser)
 
 
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parses the options, and exits where there can be no hosts."""
+    chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no host outlives us
+    if why := why_impossible():
+        sys.exit(f"no hosts here: {why}")
+    return chosen
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    chosen = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no host outlives us
+    chosen = parsed(parser)
     line, (text, _) = line_of(chosen), load_run(chosen.run)
-    if why := why_impossible():
-        print(f"no hosts here: {why}")
-        return 1
-    with hosts_on(line, chosen.nodes) as hosts, homes_on(hosts, text, chosen.keep) as swarm:
+    with (
+        hosts_on(line, chosen.nodes) as hosts,
+        swarm_in(chosen.keep, lambda directory: Homes(directory, text, hosts)) as swarm,
+    ):
         found = measure(swarm, chosen.minutes)
     found |= {"nodes": chosen.nodes, "line": asdict(line), "load": os.getloadavg()}
     if chosen.json:

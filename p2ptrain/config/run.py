@@ -85,6 +85,7 @@ class RecipeSpec:
     kind: Literal["gradient", "local"]  # names its class in learn/recipes.py, so that no config needs torch
     is_scaled: bool  # whether its contributions carry a power-of-two scale per tensor
     defaults: Mapping[str, object] = field(default_factory=dict)  # where they differ from those of `local`
+    adamw_defaults: Mapping[str, object] = field(default_factory=dict)  # and these, if the inner optimizer is AdamW
     limits: Mapping[str, Limit] = field(default_factory=dict)  # the largest values that work with it
     copies: int = 0  # of the weights in memory, besides the live ones, their gradient and the inner optimizer's state
 
@@ -118,6 +119,7 @@ RECIPES: dict[str, RecipeSpec] = {
     "local": RecipeSpec(
         kind="local",
         is_scaled=True,
+        adamw_defaults={"inner_learning_rate": Fraction(3, 1000)},  # its best rate is lower (LOG.md)
         copies=1,  # the agreed weights
     ),
 }
@@ -174,8 +176,8 @@ class RecipeConfig(Section):
         name = data.get("name", "local")
         if not isinstance(name, str) or name not in RECIPES:
             return data
-        is_adamw = name == "local" and data.get("inner") == "adamw"  # whose best rate is lower (LOG.md)
-        return {**RECIPES[name].defaults, **({"inner_learning_rate": Fraction(3, 1000)} if is_adamw else {}), **data}
+        spec = RECIPES[name]
+        return {**spec.defaults, **(spec.adamw_defaults if data.get("inner") == "adamw" else {}), **data}
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -22,6 +22,7 @@ from p2ptrain.core.offers import Offers
 from p2ptrain.core.state import AgreedState
 
 DRAWN = 3  # members: the fewest of which one may lie
+SAID_MIN = 2  # with whom a measurement is shown at its end
 ROUNDS_KEPT = 64  # of claims about training: a round is shown once it is applied, which is rarely far behind
 MILLION = 1_000_000
 LOSS_MAX = 100 * MILLION  # larger claims count as this: guessing blindly among 2**20 tokens costs 14 nats
@@ -42,7 +43,6 @@ class TrainingClaims(Struct, frozen=True):
     loss: float | None  # nats a token, the median over these steps
 
 
-SAID_MIN = 2  # with whom a measurement is shown at its end
 UNKNOWN = TrainingClaims(0, None)
 
 

@@ -191,7 +191,7 @@ class FusedLoss(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """What a run trains: a module with a loss. What its parameters are and how they begin is up to each kind."""
+    """A model that a run can train: a module with a loss. Each kind has parameters and first weights of its own."""
 
     context = 0  # tokens that it can read at a time to continue a text; 0: it continues none
     draws = False  # whether a training pass draws random numbers (dropout)

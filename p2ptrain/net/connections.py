@@ -97,6 +97,7 @@ class Connections:
     meeting: set[bytes] = field(default_factory=set)  # being asked whether they speak our protocol
     anchors: dict[str, bytes] = field(default_factory=dict)  # by address range
     met: dict[bytes, Reach] = field(default_factory=dict)  # the networks in which connected peers were met
+    ends: dict[bytes, frozenset[str]] = field(default_factory=dict)  # of the connections with linked peers
     named: set[str] = field(default_factory=set)  # host names that the user gave; no others are resolved
     told_dials: ToldDials = field(default_factory=ToldDials)
     kept: set[bytes] = field(default_factory=set)  # peers whose connections p2pd should prune last
@@ -187,6 +188,8 @@ class Connections:
                 for peer in await self.look():
                     self.meeting.add(peer)
                     group.create_task(self._meet(peer), name="meeting")
+                for peer in self._connected_anew():
+                    group.create_task(self._learn_addresses(peer), name="asking a peer that came again")
                 await self._keep()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -213,6 +216,12 @@ class Connections:
         self.rng.shuffle(due)
         due.sort(key=lambda peer: (unmet[peer].tries, unmet[peer].next_at))  # a peer that returns queues again
         return self._placed(due, self.meeting, MEETINGS_AT_ONCE)
+
+    def _connected_anew(self) -> list[bytes]:
+        """Returns the linked peers whose connections are all others than when we last looked: such a peer was away in
+        between, perhaps for a restart, and may be elsewhere now."""
+        before, self.ends = self.ends, {peer: self.transport.ends_of(peer) for peer in self.linked}
+        return [peer for peer, ends in self.ends.items() if before.get(peer) and not ends & before[peer]]
 
     def _choose_anchors(self) -> dict[str, bytes]:
         """Picks the longest linked peer of each address range, for the few oldest ranges (`linked` is in order)."""
@@ -270,10 +279,9 @@ class Connections:
             await asyncio.sleep(pause)
 
     def takes_part(self, peer: bytes) -> None:
-        """Notes that a peer speaks the run's protocol: if it was not met a moment ago, it was still starting."""
-        if peer not in self.linked:
-            self.unmet.pop(peer, None)
-            self.changed.set()
+        """Notes that a peer speaks the run's protocol: it came again, was still starting when we met, or searches."""
+        self.unmet.pop(peer, None)
+        self.changed.set()
 
     async def _is_stranger(self, peer: bytes) -> None:
         now = asyncio.get_running_loop().time()

@@ -95,6 +95,10 @@ class Transport(Protocol):
         """Returns the range of addresses that a peer is connected from; empty if that is not known."""
         ...
 
+    def ends_of(self, peer: bytes) -> frozenset[str]:
+        """Returns the far ends of the connections with a peer at the last listing of peers."""
+        ...
+
     async def keep(self, peers: Collection[bytes]) -> None:
         """Sets the peers whose connections are pruned last when there are too many; replaces the previous set."""
         ...

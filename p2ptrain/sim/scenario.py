@@ -266,9 +266,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     training: Workload = Workload()
     links: Links = Links()
     disk: Durability = Durability()
-    recipe: dict[str, Any] = msgspec.field(
-        default_factory=lambda: {"name": "distro"}
-    )  # with local steps, `training.seconds` are for all of them
+    # With local steps, `training.seconds` are for all of them.
+    recipe: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "distro"})
     agreement: dict[str, Any] = {}
     admission: dict[str, Any] = {}
     admission_keys: Nodes = []  # nodes whose keys are in `admission.keys`: those that may invite, or the allowlist

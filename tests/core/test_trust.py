@@ -19,7 +19,6 @@ from p2ptrain.core import trust
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.history import ENTRIES_MAX, BranchStart, Entry, History
-from p2ptrain.core.messages import Announcement
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.core.trust import RETRY_SECONDS
@@ -28,7 +27,7 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn.data import manifest_digest
 from p2ptrain.node.assembly import TRUST_NAME, trusted_head
 from p2ptrain.store.store import Store
-from tests.helpers.core import KEYS, ROOT0, RUN, Bench, begun, certified, line_of, plain_manifest, published
+from tests.helpers.core import KEYS, ROOT0, RUN, Bench, announced, begun, certified, line_of, plain_manifest, published
 from tests.helpers.driver import STATE, a_dataset, root_of
 from tests.helpers.lone_node import ME
 
@@ -279,18 +278,7 @@ def test_until_then_a_node_takes_part_in_nothing_and_says_why() -> None:
     bench = newcomer(STRANGER)
     forged = forged_line()
     done = meet(bench, forger=forged)
-    offer = Announcement(
-        branch=RUN,
-        round=1,
-        base_round=0,
-        base_root=ROOT0,
-        payload=STRANGER,
-        payload_bytes=9,
-        steps=1,
-        loss=2,
-        held_out=0,
-        author=KEYS[0],
-    )
+    offer = announced(KEYS[0])
     rest = [published(done), bench.wait(60.0), bench.hear(offer)]
     assert [effect for effects in rest for effect in effects if not isinstance(effect, ev.AskHistory)] == []
     assert bench.health[0] == complaint(Code.UNTRUSTED, head=STRANGER.hex()[:16], others=1, peers=1).text

@@ -40,7 +40,8 @@ class Network:
         self.latency_seconds = latency_seconds  # at most, per message or frame; a few milliseconds in a test
         self.sent: Counter[tuple[bytes, bytes]] = Counter()  # bytes in streams, by sender and receiver
         self.nodes: dict[bytes, MemoryTransport] = {}
-        self.links: set[frozenset[bytes]] = set()
+        self.links: dict[frozenset[bytes], int] = {}  # with its number, which no later one has
+        self._made = 0
         self._cuts: set[frozenset[bytes]] = set()
         self.hosts: dict[bytes, str] = {}  # hosts of nodes that are not on loopback
         self._ports: dict[bytes, int] = {}
@@ -78,10 +79,12 @@ class Network:
             raise TransportError("nobody is there")
         if pair in self._cuts:
             raise TransportError("the network is cut")
-        self.links.add(pair)
+        if pair not in self.links:
+            self._made += 1
+            self.links[pair] = self._made
 
     def unlink(self, one: bytes, other: bytes, why: str) -> None:
-        self.links.discard(frozenset((one, other)))
+        self.links.pop(frozenset((one, other)), None)
         for node, peer in ((one, other), (other, one)):
             if node in self.nodes:
                 self.nodes[node].break_streams(peer, why)
@@ -143,6 +146,10 @@ class MemoryTransport:
 
     def range_of(self, peer: bytes) -> str:
         return address_range(self._network.address(peer))
+
+    def ends_of(self, peer: bytes) -> frozenset[str]:
+        pair = frozenset((self.me, peer))
+        return frozenset(f"link {number}" for each, number in self._network.links.items() if each == pair)
 
     async def keep(self, peers: Collection[bytes]) -> None:
         self.kept = frozenset(peers)

@@ -115,6 +115,35 @@ async def test_who_came_to_us_while_it_was_still_starting_is_asked_again_where_i
 
 
 @skipping_time
+async def test_who_goes_and_comes_between_two_looks_is_asked_where_it_is_now() -> None:
+    network = Network()
+    node = Seen(network)
+    (peer,) = await others(network, A)
+    asked = 0
+
+    async def told(stream: Stream) -> None:
+        nonlocal asked
+        asked += 1
+        await stream.receive(questions.QUESTION_BYTES_MAX)
+        await stream.send(wire.encode(questions.Peers((network.address(A),))))
+
+    await peer.serve(questions.PROTOCOL, told)
+    async with node.running() as connections:
+        await peer.connect(network.address(ME))
+        await at(130.1)  # by now searches come once a minute
+        before = asked
+        network.unlink(ME, A, "it is started again")
+        await peer.connect(network.address(ME))
+        connections.takes_part(A)  # as soon as it asks us
+        await at(130.2)
+        assert (asked - before, node.told) == (1, [("seen", A)])
+        network.unlink(ME, A, "and again")
+        await peer.connect(network.address(ME))
+        await at(132.0)
+        assert (asked - before, node.told) == (2, [("seen", A)])
+
+
+@skipping_time
 async def test_who_never_tells_where_it_is_and_comes_back_again_and_again_is_not_asked_ever_more_often() -> None:
     network = Network()
     node = Seen(network)

@@ -140,19 +140,6 @@ def links(page: Path) -> Iterator[tuple[int, str]]:
             yield number, target
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_links_lead_somewhere(name: str) -> None:
-    page, broken = ROOT / name, []
-    for number, target in links(page):
-        if target.startswith("https://"):
-            continue
-        path, _, anchor = target.partition("#")
-        there = (page.parent / path).resolve() if path else page
-        if not there.exists() or (anchor and anchor not in anchors(there)):
-            broken.append(f"{name}:{number}: {target}")
-    assert broken == []
-
-
 def test_the_index_leads_to_every_page() -> None:
     found = {(DOCS / target).resolve() for _, target in links(DOCS / "README.md")}
     assert [page for page in sorted(DOCS.rglob("*.md")) if page not in found and page.name != "README.md"] == []
@@ -244,6 +231,19 @@ FOLDERS = (ROOT, ROOT / "p2ptrain", ROOT / "deploy")  # from which a page may na
 FILE = re.compile(r"[A-Za-z][\w.-]*(?:/[\w.-]+)*/[\w-]+\.(?:py|toml|json|md|js|yml|yaml|png|service|conf)")
 MADE_AT_WORK = re.compile(r"(runs|out|checkpoints)/")  # in a data directory, or by a command
 SELECTED = re.compile(r"pytest [^`]*-k ([\w]+)")
+
+
+@pytest.mark.parametrize("page", HOUSE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for number, target in links(page):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(f"{number}: {target}")
+    assert broken == []
 
 
 @pytest.mark.parametrize(("name", "lines"), LINES_MAX.items())

@@ -10,6 +10,7 @@ from time import monotonic
 import pytest
 
 from p2ptrain.identity import Identity
+from p2ptrain.store.records import remembered_peers
 from tests.helpers.daemons import TEST_SECONDS, Daemon, Swarm, as_json, p2pds, p2ptrain, swarm_in
 
 ROUNDS = 3  # that the others go on before something else happens
@@ -43,6 +44,12 @@ def until_back(node: Daemon, *others: Daemon) -> float:
     number = max(other.applied for other in others)
     node.until(lambda: node.applied >= number and node.is_member)
     return monotonic() - node.started_at
+
+
+def remembered_by(node: Daemon) -> list[str]:
+    """Returns the addresses that a node would dial after a restart; each start here listens on a port of its own."""
+    (directory,) = node.directory.glob("runs/*")
+    return remembered_peers(directory)
 
 
 def test_nodes_come_while_rounds_run_and_leave_and_come_again(swarm: Swarm) -> None:
@@ -116,6 +123,9 @@ def test_in_a_run_by_invitation_a_stop_keeps_the_place_and_leaving_gives_it_up(s
             node.start()
             swarm.note(f"{node.name} from start to where the other is", until_back(node, first, second))
             goes_on(first, second)
+            (other,) = {first, second} - {node}
+            address = node.address
+            other.until(lambda other=other, address=address: address in remembered_by(other))
     second.leave()
     second.start()
     second.until(lambda: any("not admitted" in each for each in second.status().get("health", ())))

@@ -372,6 +372,9 @@ class P2pd:
     def range_of(self, peer: bytes) -> str:
         return self._peers.range_of(peer)
 
+    def ends_of(self, peer: bytes) -> frozenset[str]:
+        return self._peers.ends_of(peer)
+
     async def keep(self, peers: Collection[bytes]) -> None:
         await self._supervisor.up()
         for peer in self._kept - set(peers):

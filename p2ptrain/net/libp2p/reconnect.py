@@ -47,7 +47,7 @@ class Routes:
         self._all_met = asyncio.Event()
         self._all_met.set()
         self._routes: dict[bytes, list[str]] = {}  # to each peer, the least recently seen first
-        self._remote: dict[bytes, str] = {}  # where each connected peer is, by p2pd
+        self._ends: dict[bytes, list[str]] = {}  # where each connected peer is, by p2pd; one of each connection
 
     async def connect(self, address: str) -> bytes:
         peer, route = multiaddrs.split(address)
@@ -70,7 +70,8 @@ class Routes:
     async def connected(self) -> dict[bytes, list[str]]:
         """Returns the connected peers with their known addresses."""
         await self._up()
-        found, remote = {}, {}
+        found: dict[bytes, list[str]] = {}
+        ends: dict[bytes, list[str]] = {}
         for peer_id, routes in await self._control.peers():
             try:
                 peer = key_of_bytes(peer_id)
@@ -79,13 +80,17 @@ class Routes:
             # p2pd's routes come last: they may lead only from there to us.
             self._remember(peer, [*self._routes.get(peer, []), *routes])
             found[peer] = [multiaddrs.join(route, peer) for route in self._routes[peer]]
-            remote[peer] = routes[0] if routes else ""
-        self._remote = remote
+            ends.setdefault(peer, []).extend(routes)
+        self._ends = ends
         return found
 
     def range_of(self, peer: bytes) -> str:
         """Returns the address range that a peer is connected from; empty if unknown."""
-        return multiaddrs.address_range(self._remote.get(peer, ""))
+        return multiaddrs.address_range((self._ends.get(peer) or [""])[-1])
+
+    def ends_of(self, peer: bytes) -> frozenset[str]:
+        """Returns the far ends of the connections with a peer at the last listing."""
+        return frozenset(self._ends.get(peer, ()))
 
     def come_back(self) -> None:
         """Reconnects to all known peers."""
