@@ -75,3 +75,7 @@ class NoDaemonError(P2ptrainError):
 
 class SilentDaemonError(NoDaemonError):
     """A daemon seems to run for this data directory, but hangs or did not finish its answer."""
+
+
+class NodeEndedError(P2ptrainError):
+    """A script's node is gone; says how its log ends."""

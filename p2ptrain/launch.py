@@ -15,9 +15,9 @@ import stat
 import tempfile
 from asyncio import Future
 from collections.abc import Coroutine, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
@@ -53,10 +53,27 @@ from p2ptrain.store.lock import Lock
 
 if TYPE_CHECKING:
     from p2ptrain.learn.begin import GivenWeights
+    from p2ptrain.node.device import Device
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
 HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node that you trust"
+
+
+class Loop(Protocol):
+    """The training loop of a script, which takes the steps instead of this node's trainer."""
+
+    def check(self, run: RunConfig) -> None:
+        """Refuses a run that the script cannot train."""
+
+    def attached(self) -> AbstractAsyncContextManager[None]:
+        """Listens to the script inside the block."""
+
+    async def device(self, started: Launch) -> Device:
+        """Makes the node's device."""
+
+    def joined(self, daemon: Daemon) -> None:
+        """Notes that the node takes part."""
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -69,17 +86,21 @@ def start(
     config: NodeConfig,
     dataset: Path | None,
     given: GivenWeights | None = None,
+    loop: Loop | None = None,
 ) -> None:
     """Runs `p2ptrain start`.
 
-    said: what the run's file says, without defaults; given: the first weights, if they are not made from the seed
+    said: what the run's file says, without defaults; given: the first weights, if they are not made from the seed;
+    loop: of a script that takes the steps
     """
-    _run(_start(run, said, config, dataset, given))
+    _run(_start(run, said, config, dataset, given, loop))
 
 
-def join(config: NodeConfig, run: str | None, invitation: str | None, trust: str | None = None) -> None:
+def join(
+    config: NodeConfig, run: str | None, invitation: str | None, trust: str | None = None, loop: Loop | None = None
+) -> None:
     """Runs `p2ptrain join`."""
-    _run(_join(config, run, invitation, _read_trust(trust)))
+    _run(_join(config, run, invitation, _read_trust(trust), loop))
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
@@ -176,8 +197,9 @@ async def _start(
     config: NodeConfig,
     dataset: Path | None,
     given: GivenWeights | None,
+    loop: Loop | None,
 ) -> None:
-    from p2ptrain.learn.begin import begin  # noqa: PLC0415  # imports torch: two seconds before any error shows
+    from p2ptrain.learn.begin import begin, begin_again  # noqa: PLC0415  # imports torch: two seconds until an error
     from p2ptrain.node.saved import keep_tokenizer  # noqa: PLC0415  # likewise
 
     be_nice(config.limits.nice)
@@ -185,6 +207,8 @@ async def _start(
     check_addresses(config.network)
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
+        if loop is not None:
+            await stack.enter_async_context(loop.attached())
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
         owner = await _answer_owner(stack, config, daemon)
         http = await _show(stack, config, daemon)
@@ -192,15 +216,21 @@ async def _start(
         place = dataset_directory(config, run.data.manifest)
         before = begun_here(run, said, config, identity.key.hex())
         await asyncio.to_thread(refuse_too_large, before or run, config)
-        begun = await asyncio.to_thread(begin, before or run, place, [identity.key.hex()], dataset, given)
+        if loop is not None and before is not None:  # the script's model has other weights by now
+            begun = await asyncio.to_thread(begin_again, before, place, dataset)
+        else:
+            begun = await asyncio.to_thread(begin, before or run, place, [identity.key.hex()], dataset, given)
         note_begun(begun.run, run, said, config)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
         await asyncio.to_thread(keep_tokenizer, config, begun.run, data)
         transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
-        await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), daemon, http)
+        started = Launch(begun.run, config, identity, transport, data, state=begun.state)
+        await _serve(stack, started, daemon, http, loop)
 
 
-async def _join(config: NodeConfig, wanted: str | None, invitation: str | None, trust: bytes) -> None:
+async def _join(
+    config: NodeConfig, wanted: str | None, invitation: str | None, trust: bytes, loop: Loop | None
+) -> None:
     be_nice(config.limits.nice)
     set_up(config.logging)
     check_addresses(config.network)
@@ -208,11 +238,15 @@ async def _join(config: NodeConfig, wanted: str | None, invitation: str | None, 
     read = read_invitation(invitation) if invitation else None
     async with AsyncExitStack() as stack:
         identity = _open_identity(stack, config)
+        if loop is not None:
+            await stack.enter_async_context(loop.attached())
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
         owner = await _answer_owner(stack, config, daemon)
         http = await _show(stack, config, daemon)
         transport = await _open_with_relays(stack, config, wanted, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
+        if loop is not None:
+            loop.check(run)
         refuse_trust_in_the_start(trust, run)
         await asyncio.to_thread(refuse_too_large, run, config)
         directory = find_dataset(config, run.data.manifest)
@@ -223,7 +257,7 @@ async def _join(config: NodeConfig, wanted: str | None, invitation: str | None, 
             await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
         claim = claim_for(read, identity, run.run_id) if read else b""
         launch = Launch(run, config, identity, transport, data, claim=claim, trust=trust)
-        await _serve(stack, launch, daemon, http)
+        await _serve(stack, launch, daemon, http, loop)
 
 
 def _pinned(pin: str, wanted: str | None) -> str | None:
@@ -334,13 +368,24 @@ async def _show(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon
     return http
 
 
-async def _serve(stack: AsyncExitStack, launch: Launch, running: Future[Daemon], http: HttpFace | None) -> None:
+async def _serve(
+    stack: AsyncExitStack, launch: Launch, running: Future[Daemon], http: HttpFace | None, loop: Loop | None
+) -> None:
     """Runs the node until it has left or is stopped."""
+    if launch.run.model.kind == "own" and loop is None:
+        what = f"run {launch.run.name} trains a model that only its members' own scripts have"
+        raise ConfigError(what, key="model.kind", fix="Take part with such a script, by p2ptrain.join(...) in Python")
     hears = [each.note for each in _trackers(stack, launch)]
     outputs = Outputs(hears=hears) if http is None else Outputs(http.url, http.lines, hears)
-    daemon = await Daemon.open(stack, launch, outputs)
+    device = None
+    if loop is not None:
+        device = await loop.device(launch)
+        stack.callback(device.close)
+    daemon = await Daemon.open(stack, launch, outputs, device)
     running.set_result(daemon)
     _tell_how_to_join(launch.transport, launch.run)
+    if loop is not None:
+        loop.joined(daemon)
     progress = ProgressLine(launch.config.logging.format, lambda: status_of(daemon))
     progress.start()
     stack.callback(progress.stop)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,8 @@ def fault_of(found: dict[str, Any], report: Report) -> str | None:
 def main(report: Report) -> None:
     torch.set_num_threads(1)
     bad = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         dataset = embedded(Path(folder) / "data")
         left = len(RECIPES) * len(PRECISIONS)
         for precision, (matmul, autocast) in PRECISIONS.items():

@@ -10,7 +10,15 @@ Decimal numbers are kept as fractions, so that 0.1 means exactly one tenth every
 from __future__ import annotations
 
 from p2ptrain.config.fields import Digest, Rational, Section
-from p2ptrain.config.load import load_config, load_node_config, load_run_config, read_table, with_options
+from p2ptrain.config.load import (
+    exact,
+    load_config,
+    load_node_config,
+    load_run_config,
+    read_table,
+    run_config_of,
+    with_options,
+)
 from p2ptrain.config.model import MODEL_PRESETS, ModelConfig
 from p2ptrain.config.node import (
     DeviceConfig,
@@ -67,9 +75,11 @@ __all__ = [
     "StorageConfig",
     "TokenizerConfig",
     "TrackingConfig",
+    "exact",
     "load_config",
     "load_node_config",
     "load_run_config",
     "read_table",
+    "run_config_of",
     "with_options",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def load_run_config(path: Path, config_beside: Callable[[], str] = str) -> RunCo
     model = table.get("model")
     if isinstance(model, dict) and model.get("kind") == "transformers" and "config" not in model:
         table["model"] = {**model, "config": config_beside()}
-    return _run_config(table, path)
+    return run_config_of(table, path)
 
 
 def load_node_config(path: Path | None) -> NodeConfig:
@@ -67,7 +67,7 @@ def load_config(path: Path) -> RunConfig | NodeConfig:
     """Loads a config of either kind, recognised by its top-level keys."""
     table = read_table(path)
     if _resemblance(table, RunConfig) > _resemblance(table, NodeConfig):
-        return _run_config(table, path)
+        return run_config_of(table, path)
     return _node_config(table, path)
 
 
@@ -107,7 +107,15 @@ def read_table(path: Path) -> Table:
         ) from error
 
 
-def _run_config(table: Table, path: Path) -> RunConfig:
+def exact(value: Any) -> Any:
+    """Returns what a script says of its run as a file would say it: 0.1 means one tenth."""
+    if isinstance(value, Mapping):
+        return {key: exact(each) for key, each in value.items()}
+    return Decimal(repr(value)) if isinstance(value, float) else value
+
+
+def run_config_of(table: Table, path: Path) -> RunConfig:
+    """Checks what a file or a script says of a run."""
     try:
         return RunConfig.model_validate(table)
     except ValidationError as error:

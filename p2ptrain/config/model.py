@@ -9,21 +9,33 @@ from pydantic import Field, model_validator
 from p2ptrain.config.fields import Accepts, DigestOrEmpty, Section
 from p2ptrain.config.hf import HF_CONFIG_BYTES_MAX, HfConfig, read_hf_config
 
+PARAMETERS_MAX = 4_096
+ParameterText = Annotated[  # a name and the sizes of its dimensions
+    str,
+    Field(max_length=200, pattern=r"^[A-Za-z0-9_.]+( [1-9][0-9]{0,8}){0,5}$"),
+    Accepts('a name and the sizes of its dimensions, such as "layers.0.weight 768 768"'),
+]
 BUILTIN_THETA = 10_000  # in the canonical encoding of a model that has a theta of its own
 
 
 class ModelConfig(Section):
-    """The model: the built-in decoder-only transformer, for which a preset supplies every size that is not given; or
-    one of transformers, whose config.json has the sizes."""
+    """The model: the built-in decoder-only transformer, for which a preset supplies every size that is not given; one
+    of transformers, whose config.json has the sizes; or that of the members' own scripts, of which only the
+    parameters are known here."""
 
-    kind: Literal["builtin", "transformers"] = Field(
-        "builtin", description="builtin: the transformer that the keys below describe; transformers: that of `config`"
+    kind: Literal["builtin", "transformers", "own"] = Field(
+        "builtin",
+        description="builtin: the transformer that the keys below describe; transformers: that of `config`; own: "
+        "that of scripts that train it with `import p2ptrain`",
     )
     config: Annotated[str, Accepts(f"the text of a config.json, at most {HF_CONFIG_BYTES_MAX:,} bytes, or nothing")] = (
         Field("", max_length=HF_CONFIG_BYTES_MAX, description="kind transformers: the model's config.json, as it is")
     )
     shapes: DigestOrEmpty = Field(
-        "", description="kind transformers: digest of all parameters' names and shapes; empty until the run is started"
+        "", description="digest of all parameters' names and shapes, but for builtin; empty until the run is started"
+    )
+    parameters: tuple[ParameterText, ...] = Field(
+        (), max_length=PARAMETERS_MAX, strict=False, description="kind own: name and shape of each trained parameter"
     )
     preset: str = Field("custom", description="sizes by name: 1m, 5m, 10m, 30m, 100m, 300m, 1b; custom: all given here")
     vocab_size: int = Field(256, ge=2, le=2**20, description="tokens the model knows")
@@ -67,6 +79,11 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        if self.kind == "own":
+            self._check_parameters()
+            return self
+        if self.parameters:
+            raise ValueError('parameters belong to a model of kind = "own": remove them, or set that kind')
         if self.hf is not None:
             if self.sequence_length > self.hf.positions:
                 raise ValueError(
@@ -86,6 +103,21 @@ class ModelConfig(Section):
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}: choose a divisor")
         return self
+
+    def _check_parameters(self) -> None:
+        names = [name for name, _ in self.named]
+        if not names:
+            raise ValueError('kind = "own" is for scripts: begin the run with p2ptrain.start(model) in one')
+        if len(set(names)) < len(names):
+            raise ValueError("parameters has a name twice: name each once")
+        if self.config:
+            raise ValueError('config belongs to a model of kind = "transformers": remove it, or set that kind')
+
+    @property
+    def named(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The name and shape of each parameter of a model of kind own."""
+        split = [each.split(" ") for each in self.parameters]
+        return tuple((name, tuple(map(int, sizes))) for name, *sizes in split)
 
     @property
     def hf(self) -> HfConfig | None:

@@ -27,6 +27,7 @@ PROTOCOL_VERSION: Final = 2
 # Keys that came after the first release with this protocol version, by section and name, each with the neutral value at
 # which a run behaves as one without the key. A key is added here whenever it is added to a section.
 LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
+    ("model", "parameters"): [],
     ("recipe", "inner"): "adamw",
     ("recipe", "local_steps_min"): 0,
     ("eval", "every_rounds"): 0,
@@ -371,9 +372,10 @@ class RunConfig(Section):
             )
         if self.model.hf is None and self.tokenizer.kind == "bytes" and self.model.vocab_size != 256:
             raise ValueError(f"model.vocab_size = {self.model.vocab_size}: the bytes tokenizer has 256 tokens, set 256")
-        if self.model.hf is not None and (size := len(self.canonical())) > CONFIG_BYTES_MAX:
+        if self.model.kind != "builtin" and (size := len(self.canonical())) > CONFIG_BYTES_MAX:
+            part = "config" if self.model.hf else "parameters"
             raise ValueError(
-                f"model.config and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a "
+                f"model.{part} and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a "
                 "message: shorten them"
             )
         recipe = self.recipe

@@ -32,6 +32,7 @@ class Code(StrEnum):
     CATCHING_UP = "catching_up"
     SILENT = "silent"
     NOT_ADMITTED = "not_admitted"
+    LOOP_AWAY = "loop_away"
     OUTSIDE_HOURS = "outside_hours"
     ON_BATTERY = "on_battery"
     PAUSED = "paused"
@@ -163,6 +164,13 @@ MEANINGS: dict[Code, Meaning] = {
         "warning", True, "not admitted", "Not admitted yet",
         "Its contributions count as soon as the members have admitted it. That takes a few rounds.",
         "admitted",
+    ),
+    Code.LOOP_AWAY: Meaning(
+        "info", False, "the training loop is elsewhere: no step for {minutes} min; the node keeps its place",
+        "The training loop is elsewhere",
+        "The script that trains has called no step() for a while. The node goes on voting and applying rounds. If the "
+        "script is not evaluating or waiting at a breakpoint, look at its output.",
+        "the training loop is back",
     ),
     Code.OUTSIDE_HOURS: Meaning(
         "info", False, "paused outside its hours, {hours}: training resumes at {until}",

@@ -86,6 +86,11 @@ def begin(
     return NewRun(sealed, data.directory, bytes(octets(weights)))
 
 
+def begin_again(run: RunConfig, directory: Path, dataset: Path | None = None) -> NewRun:
+    """Returns a run that was begun here before and whose first weights are kept elsewhere, with its data."""
+    return NewRun(run, _open_data(run, directory, dataset).directory, b"")
+
+
 def first_weights(run: RunConfig) -> Tensor:
     """Makes the run's first weights from its seed, flat.  # [parameters]"""
     parameters = first_model(run.model, run.seed).parameters()

@@ -288,6 +288,8 @@ def activations(model: ModelConfig, sequences: int, passes: PassSettings) -> int
 
     Fitted to the live tensors of a pass of the model on the meta device (tests/helpers/live_memory.py).
     """
+    if model.kind == "own":
+        return 0  # the script's process computes them
     if model.hf is not None:
         return hf_activations(model.hf, sequences, model.sequence_length, passes)
     tokens, vocabulary = sequences * model.sequence_length, model.vocab_size

@@ -8,7 +8,7 @@ built-in one names the digest of that list, so that two versions of a library th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from math import prod
 
@@ -25,10 +25,31 @@ NamedShapes = tuple[tuple[str, Shape], ...]
 BUILTIN_PREFIX = "model."  # in Hugging Face's names, not in those of the built-in model
 
 
+class OwnModel(Model):
+    """The parameters of a model that its members' own scripts train; nothing here can compute its loss."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._names = [name for name, _ in config.named]
+        for number, (_, shape) in enumerate(config.named):  # torch allows no dot in a name
+            self.register_parameter(f"parameter{number}", nn.Parameter(torch.zeros(shape)))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, parameter) for name, (_, parameter) in zip(self._names, named, strict=True))
+
+    def vocabulary_matrices(self) -> list[Tensor]:
+        return []
+
+
 def build(config: ModelConfig, checkpointing: bool = False) -> Model:
     """Makes the model; its weights are arbitrary until they are initialised or loaded."""
     if config.kind == "builtin":
         return Transformer(config, checkpointing=checkpointing)
+    if config.kind == "own":
+        return OwnModel(config)
     from p2ptrain.learn.hf_model import HfModel  # noqa: PLC0415  # needs the extra [hf]
 
     model = HfModel(config, checkpointing=checkpointing)
@@ -72,7 +93,7 @@ def named_shapes(config: ModelConfig) -> NamedShapes:
     """
     with torch.device("meta"):
         found = tuple((name, tuple(parameter.shape)) for name, parameter in build(config).named_parameters())
-    if config.shapes and shapes_digest(found) != config.shapes:
+    if config.kind == "transformers" and config.shapes not in ("", shapes_digest(found)):
         from p2ptrain.learn.hf_model import library  # noqa: PLC0415
 
         what = f"the installed transformers {library().__version__} makes other parameters than the run's: "

@@ -229,10 +229,14 @@ class LocalRecipe:
         return result
 
     def end(self) -> None:
-        torch.sub(self.agreed, self.live.weights, out=self.live.weights)
+        self.take(torch.sub(self.agreed, self.live.weights, out=self.live.weights))
+
+    def take(self, moved: Tensor) -> None:
+        """Takes how far a round's steps have moved the weights, with the sign of a gradient."""
+        self.live.weights.copy_(moved)
         self._is_moved = True
-        moved, base = (float(torch.linalg.vector_norm(each)) for each in (self.live.weights, self.agreed))
-        self.drift = moved / base if base else None
+        distance, norm = (float(torch.linalg.vector_norm(each)) for each in (self.live.weights, self.agreed))
+        self.drift = distance / norm if norm else None
 
     def contribute(self, round_number: int) -> Contribution:
         assert self._is_moved, "a round's steps end before they are contributed"

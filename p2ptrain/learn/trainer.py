@@ -38,7 +38,7 @@ from torch import Tensor
 from p2ptrain.capacity import cores, return_large_blocks
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError, TrainingError
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.assignment import Positions, shard
 from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
@@ -46,7 +46,7 @@ from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
 from p2ptrain.learn.models import build, first_model
-from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, Withdrawal, make_recipe
+from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, LocalRecipe, Withdrawal, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
 from p2ptrain.learn.sample import SampleRequest, sample
 from p2ptrain.learn.schedule import learning_rate, reach
@@ -180,6 +180,15 @@ class Trainer:
         self.recipe.end()
         self._trained = round_number
         return results
+
+    @torch.no_grad()
+    def take_steps(self, round_number: int, moved: Tensor) -> None:
+        """Takes how far a round's local steps, taken elsewhere, have moved the weights, in place of `train`."""
+        assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
+        if not _is_finite(moved):
+            raise TrainingError("how far the weights moved", step=self.run.recipe.local_steps - 1, positions=[])
+        self.recipe.take(moved)
+        self._trained = round_number
 
     @contextmanager
     def _drawing(self, round_number: int, place: int, step: int) -> Iterator[None]:

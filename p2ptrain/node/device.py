@@ -28,6 +28,7 @@ from typing import TypeVar
 import torch
 
 from p2ptrain.config import DeviceConfig, RunConfig
+from p2ptrain.core.complaints import Complaint
 from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_digest
 from p2ptrain.core.pace import takes_another
 from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
@@ -112,6 +113,11 @@ class Device:
 
     def stop_training(self) -> None:
         self.is_stopping = True
+
+    @property
+    def complaints(self) -> list[Complaint]:
+        """Problems of the one who takes the steps, if that is not this thread."""
+        return []
 
     def close(self) -> None:
         """Cancels the waiting jobs. A running job ends by itself, a training after its current step."""

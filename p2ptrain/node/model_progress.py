@@ -56,11 +56,16 @@ class ModelProgress:
         self._left_out = 0  # measurements in a row that were too long for a training
         self._look_seconds = 0.0  # of the last look, so far
 
+    @property
+    def _knows_the_model(self) -> bool:
+        """Whether this node can compute the model's loss: of a script's own, it has the parameters alone."""
+        return self._fetching.run.model.kind != "own"
+
     async def look(self, effect: Train) -> int:
         """Measures before a training what the core asks for, in millionths of a nat; 0: nothing."""
         self._look_seconds = 0.0
         try:
-            if effect.evaluates and (count := await self._sequences_here()):
+            if effect.evaluates and self._knows_the_model and (count := await self._sequences_here()):
                 return await self._device.run(self._evaluate, effect.base_round, count)
         except (DataError, MemoryShortError) as error:
             log.info("cannot look at the weights of round %d: %s", effect.base_round, error)
@@ -69,7 +74,7 @@ class ModelProgress:
     async def write(self, effect: Train) -> None:
         """Has the weights write a line, once the training is announced, if the core asks for it."""
         try:
-            if effect.samples:
+            if effect.samples and self._knows_the_model:
                 await self._device.run(self._write, effect.base_round)
         except (DataError, MemoryShortError) as error:
             log.info("cannot look at the weights of round %d: %s", effect.base_round, error)

@@ -334,7 +334,7 @@ TOML_VALUES = st.recursive(
 
 @given(data=st.data())
 def test_any_value_in_any_key_is_taken_or_refused_with_a_config_error(data: st.DataObject) -> None:
-    model, check = data.draw(st.sampled_from([(RunConfig, load._run_config), (NodeConfig, load._node_config)]))
+    model, check = data.draw(st.sampled_from([(RunConfig, load.run_config_of), (NodeConfig, load._node_config)]))
     table: dict[str, Any] = {"name": "a"} if model is RunConfig else {}
     for section, key, _ in data.draw(st.lists(st.sampled_from(list(fields(model))), min_size=1, max_size=3)):
         (table.setdefault(section, {}) if section else table)[key] = data.draw(TOML_VALUES)

@@ -104,7 +104,7 @@ def test_a_run_comes_back_from_its_canonical_encoding(run: RunConfig) -> None:
 
 @given(run=runs())
 def test_a_run_comes_back_from_its_file(run: RunConfig) -> None:
-    assert load._run_config(tomllib.loads(to_toml(run), parse_float=Decimal), Path("FILE")) == run
+    assert load.run_config_of(tomllib.loads(to_toml(run), parse_float=Decimal), Path("FILE")) == run
 
 
 def test_the_canonical_encoding_is_the_same_in_every_release() -> None:

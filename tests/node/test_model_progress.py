@@ -69,7 +69,7 @@ class Data:
         self.trainer, self.sequences, self.fetch_seconds = trainer, sequences, fetch_seconds
         self.is_missing, self.fetches = fetch_seconds is not None, 0
         recipe = SimpleNamespace(local_steps=10, passes_per_step=1, sequences_per_pass=8)
-        self.run = SimpleNamespace(recipe=recipe, model=SimpleNamespace(sequence_length=256))
+        self.run = SimpleNamespace(recipe=recipe, model=SimpleNamespace(kind="builtin", sequence_length=256))
         self.dataset = self
 
     def held_out_sequences(self, length: int) -> int:

@@ -67,7 +67,9 @@ def test_the_wheels_are_all_that_is_imported_besides_torch_numpy_and_transformer
 
 def test_a_swarm_whose_roots_differ_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks the power of the comparison: one of four trainers is off by the last bit of one weight."""
+    before = torch.get_float32_matmul_precision()
     swarm.main(report(tmp_path))
+    assert torch.get_float32_matmul_precision() == before, "or what runs later in this process computes otherwise"
     found = json.loads((tmp_path / "part.json").read_text())
     assert len(found) == len(swarm.RECIPES) * len(swarm.PRECISIONS)
     assert all(each["roots_equal"] and each["rounds"] == swarm.ROUNDS_SMALL for each in found.values())

@@ -41,6 +41,9 @@ LAYERS = {
     "observe": {"observe", "node", "core", "learn", "net", "store", "identity"},
     "daemon": {"daemon", "observe", "node", "core", "learn", "net", "identity"},
     "launch": {"launch", "daemon", "observe", "node", "learn", "net", "store", "identity"},
+    "loop": {"loop", "launch", "daemon", "observe", "node", "core", "learn", "store"},
+    "swarm": {"swarm", "loop", "node", "core", "learn"},  # a script's process, whose node is another
+    "hf": {"hf", "swarm"},
     "doctor": {"doctor", "node", "observe", "core", "learn", "net", "store", "identity"},
     "demo": {"demo", "node", "net"},  # its nodes are processes of their own
     "cli": {
@@ -48,7 +51,7 @@ LAYERS = {
         *("core", "learn", "net", "store", "identity", "replay"),
     },
     "__main__": {"cli"},
-    "__init__": set(),
+    "__init__": {"swarm", "loop"},  # the library's names
     **{leaf: set() for leaf in LEAVES},
 }
 HIVEMIND_USERS = {PurePosixPath(f"p2ptrain/net/libp2p/{name}.py") for name in ("p2pd", "unary", "dht", "dht_protocol")}

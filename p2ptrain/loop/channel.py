@@ -1,0 +1,180 @@
+"""The channel between a script and its node: messages over a pair of sockets, weights in shared memory.
+
+Each request has a number, and its answers repeat it, so that an answer that was interrupted is not taken for another's.
+The memory begins with what both look at all the time, as three doubles: the round that the pace is for, and when the
+others usually contribute to it and no longer wait, by the monotonic clock that both processes see. A fourth is when the
+script took its last step. Then come the weights that a round began from, and how far its steps have moved them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEAD_DOUBLES, HEAD_BYTES = 4, 64
+FLOAT_BYTES = 4
+FRAME_BYTES_MAX = 2**28  # a step's sequences, or the held-out ones
+
+
+class Begin(Struct, frozen=True, tag="begin"):
+    """The first message: what the node is to do."""
+
+    address: tuple[str, ...]  # to join there; empty: to start a run
+    run: dict[str, object]  # what the script says of a run that it starts
+    options: dict[str, object]  # of the node's config, by "section.key"
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]  # of the script's model
+    run_file: str = ""
+    config_file: str = ""
+    data: str = ""
+    wanted: str = ""
+    invitation: str = ""
+    trust: str = ""
+
+
+class NextRound(Struct, frozen=True, tag="next"):
+    """Asks for the next round to train, whose weights are then in the memory."""
+
+
+class RoundTrained(Struct, frozen=True, tag="trained"):
+    """A round's steps have been taken; how far they moved the weights is in the memory."""
+
+    steps: int
+    loss: float | None  # the mean, in nats a token
+    tokens: int
+    seconds: float
+
+
+class RoundDropped(Struct, frozen=True, tag="dropped"):
+    """A round's steps are lost."""
+
+    why: str
+
+
+class TakeSequences(Struct, frozen=True, tag="take"):
+    """Asks for the sequences of a step of this round."""
+
+    step: int
+
+
+class TakeHeldOut(Struct, frozen=True, tag="held_out"):
+    """Asks for held-out sequences."""
+
+    count: int
+
+
+class NodeReady(Struct, frozen=True, tag="ready"):
+    """The node takes part."""
+
+    run_id: str
+    run_name: str
+    directory: str  # the node's data
+    addresses: tuple[str, ...]
+    names: tuple[str, ...]  # of the parameters, in the run's order
+    steps: int
+    steps_min: int
+
+
+class RoundToTrain(Struct, frozen=True, tag="round"):
+    """A round to train, from the weights in the memory."""
+
+    number: int
+    sequences: int  # of a step
+
+
+class Sequences(Struct, frozen=True, tag="sequences"):
+    """Token sequences, as int32."""
+
+    count: int
+    data: bytes
+
+
+class Done(Struct, frozen=True, tag="done"):
+    """The request has been carried out."""
+
+
+class NodeNote(Struct, frozen=True, tag="note"):
+    """What the script waits for, before its answer."""
+
+    text: str
+
+
+class NodeFailed(Struct, frozen=True, tag="failed"):
+    """The request, or the node (number 0), has failed."""
+
+    kind: str  # of error, by its class
+    text: str
+
+
+Request = Begin | NextRound | RoundTrained | RoundDropped | TakeSequences | TakeHeldOut
+Answer = NodeReady | RoundToTrain | Sequences | Done | NodeNote | NodeFailed
+
+
+class ScriptRequest(Struct, frozen=True):
+    """A request with its number."""
+
+    number: int
+    body: Request
+
+
+class NodeAnswer(Struct, frozen=True):
+    """An answer with its request's number; 0: nobody asked."""
+
+    number: int
+    body: Answer
+
+
+def framed(message: ScriptRequest | NodeAnswer) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+def make_memory(parameters: int) -> int:
+    """Makes shared memory for a model of this many parameters, which ends with its users. Returns its descriptor."""
+    if sys.platform == "linux":
+        descriptor = os.memfd_create("p2ptrain weights")
+    else:
+        with tempfile.TemporaryFile() as file:  # has no name any more
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, HEAD_BYTES + 2 * FLOAT_BYTES * parameters)
+    return descriptor
+
+
+class Memory:
+    """The shared memory, seen from one of both processes."""
+
+    def __init__(self, descriptor: int, parameters: int) -> None:
+        import torch  # noqa: PLC0415  # two seconds
+
+        whole = mmap.mmap(descriptor, HEAD_BYTES + 2 * FLOAT_BYTES * parameters)
+        os.close(descriptor)
+        self._head = memoryview(whole)[: 8 * HEAD_DOUBLES].cast("d")
+        self.base: Tensor = torch.frombuffer(whole, dtype=torch.float32, count=parameters, offset=HEAD_BYTES)
+        second = HEAD_BYTES + FLOAT_BYTES * parameters
+        self.moved: Tensor = torch.frombuffer(whole, dtype=torch.float32, count=parameters, offset=second)
+
+    def keep_pace(self, number: int, usual: float, last: float) -> None:
+        """Notes when the others contribute to this round and no longer wait, in seconds from now."""
+        now = perf_counter()
+        self._head[0], self._head[1], self._head[2] = float(number), now + usual, now + last
+
+    def pace(self, number: int) -> tuple[float, float] | None:
+        """Returns in how many seconds the others contribute to this round, and no longer wait, if that is known."""
+        now = perf_counter()
+        return (self._head[1] - now, self._head[2] - now) if self._head[0] == number else None
+
+    def note_step(self) -> None:
+        self._head[3] = perf_counter()
+
+    @property
+    def stepped_at(self) -> float:
+        return self._head[3]

@@ -1,0 +1,133 @@
+"""A device whose local steps a script's loop takes, in a process of its own.
+
+The node keeps a replica of the agreed state on the CPU: it checks, applies and votes whatever the script does. When the
+core asks for a training, the script's next request is answered with its round, and the weights are put into the memory
+that both share; when its steps are over, the node makes the contribution. A script that is elsewhere for ten minutes
+comes too late with it: it then returns to the residual, as any late contribution does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from p2ptrain.core.complaints import Code, Complaint, complaint
+from p2ptrain.core.messages import authored, payload_digest
+from p2ptrain.errors import ConfigError, DataError, P2ptrainError
+from p2ptrain.learn.assignment import Positions
+from p2ptrain.learn.trainer import Trainer
+from p2ptrain.loop.channel import Memory, RoundTrained
+from p2ptrain.node.device import Device, StoppedError
+from p2ptrain.store.diary import Trained
+
+AWAY_SECONDS = 60.0  # without a step, until the node says so; the first step of a compiled model takes as long
+
+
+@dataclass(slots=True)
+class Work:
+    """A training that the core has asked for."""
+
+    number: int
+    outstanding: frozenset[int]
+    positions: Positions
+    base: tuple[int, int]  # the trainer's round, and the states adopted
+    done: asyncio.Future[RoundTrained]
+    is_laid: bool = False  # the script has its weights
+    began: float = field(default_factory=perf_counter)
+
+
+class LoopDevice(Device):
+    """A trainer whose steps come from a script."""
+
+    def __init__(self, trainer: Trainer, me: bytes, thread: ThreadPoolExecutor, threads: int, memory: Memory) -> None:
+        super().__init__(trainer, me, thread, threads)
+        self.memory = memory
+        self._work: Work | None = None
+        self._has_work = asyncio.Event()
+
+    async def train(
+        self, number: int, place: int, places: int, outstanding: frozenset[int]
+    ) -> tuple[bytes, bytes, Trained | None]:
+        """Has the script take a round's steps. They cannot be repeated after a restart, so no diary has them."""
+        positions = self.trainer.positions_for(number, place, places)
+        base = self.trainer.round, self.adopted
+        work = Work(number, outstanding, positions, base, asyncio.get_running_loop().create_future())
+        self._work = work
+        self._has_work.set()
+        trained = await work.done
+        return (*await self.run(self._contribute, work, trained), None)
+
+    async def next(self) -> Work:
+        """Waits for the next round to train, and puts its weights into the memory."""
+        while True:
+            await self._has_work.wait()
+            work = self._work
+            if work is None:
+                continue
+            if work.is_laid or await self.run(self._lay, work):
+                return work
+            self.drop(DataError("the training loop was elsewhere"))
+
+    def _lay(self, work: Work) -> bool:
+        """Puts the weights into the memory; returns whether they are still those that the core meant."""
+        if (self.trainer.round, self.adopted) != work.base:
+            return False
+        self.memory.base.copy_(self.trainer.recipe.agreed)
+        work.is_laid = True
+        return True
+
+    def current(self) -> Work:
+        """Returns the round that the script trains. ConfigError if there is none."""
+        if self._work is None or not self._work.is_laid:
+            raise ConfigError("no round is being trained", fix="Call step() first")
+        return self._work
+
+    def take(self, trained: RoundTrained) -> None:
+        """Takes the steps of the script, and lets the training go on."""
+        self.current()
+        self._end().set_result(trained)
+
+    def begin_again(self) -> None:
+        """Has the script take the current round's steps from the start: what it had of them is lost."""
+        self.current().is_laid = False
+
+    def drop(self, error: P2ptrainError) -> None:
+        """Ends the current training, if there is one, without a contribution."""
+        if self._work is not None:
+            self._end().set_exception(error)
+
+    def _end(self) -> asyncio.Future[RoundTrained]:
+        """Forgets the current training; returns its future."""
+        assert self._work is not None
+        done, self._work = self._work.done, None
+        self._has_work.clear()
+        return done
+
+    def _contribute(self, work: Work, trained: RoundTrained) -> tuple[bytes, bytes]:
+        self._give_back_all_but(work.outstanding)
+        self.trainer.take_steps(work.number, self.memory.moved)
+        payload = authored(self.me, self.trainer.contribute(work.number))
+        self.loss, self.steps, self.own_drift = trained.loss, trained.steps, self.trainer.own_drift
+        self.step = trained.steps
+        self._rates.append(trained.tokens / max(trained.seconds, 1e-9))
+        self.training_seconds += trained.seconds
+        self.last_training_seconds = trained.seconds
+        self.tokens += trained.tokens
+        return payload_digest(payload), payload
+
+    def keep_pace(self, number: int, usual: float, last: float) -> None:
+        self.memory.keep_pace(number, usual, last)
+
+    def stop_training(self) -> None:
+        super().stop_training()
+        self.drop(StoppedError("the node ends"))
+
+    @property
+    def complaints(self) -> list[Complaint]:
+        """The loop's absence, once it has lasted."""
+        if self._work is None:
+            return []
+        away = perf_counter() - max(self._work.began, self.memory.stepped_at)
+        return [complaint(Code.LOOP_AWAY, minutes=int(away // 60))] if away >= AWAY_SECONDS else []

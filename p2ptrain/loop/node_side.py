@@ -1,0 +1,282 @@
+"""The node's side of a script's loop: a process of its own, which the script starts.
+
+    python -m p2ptrain.loop.node_side SOCKET MEMORY
+
+It is a daemon as any other but for its device. It ends when the script does: whoever holds the other end of the socket
+need not say goodbye. What it logs goes where its standard error does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from p2ptrain import launch
+from p2ptrain.config import (
+    ModelConfig,
+    NodeConfig,
+    RunConfig,
+    exact,
+    load_node_config,
+    read_table,
+    run_config_of,
+    with_options,
+)
+from p2ptrain.core.complaints import Code
+from p2ptrain.daemon import Daemon
+from p2ptrain.errors import INTERRUPTED, ConfigError, P2ptrainError
+from p2ptrain.learn.begin import GivenWeights
+from p2ptrain.learn.models import named_shapes
+from p2ptrain.learn.trainer import EVALUATED_SEQUENCES, Trainer
+from p2ptrain.loop.channel import (
+    FRAME_BYTES_MAX,
+    Answer,
+    Begin,
+    Done,
+    Memory,
+    NextRound,
+    NodeAnswer,
+    NodeFailed,
+    NodeNote,
+    NodeReady,
+    Request,
+    RoundDropped,
+    RoundToTrain,
+    RoundTrained,
+    ScriptRequest,
+    Sequences,
+    TakeHeldOut,
+    TakeSequences,
+    framed,
+)
+from p2ptrain.loop.device import LoopDevice
+from p2ptrain.node.assembly import Launch
+from p2ptrain.node.device import StoppedError
+from p2ptrain.node.directories import data_directory
+from p2ptrain.observe.build import complaints_of
+
+NOTE_SECONDS = 20.0  # between notes to a script that waits
+
+log = logging.getLogger("p2ptrain.daemon")
+_DECODER = msgspec.msgpack.Decoder(ScriptRequest)
+
+
+class ScriptLoop:
+    """A script's loop, as its node sees it."""
+
+    def __init__(self, connection: socket.socket, memory: Memory, begin: Begin) -> None:
+        self._connection, self._memory, self._begin = connection, memory, begin
+        self._device: LoopDevice | None = None
+        self._daemon: Daemon | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def check(self, run: RunConfig) -> None:
+        """Refuses a run that trains another model than the script's, or not by local steps."""
+        if run.recipe.spec.kind != "local":
+            what = f"recipe {run.recipe.name} takes one gradient a round, which a loop of one's own does not have"
+            raise ConfigError(what, key="recipe.name", fix="A script can take part in runs of recipe local")
+        ours, theirs = dict(self._begin.parameters), dict(named_shapes(run.model))
+        for name, shape in theirs.items():
+            if name not in ours:
+                fix = "Make the model that the run was begun with; parameters that do not train are left out"
+                raise ConfigError(f"the script's model has no {name} {list(shape)}", key="model", fix=fix)
+            if ours[name] != shape:
+                what = f"{name} is {list(ours[name])} in the script's model, and {list(shape)} in the run"
+                raise ConfigError(what, key="model", fix="Make the model that the run was begun with")
+        if more := sorted(ours.keys() - theirs.keys()):
+            what = f"the run does not train {more[0]}, which trains in the script's model"
+            raise ConfigError(what, key="model", fix="Make the model that the run was begun with, or freeze it")
+
+    @asynccontextmanager
+    async def attached(self) -> AsyncIterator[None]:
+        """Listens to the script inside the block, and ends this node with it."""
+        life = asyncio.current_task()
+        assert life is not None
+        reader, self._writer = await asyncio.open_connection(sock=self._connection.dup())  # ours stays, to say why
+        async with asyncio.TaskGroup() as group:
+            self._tasks.add(group.create_task(self._listen(reader, group, life), name="the script"))
+            yield
+            for task in self._tasks:
+                task.cancel()
+
+    async def device(self, started: Launch) -> LoopDevice:
+        """Makes the device of this node."""
+        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "trainer")
+        run, config, data = started.run, started.config.device, started.data
+        trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, data, initial=False))
+        threads = await loop.run_in_executor(thread, torch.get_num_threads)
+        self._place = data_directory(started.config)
+        self._device = LoopDevice(trainer, started.identity.key, thread, threads, self._memory)
+        return self._device
+
+    def joined(self, daemon: Daemon) -> None:
+        """Tells the script that its node takes part."""
+        run = self._run = daemon.run
+        self._daemon = daemon
+        addresses = tuple(daemon.edges.transport.addresses())
+        directory = str(self._place)
+        names = tuple(name for name, _ in named_shapes(run.model))
+        recipe = run.recipe
+        steps_min = recipe.local_steps_min or recipe.local_steps
+        self._send(0, NodeReady(run.run_id, run.name, directory, addresses, names, recipe.local_steps, steps_min))
+
+    def _send(self, number: int, answer: Answer) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(framed(NodeAnswer(number, answer)))
+
+    async def _listen(self, reader: asyncio.StreamReader, group: asyncio.TaskGroup, life: asyncio.Task[Any]) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "big")
+                assert size <= FRAME_BYTES_MAX, "our own script"
+                asked = _DECODER.decode(await reader.readexactly(size))
+                task = group.create_task(self._answer(asked), name="a request of the script")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        if self._daemon is not None:
+            self._daemon.stop()
+        else:
+            life.cancel()
+
+    async def _answer(self, asked: ScriptRequest) -> None:
+        try:
+            answer = await self._do(asked.number, asked.body)
+        except P2ptrainError as error:
+            answer = NodeFailed(type(error).__name__, str(error))
+        self._send(asked.number, answer)
+
+    async def _do(self, number: int, request: Request) -> Answer:
+        device, daemon = self._device, self._daemon
+        assert device is not None and daemon is not None, "the script waits until the node takes part"
+        match request:
+            case NextRound():
+                return await self._next(number, device, daemon)
+            case RoundTrained():
+                device.take(request)
+            case RoundDropped(why=why):
+                log.warning("the script takes the steps of round %d again: %s", device.current().number, why)
+                device.begin_again()
+            case TakeSequences(step=step):
+                positions = device.current().positions
+                each = self._sequences
+                return await self._read(positions[step * each : (step + 1) * each], daemon)
+            case TakeHeldOut(count=count):
+                data, length = device.trainer.dataset, daemon.run.model.sequence_length
+                count = min(count or EVALUATED_SEQUENCES, data.held_out_sequences(length))
+                await daemon.driver.edges.fetching.held_out(count)
+                return await self._read(range(count), daemon, is_held_out=True)
+        return Done()
+
+    @property
+    def _sequences(self) -> int:
+        return self._run.recipe.passes_per_step * self._run.recipe.sequences_per_pass
+
+    async def _read(self, positions: Any, daemon: Daemon, is_held_out: bool = False) -> Sequences:
+        import numpy as np  # noqa: PLC0415
+
+        data, length = daemon.driver.device.trainer.dataset, daemon.run.model.sequence_length
+        read = data.held_out_batch if is_held_out else data.batch
+        batch = await asyncio.to_thread(read, np.asarray(positions), length)
+        return Sequences(len(batch), batch.astype(np.int32).tobytes())
+
+    async def _next(self, number: int, device: LoopDevice, daemon: Daemon) -> RoundToTrain:
+        waiting = asyncio.ensure_future(device.next())
+        try:
+            while True:
+                done, _ = await asyncio.wait([waiting], timeout=NOTE_SECONDS)
+                if done:
+                    return RoundToTrain(waiting.result().number, self._sequences)
+                if device.is_stopping:
+                    raise StoppedError("the node has ended")
+                complaints = [each.text for each in complaints_of(daemon) if each.code is not Code.CRASH_ONLY]
+                why = "; ".join(complaints) or "the others are not done"
+                self._send(number, NodeNote(f"waiting for round {daemon.driver.node.view().state.round + 1}: {why}"))
+        finally:
+            waiting.cancel()
+
+
+def _node_config(begin: Begin) -> NodeConfig:
+    config = load_node_config(Path(begin.config_file) if begin.config_file else None)
+    options: dict[tuple[str, str], object] = {("device", "name"): "cpu", ("device", "compile"): False}
+    for key, value in begin.options.items():
+        section, _, name = key.partition(".")
+        options[section, name] = value
+    return with_options(config, options)
+
+
+def take_part(begin: Begin, connection: socket.socket, memory: Memory) -> None:
+    """Runs the node until the script has left."""
+    config = _node_config(begin)
+    loop = ScriptLoop(connection, memory, begin)
+    if begin.address:
+        launch.join(config, begin.wanted or None, begin.invitation or None, begin.trust or None, loop)
+        return
+    said, run = _run_of(begin)
+    loop.check(run)
+    given = GivenWeights(Path("the script's model"), lambda model: _in_order(memory.base, begin, model))
+    launch.start(run, said, config, Path(begin.data) if begin.data else None, given, loop)
+
+
+def _run_of(begin: Begin) -> tuple[dict[str, object], RunConfig]:
+    """Returns what the script says of its run, and the run: with the script's model, unless it names another."""
+    path = Path(begin.run_file) if begin.run_file else None
+    said: dict[str, Any] = read_table(path) if path else exact(begin.run)
+    model = dict(said.get("model", {}))
+    if "kind" not in model and "preset" not in model:
+        texts = [" ".join([name, *map(str, shape)]) for name, shape in begin.parameters]
+        said = {"name": "mine", **said, "model": {**model, "kind": "own", "parameters": texts}}
+    return said, run_config_of(said, path or Path("the script"))
+
+
+def _in_order(weights: Tensor, begin: Begin, model: ModelConfig) -> Tensor:
+    """Returns the weights of the script's model in the order of the run's."""
+    parts = torch.split(weights, [prod(shape) for _, shape in begin.parameters])
+    named = dict(zip((name for name, _ in begin.parameters), parts, strict=True))
+    return torch.cat([named[name] for name, _ in named_shapes(model)])
+
+
+def _first(connection: socket.socket) -> Begin:
+    with connection.makefile("rb") as file:
+        body = _DECODER.decode(file.read(int.from_bytes(file.read(4), "big"))).body
+    assert isinstance(body, Begin)
+    return body
+
+
+def _tell(connection: socket.socket, why: NodeFailed) -> None:
+    with suppress(OSError):
+        connection.setblocking(True)
+        connection.sendall(framed(NodeAnswer(0, why)))
+
+
+def main() -> int:
+    """Runs the node, and tells the script why it ended, if it cannot go on."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    begin = _first(connection)
+    memory = Memory(int(sys.argv[2]), sum(prod(shape) for _, shape in begin.parameters))
+    os.dup2(2, 1)  # what the daemon prints belongs into the log
+    try:
+        take_part(begin, connection, memory)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except P2ptrainError as error:
+        _tell(connection, NodeFailed(type(error).__name__, str(error)))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

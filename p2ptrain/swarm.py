@@ -1,0 +1,419 @@
+"""A script's place in a swarm: the library's functions and classes, used as `import p2ptrain`.
+
+The node runs in a process of its own (p2ptrain/loop), so a script may think for ten minutes, stop at a breakpoint or
+evaluate: the others do not wait for it. `step` is called after each backward pass; at the end of a round it contributes
+how far the weights have moved, and puts the agreed weights into the model.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import platformdirs
+
+from p2ptrain import errors
+from p2ptrain.core.pace import takes_another
+from p2ptrain.errors import ConfigError, NodeEndedError, P2ptrainError, TrainingError
+from p2ptrain.loop import channel
+from p2ptrain.loop.channel import Begin, Memory, NodeAnswer, ScriptRequest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+LEAVE_SECONDS = 60.0  # for the node to say goodbye and save
+LOG_NAME = "node.log"  # in the node's directory
+LOG_LINES = 5  # of it in the message, if the node dies
+
+log = logging.getLogger("p2ptrain")
+_DECODER = msgspec.msgpack.Decoder(NodeAnswer)
+
+
+def start(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    run: Mapping[str, object] | str | Path | None = None,
+    data: str | Path | None = None,
+    directory: str | Path | None = None,
+    config: str | Path | None = None,
+    listen: Sequence[str] | None = None,
+) -> Swarm:
+    """Starts a run that trains this model, from its present weights, or goes on with the one begun in this directory.
+
+    run: what a run file says, or its path, such as {"name": "mine", "recipe": {"local_steps": 20}}; data: a directory
+    that `p2ptrain data prepare` made, for `Swarm.batches`; directory: the node's own, by default that of the command
+    line; config: a node's settings file; listen: addresses, such as ["/ip4/0.0.0.0/tcp/4001"]
+    """
+    begin = Begin(
+        address=(),
+        run={} if run is None or isinstance(run, str | Path) else dict(run),
+        options=_options(directory, listen),
+        parameters=_trained(model),
+        run_file=str(run) if isinstance(run, str | Path) else "",
+        config_file=str(config or ""),
+        data=str(data or ""),
+    )
+    return Swarm(begin, model, optimizer)
+
+
+def join(  # noqa: PLR0913  # a node has many settings
+    address: str | Sequence[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    run: str = "",
+    directory: str | Path | None = None,
+    config: str | Path | None = None,
+    listen: Sequence[str] | None = None,
+    invitation: str = "",
+    trust: str = "",
+) -> Swarm:
+    """Joins the run of the node at this address, which trains the same model; its weights become the agreed ones.
+
+    run: the id, if the node knows several, or how it begins; invitation: a text or file, if the run requires one;
+    trust: join only a history with this head; the rest as in `start`
+    """
+    begin = Begin(
+        address=(address,) if isinstance(address, str) else tuple(address),
+        run={},
+        options=_options(directory, listen) | {"network.bootstrap": [address] if isinstance(address, str) else address},
+        parameters=_trained(model),
+        config_file=str(config or ""),
+        wanted=run,
+        invitation=invitation,
+        trust=trust,
+    )
+    return Swarm(begin, model, optimizer)
+
+
+def _options(directory: str | Path | None, listen: Sequence[str] | None) -> dict[str, object]:
+    place = Path(directory).expanduser() if directory else platformdirs.user_data_path("p2ptrain")
+    return {"storage.directory": str(place)} | ({"network.listen": list(listen)} if listen else {})
+
+
+def _trained(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Returns names and shapes of the parameters that train. ConfigError if they, or a buffer, cannot be agreed on."""
+    import torch  # noqa: PLC0415
+
+    from p2ptrain.learn.models import refuse_trained_buffers  # noqa: PLC0415
+
+    refuse_trained_buffers(model)
+    found = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    for name, each in found:
+        if each.dtype != torch.float32:
+            fix = "Keep the weights in float32, and compute in less with torch.autocast"
+            raise ConfigError(f"{name} is {str(each.dtype).removeprefix('torch.')}", key="model", fix=fix)
+    if not found:
+        raise ConfigError("no parameter trains", key="model", fix="Set requires_grad on those that should")
+    return tuple((name, tuple(each.shape)) for name, each in found)
+
+
+class Swarm:
+    """This script's place in a run. It is a context manager: leaving the block leaves the run."""
+
+    def __init__(self, begin: Begin, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.directory = Path(str(begin.options["storage.directory"]))  # of the node, with its log
+        self.round = 0  # that is being trained
+        size = sum(math.prod(shape) for _, shape in begin.parameters)
+        ours, theirs = socket.socketpair()
+        descriptor = channel.make_memory(size)
+        self._memory = Memory(os.dup(descriptor), size)
+        self._write_first([name for name, _ in begin.parameters])
+        self._node = _spawn(theirs, descriptor, self.directory)
+        theirs.close()
+        os.close(descriptor)
+        self._socket, self._asked, self._received = ours, 0, bytearray()
+        self._work: channel.RoundToTrain | None = None
+        self._losses: list[float] = []
+        self._tokens, self._began = 0, 0.0
+        atexit.register(self.leave)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.leave)
+            self._send(ScriptRequest(0, begin))
+            ready = self._await(0)
+            assert isinstance(ready, channel.NodeReady)
+            self.run_id, self.addresses = ready.run_id, list(ready.addresses)
+            self._ready, self._order = ready, dict(self._named())
+            self._take_next()
+            stack.pop_all()
+
+    @property
+    def address(self) -> str:
+        """An address for `join` on other machines, if this one can be reached from there."""
+        return self.addresses[0]
+
+    # -----------------------------------------------------------------------------------------------
+    # Training
+
+    def batches(self, rounds: int | None = None) -> Iterator[Tensor]:
+        """Yields the run's own data, a step's sequences at a time, for this many rounds; for ever without.
+
+        Each is int64 [sequences, sequence_length + 1] on the model's device: inputs, and targets one further.
+        """
+        last = None if rounds is None else self.round + rounds
+        while last is None or self.round < last:
+            if self._work is None:
+                self._take_next()
+            yield self._sequences(channel.TakeSequences(len(self._losses)), counts=True)
+
+    def step(self, loss: Tensor | float) -> bool:
+        """Ends a step: call it after the backward pass, or after your own optimizer's step if none was given.
+
+        At the end of a round it waits for the others, and puts what was agreed into the model; then it returns True.
+        """
+        value = float(loss.detach() if hasattr(loss, "detach") else loss)
+        if self._work is None:
+            self._take_next()
+            self._clear_gradient()
+            return True
+        if not math.isfinite(value):
+            self._drop(TrainingError("the loss", step=len(self._losses), positions=[]))
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self._clear_gradient()
+        self._losses.append(value)
+        self._memory.note_step()
+        if self._takes_another(self._work.number):
+            return False
+        self._contribute()
+        self._take_next()
+        return True
+
+    def evaluate(self, loss: Callable[[Tensor], Tensor], sequences: int = 0) -> float:
+        """Returns the mean of a loss over held-out sequences [n, length + 1], with the weights that were agreed on."""
+        import torch  # noqa: PLC0415
+
+        batch = self._sequences(channel.TakeHeldOut(sequences))
+        if not len(batch):
+            raise errors.DataError("the run's data has no held-out sequence")
+        with torch.no_grad(), self._agreed_weights():
+            losses = [float(loss(part)) * len(part) for part in torch.split(batch, max(1, self._step_sequences))]
+        return sum(losses) / len(batch)
+
+    def status(self) -> dict[str, Any]:
+        """Returns what `p2ptrain status --json` tells of this node."""
+        from p2ptrain.node.control import ask  # noqa: PLC0415
+
+        return ask(Path(self._ready.directory), {"do": "status"})
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes the weights that were agreed on: as the model does it, if it has this method, or model.safetensors."""
+        with self._agreed_weights():
+            save = getattr(self.model, "save_pretrained", None)
+            if save is not None:
+                save(directory)
+                return
+            from safetensors.torch import save_model  # noqa: PLC0415
+
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            save_model(self.model, str(Path(directory) / "model.safetensors"))
+
+    # -----------------------------------------------------------------------------------------------
+    # Leaving
+
+    def leave(self) -> None:
+        """Leaves the run, and waits until the node has saved and ended. Called again, it does nothing."""
+        atexit.unregister(self.leave)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # the node then leaves
+        self._socket.close()
+        try:
+            self._node.wait(LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("the node does not end, and is killed; its directory %s is consistent", self.directory)
+            self._node.kill()
+            self._node.wait()
+        except KeyboardInterrupt:  # a second one: it goes on saving by itself
+            self._node.terminate()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    # -----------------------------------------------------------------------------------------------
+    # Rounds
+
+    def _takes_another(self, number: int) -> bool:
+        done, ready = len(self._losses), self._ready
+        pace = self._memory.pace(number)
+        if pace is None:
+            return done < ready.steps
+        each = (perf_counter() - self._began) / done
+        return takes_another(done, ready.steps_min, ready.steps, each, *pace)
+
+    def _contribute(self) -> None:
+        """Gives the node how far this round's steps have moved the weights."""
+        import torch  # noqa: PLC0415
+
+        with torch.no_grad():
+            for moved, base, parameter in self._parts():
+                moved.copy_(parameter)
+                torch.sub(base, moved, out=moved)
+        if not bool(torch.isfinite(self._memory.moved).all()):
+            self._drop(TrainingError("a weight", step=len(self._losses) - 1, positions=[]))
+        losses, seconds = self._losses, perf_counter() - self._began
+        self._work = None
+        self._ask(channel.RoundTrained(len(losses), sum(losses) / len(losses), self._tokens, seconds))
+
+    def _take_next(self) -> None:
+        """Waits for the next round, and puts its weights into the model."""
+        work = self._ask(channel.NextRound())
+        assert isinstance(work, channel.RoundToTrain)
+        self.load_agreed()
+        self._work, self.round = work, work.number
+        self._losses, self._tokens, self._began = [], 0, perf_counter()
+
+    def _drop(self, error: TrainingError) -> None:
+        """Gives up the round: nothing computed from what is not finite may reach the others."""
+        self._work = None
+        self._ask(channel.RoundDropped(str(error)))
+        self.load_agreed()
+        self._clear_gradient()
+        raise error
+
+    def _clear_gradient(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def load_agreed(self) -> None:
+        """Puts the weights that were agreed on into the model; what it has learned since is lost."""
+        import torch  # noqa: PLC0415
+
+        with torch.no_grad():
+            for _, base, parameter in self._parts():
+                parameter.copy_(base)
+
+    @contextlib.contextmanager
+    def _agreed_weights(self) -> Iterator[None]:
+        """Gives the model the weights that were agreed on inside the block, and its own again afterwards."""
+        import torch  # noqa: PLC0415
+
+        own = [parameter.detach().clone() for _, _, parameter in self._parts()]
+        was_training = self.model.training
+        self.load_agreed()
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+            with torch.no_grad():
+                for (_, _, parameter), mine in zip(self._parts(), own, strict=True):
+                    parameter.copy_(mine)
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
+
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor, torch.nn.Parameter]]:
+        """Yields each parameter with its part of both halves of the shared memory, in the run's order."""
+        place = 0
+        for name in self._ready.names:
+            parameter = self._order[name]
+            stop = place + parameter.numel()
+            moved, base = (half[place:stop].view(parameter.shape) for half in (self._memory.moved, self._memory.base))
+            yield moved, base, parameter
+            place = stop
+
+    def _write_first(self, names: Sequence[str]) -> None:
+        import torch  # noqa: PLC0415
+
+        named = dict(self._named())
+        torch.cat([named[name].detach().reshape(-1).cpu() for name in names], out=self._memory.base)
+
+    @property
+    def _step_sequences(self) -> int:
+        return self._work.sequences if self._work is not None else 1
+
+    def _sequences(self, request: channel.Request, counts: bool = False) -> Tensor:
+        import torch  # noqa: PLC0415
+
+        found = self._ask(request)
+        assert isinstance(found, channel.Sequences)
+        batch = torch.frombuffer(bytearray(found.data), dtype=torch.int32).view(found.count, -1)
+        self._tokens += batch.shape[0] * (batch.shape[1] - 1) if counts else 0
+        return batch.to(next(self.model.parameters()).device, torch.int64)
+
+    # -----------------------------------------------------------------------------------------------
+    # The channel
+
+    def _ask(self, request: channel.Request) -> channel.Answer:
+        self._asked += 1
+        self._send(ScriptRequest(self._asked, request))
+        return self._await(self._asked)
+
+    def _send(self, asked: ScriptRequest) -> None:
+        try:
+            self._socket.sendall(channel.framed(asked))
+        except OSError:
+            self._await(asked.number)  # it may have said why
+
+    def _await(self, number: int) -> channel.Answer:
+        """Waits for the answer to a request. Raises what the node says instead, or that it has ended."""
+        while True:
+            answered = self._receive()
+            match answered.body:
+                case channel.NodeFailed(kind=kind, text=text) if answered.number in (0, number):
+                    raise _error(kind, text)
+                case channel.NodeNote(text=text) if answered.number == number:
+                    log.warning("%s", text)
+                case body if answered.number == number:
+                    return body
+
+    def _receive(self) -> NodeAnswer:
+        while len(self._received) < 4 or len(self._received) < 4 + int.from_bytes(self._received[:4], "big"):
+            try:
+                part = self._socket.recv(2**20)
+            except OSError:
+                part = b""
+            if not part:
+                raise self._ended()
+            self._received += part
+        end = 4 + int.from_bytes(self._received[:4], "big")
+        body = bytes(self._received[4:end])
+        del self._received[:end]
+        return _DECODER.decode(body)
+
+    def _ended(self) -> NodeEndedError:
+        self._node.wait(LEAVE_SECONDS)
+        place = self.directory / LOG_NAME
+        last = "\n".join(place.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        status = self._node.returncode
+        return NodeEndedError(f"the node has ended with status {status}; {place} ends with:\n{last}")
+
+
+def _spawn(theirs: socket.socket, descriptor: int, directory: Path) -> subprocess.Popen[bytes]:
+    """Starts the node, in a session of its own, so that Ctrl-C reaches the script alone."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    arguments = [sys.executable, "-m", "p2ptrain.loop.node_side", str(theirs.fileno()), str(descriptor)]
+    with (directory / LOG_NAME).open("ab") as output:
+        return subprocess.Popen(  # noqa: S603
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            pass_fds=(theirs.fileno(), descriptor),
+        )  # fmt: skip
+
+
+def _error(kind: str, text: str) -> P2ptrainError:
+    """Makes the error that the node has raised."""
+    found = getattr(errors, kind, P2ptrainError)
+    error: P2ptrainError = found.__new__(found) if issubclass(found, P2ptrainError) else P2ptrainError()
+    error.args = (text,)
+    return error

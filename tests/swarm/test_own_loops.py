@@ -1,0 +1,115 @@
+"""Scripts with loops of their own train one model, whatever the scripts do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+
+import psutil
+import pytest
+
+from tests.helpers.daemons import LISTEN, OWN, STOP_SECONDS, TEST_SECONDS, Daemon, Swarm, p2ptrain
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+LATE = 50
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    made = Swarm(tmp_path)
+    yield made
+    for node in made.daemons:
+        if node.is_running:
+            node.kill()
+
+
+class Script(Daemon):
+    """The example, whose node lives in a process of its own."""
+
+    def start(self) -> Daemon:
+        environment = {**os.environ, **OWN, "P2PTRAIN_NETWORK__LISTEN": LISTEN, **self.own}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(EXAMPLE), str(self.directory), *self.arguments],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+            )  # fmt: skip
+        self.started_at = monotonic()
+        return self
+
+    @property
+    def node(self) -> psutil.Process:
+        (found,) = (each for each in psutil.Process(self.pid).children() if "p2ptrain.loop.node_side" in each.cmdline())
+        return found
+
+    def until_left(self) -> None:
+        """Waits until script and node have ended, and expects that the node left."""
+        self.until_ended()
+        assert (self.directory / "node.log").read_text().splitlines()[-1].find("left: ended") > 0
+
+
+def script(swarm: Swarm, name: str, *arguments: str) -> Script:
+    made = Script(swarm, name, *arguments)
+    swarm.daemons.append(made)
+    return made
+
+
+def test_three_scripts_train_one_model_of_which_one_comes_late_and_one_is_killed(swarm: Swarm) -> None:
+    first = script(swarm, "first").start().until_up()
+    second = script(swarm, "second", first.address)
+    second.start()
+    second.until_member()
+    first.until_applied(first.applied + LATE)
+    third = script(swarm, "third", first.address)
+    third.start()
+    third.until_member()
+    node = second.node
+    second.kill()
+    node.wait(STOP_SECONDS)  # it sees that its script is gone, and leaves
+    number = first.applied + LATE
+    for each in (first, third):
+        each.until_applied(number)
+    assert swarm.compared() > 2 * LATE / 3
+    statuses = [first.status(), third.status()]
+    assert all(status["mine"]["applied"] > 10 for status in statuses)
+    assert len(first.status()["roster"]) == 2
+    assert statuses[0]["loss"] < 3.5
+    for each in (third, first):
+        each.signal(signal.SIGINT)
+        each.until_left()
+
+
+def test_nobody_waits_for_a_script_that_is_elsewhere_and_it_comes_back(swarm: Swarm) -> None:
+    first = script(swarm, "first").start().until_up()
+    second = script(swarm, "second", first.address)
+    second.start()
+    second.until_member()
+    first.until_applied(first.applied + 10)
+    before, began = first.applied, monotonic()
+    first.until_applied(before + 30)
+    usual = monotonic() - began
+    second.signal(signal.SIGSTOP)  # a breakpoint; its node goes on
+    before, began = first.applied, monotonic()
+    first.until_applied(before + 60)
+    assert monotonic() - began < 3 * 2 * usual  # it stops waiting for it after some rounds
+    assert second.is_member
+    assert second.applied >= before + 50
+    second.signal(signal.SIGCONT)
+    taken = int(second.status()["mine"]["applied"])
+    second.until(lambda: int(second.status()["mine"]["applied"]) > taken + 5)
+    assert swarm.compared() > 30
+
+
+def test_a_command_cannot_train_a_model_that_only_scripts_have(swarm: Swarm) -> None:
+    first = script(swarm, "first").start().until_up()
+    arguments = ("--bootstrap", first.address, "--listen", LISTEN, "--data-dir", swarm.directory / "other")
+    status, _, error = p2ptrain("join", *arguments)
+    assert status == 2
+    assert "trains a model that only its members' own scripts have" in error
+    assert "p2ptrain.join" in error
