@@ -17,7 +17,7 @@ faster pace steps fewer. The numbers of steps are claims: less than half of them
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median, median_low
 
 from p2ptrain.core.messages import ADMITTED_MAX
@@ -82,6 +82,11 @@ class Arrivals:
         deviation = median(abs(offset - middle) for offset in known)
         usual = min(middle + max(DEVIATIONS * deviation, SLACK * middle), STRANGERS * middle)
         return usual, STRANGERS * middle
+
+    def are_enough(self, members: Sequence[bytes]) -> bool:
+        """Whether so many of the members have been heard that liars are a minority of them: fewer are no pace."""
+        known = sum(self.offsets.get(member, SILENT) != SILENT for member in members)
+        return known > 2 * tolerated_by(len(members))
 
     def pace(self, others: Iterable[bytes], steps_max: int) -> float | None:
         """Returns how long after a round's start the median of the others would contribute, if all took all steps.

@@ -55,8 +55,7 @@ class Collecting:
         self.needed = min(self.enough, len(expected))
         self.is_new = any(key not in arrivals.offsets for key in members if key != context.me)
         self.usual_at = self.began + (strangers if self.is_new else usual)
-        known = sum(arrivals.offsets.get(key, SILENT) != SILENT for key in members)
-        self.longest_at = self.began + (strangers if known >= self.enough else max(strangers, stall))
+        self.longest_at = self.began + (strangers if arrivals.are_enough(members) else max(strangers, stall))
         self.waiting = expected - self.seats_in
         self.unseated_at = min(self.usual_at, self.began + (1.0 + GRACE) * self.patience[1])
         late = {key for key in others if arrivals.offsets.get(key, SILENT) <= self.patience[1]}

@@ -261,6 +261,7 @@ class LocalWork:
                 or self.passed == (state.branch, number - 1)
                 or began is None
                 or patience is None
+                or not context.arrivals.are_enough(state.members)  # the others would wait for us as for a lost quorum
             ):
                 return False
             if not self.training_seconds <= patience < now - began + self.training_seconds:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from p2ptrain.core import events as ev
 from p2ptrain.core.arrivals import SLACK
 from p2ptrain.core.local_work import PASSED_TIMES
 from p2ptrain.core.messages import Announcement
-from tests.helpers.core import Bench, announced, root_of
+from tests.helpers.core import ROOT0, Bench, announced, root_of
 
 TRAINED = 10.0  # seconds, of everybody
 LATE = 8.0
@@ -83,6 +85,22 @@ def test_no_two_rounds_in_a_row_are_let_pass() -> None:
     bench.agree(offers, apply=False)
     bench.wait(LATE)
     assert trains(bench.do(ev.Applied(bench.state.branch, 2, root_of(2)))) == [3]
+
+
+@pytest.mark.parametrize(("early", "trained"), [(1, [1]), (4, [1]), (5, [])])
+def test_only_a_pace_that_ends_the_round_lets_it_pass(early: int, trained: list[int]) -> None:
+    """After a power cut those who had contributed say so at once, and the rest begin to train once they have their
+    state. Whoever lets the round pass must not be waited for as long as until a quorum counts as lost."""
+    bench = Bench(7, start=False)  # two may lie, so the deadline follows five
+    bench.start(applied_root=b"")
+    bench.now = 0.02
+    for key in bench.others[:early]:
+        bench.hear_offer(announced(key, 1, inline=True))
+    bench.now = 0.1
+    effects = bench.do(ev.CaughtUp(0, ROOT0, 0))
+    assert trains(effects) == trained
+    bench.wait(1.0)
+    assert (bench.node.here.closed_at is None) is bool(trained)
 
 
 def test_a_training_is_told_which_contributions_are_not_settled() -> None:
