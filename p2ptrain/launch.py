@@ -28,6 +28,7 @@ from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.assembly import Launch
 from p2ptrain.node.begun import begun_here, note_begun
+from p2ptrain.node.consent import takes_part
 from p2ptrain.node.control import Control
 from p2ptrain.node.directories import data_directory, dataset_directory, identity_file, private_directory
 from p2ptrain.node.find import (
@@ -77,9 +78,11 @@ def start(
     _run(_start(run, said, config, dataset, given))
 
 
-def join(config: NodeConfig, run: str | None, invitation: str | None, trust: str | None = None) -> None:
-    """Runs `p2ptrain join`."""
-    _run(_join(config, run, invitation, _read_trust(trust)))
+def join(
+    config: NodeConfig, run: str | None, invitation: str | None, trust: str | None = None, *, asks: bool = False
+) -> None:
+    """Runs `p2ptrain join`. `asks`: before anything is fetched, ask the person at the terminal, if there is one."""
+    _run(_join(config, run, invitation, _read_trust(trust), asks))
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
@@ -200,7 +203,7 @@ async def _start(
         await _serve(stack, Launch(begun.run, config, identity, transport, data, state=begun.state), daemon, http)
 
 
-async def _join(config: NodeConfig, wanted: str | None, invitation: str | None, trust: bytes) -> None:
+async def _join(config: NodeConfig, wanted: str | None, invitation: str | None, trust: bytes, asks: bool) -> None:
     be_nice(config.limits.nice)
     set_up(config.logging)
     check_addresses(config.network)
@@ -215,6 +218,8 @@ async def _join(config: NodeConfig, wanted: str | None, invitation: str | None, 
         run, sources = await find_run(transport, config, wanted)
         refuse_trust_in_the_start(trust, run)
         await asyncio.to_thread(refuse_too_large, run, config)
+        if not await takes_part(transport, run, sources, config, asks):
+            return
         directory = find_dataset(config, run.data.manifest)
         data = open_dataset(directory, run.data.manifest)
         if data is None:
