@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from p2ptrain.learn.memory import Need
 
 WATCH_SECONDS = 5.0  # for which a run's rounds are counted: longer, and a person wonders why nothing happens
+COPIES = 15  # of a message that reach a node in a swarm of at least as many; fitted, see benchmarks/README.md
 ANSWER_BYTES_MAX = 1_024
 WIDTH = 8  # characters of the first column
 QUESTION = b"take part? [Y/n] "
@@ -38,7 +39,7 @@ log = logging.getLogger("p2ptrain.node")
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RoundsSeen:
     """The rounds of a run that ended while this node watched."""
 
     rounds: int
@@ -53,9 +54,9 @@ async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, 
     if any(each.run_id == run.run_id for each in stored_runs(config)):
         return True
     asks = asks and is_at_terminal()
-    pace = await watch_rounds(transport, sources, bytes.fromhex(run.run_id)) if asks else None
+    seen = await watch_rounds(transport, sources, bytes.fromhex(run.run_id)) if asks else None
     members = sources.told.members if sources.told else 0
-    terms = await asyncio.to_thread(terms_of, run, config, members, pace)
+    terms = await asyncio.to_thread(terms_of, run, config, members, seen)
     if not asks:
         log.info("what the run asks: %s", "; ".join(f"{what} {text}" for what, text in terms.items()))
         return True
@@ -70,7 +71,7 @@ async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, 
 # What a run asks
 
 
-def terms_of(run: RunConfig, config: NodeConfig, members: int, pace: Pace | None) -> dict[str, str]:
+def terms_of(run: RunConfig, config: NodeConfig, members: int, seen: RoundsSeen | None) -> dict[str, str]:
     """Returns what the run asks of this machine, by subject. `members`: of its roster, without this node; 0: unknown"""
     from p2ptrain.learn.memory import demands_of, need_of  # noqa: PLC0415  # imports torch
     from p2ptrain.learn.shortage import mega  # noqa: PLC0415
@@ -83,7 +84,7 @@ def terms_of(run: RunConfig, config: NodeConfig, members: int, pace: Pace | None
         "model": f"{_model_name(run.model)}, {few(need.parameters, 'parameter', 'parameters')}",
         "memory": "; ".join(memory),
         "disk": f"{mega(disk.needed)} and the run's data, {mega(disk.free)} are free",
-        "traffic": traffic_text(run, need, members, pace),
+        "traffic": traffic_text(run, need, members, seen),
         "at first": f"{count_of(need.state)} of weights are fetched, and data as it is needed",
     }
 
@@ -99,20 +100,31 @@ def exchanged_bytes(need: Need, nodes: int) -> int:
     return (nodes - 1) * need.payload
 
 
-def traffic_text(run: RunConfig, need: Need, members: int, pace: Pace | None) -> str:
+def messages_bytes(run: RunConfig, nodes: int) -> int:
+    """Estimates the bytes of a round's votes and other messages that reach each of so many nodes.
+
+    The simulator's count, times the copies by gossip that fit what daemons received: 16 KB with 4 nodes, 474 with 24.
+    """
+    voters = min(nodes, run.admission.seats_max)
+    return (942 * voters - 123 * nodes + 22 * nodes * voters) * min(nodes, COPIES)
+
+
+def traffic_text(run: RunConfig, need: Need, members: int, seen: RoundsSeen | None) -> str:
     """Estimates the traffic with this node in the run; what others will fetch from it is unknown."""
-    others = max(1, min(members, run.admission.contributors_max - 1))
-    size = exchanged_bytes(need, others + 1)
-    why = f"{few(others, 'contribution', 'contributions')} of {need.payload:,} bytes in a round"
-    if pace is None:
+    nodes = 1 + max(1, min(members, run.admission.contributors_max - 1))
+    messages = messages_bytes(run, nodes)
+    size = exchanged_bytes(need, nodes) + messages
+    why = f"{few(nodes - 1, 'contribution', 'contributions')} of {need.payload:,} bytes "
+    why += f"and {count_of(messages)} of messages in a round"
+    if seen is None:
         return f"about {count_of(size)} a round each way: {why}; how long rounds take is not known yet"
-    hourly = 3_600 / pace.seconds * size
-    if pace.rounds == 0:
-        return f"less than {count_of(hourly)} an hour each way: {why} of more than {pace.seconds:.0f} s"
-    return f"about {count_of(hourly * pace.rounds)} an hour each way: {why} of {pace.seconds / pace.rounds:.1f} s"
+    hourly = 3_600 / seen.seconds * size
+    if seen.rounds == 0:
+        return f"less than {count_of(hourly)} an hour each way: {why} of more than {seen.seconds:.0f} s"
+    return f"about {count_of(hourly * seen.rounds)} an hour each way: {why} of {seen.seconds / seen.rounds:.1f} s"
 
 
-async def watch_rounds(transport: Transport, sources: RunSources, run_id: bytes) -> Pace | None:
+async def watch_rounds(transport: Transport, sources: RunSources, run_id: bytes) -> RoundsSeen | None:
     """Counts the rounds that end meanwhile, as the first peer of the run tells; None if it does not tell."""
     clock = asyncio.get_running_loop().time
 
@@ -126,7 +138,7 @@ async def watch_rounds(transport: Transport, sources: RunSources, run_id: bytes)
         after, ended = await look()
     except (TransportError, RemoteProtocolError, LookupError):
         return None
-    return Pace(max(0, after - before), ended - began)
+    return RoundsSeen(max(0, after - before), ended - began)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,16 @@ from p2ptrain.config.node import StorageConfig
 from p2ptrain.learn.memory import need_of
 from p2ptrain.net import questions
 from p2ptrain.node import consent
-from p2ptrain.node.consent import WATCH_SECONDS, Pace, ask, exchanged_bytes, takes_part, terms_of, watch_rounds
+from p2ptrain.node.consent import (
+    WATCH_SECONDS,
+    RoundsSeen,
+    ask,
+    exchanged_bytes,
+    messages_bytes,
+    takes_part,
+    terms_of,
+    watch_rounds,
+)
 from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import RunSources
 from p2ptrain.visible import count_of
@@ -42,31 +51,38 @@ def mine(directory: Path) -> NodeConfig:
 
 
 def test_a_run_asks_for_what_its_model_and_its_members_take(tmp_path: Path) -> None:
-    terms = terms_of(RUN, mine(tmp_path), 3, Pace(2, 5.0))
+    terms = terms_of(RUN, mine(tmp_path), 3, RoundsSeen(2, 5.0))
     assert [*terms] == ["run", "model", "memory", "disk", "traffic", "at first"]
     assert terms["run"] == f"tiny, {RUN.run_id}"
     assert terms["model"] == f"1m (builtin), {NEED.parameters:,} parameters"
     assert "MB of main memory, " in terms["memory"] and terms["memory"].endswith(" are free")
     assert " MB and the run's data, " in terms["disk"]
-    hourly = 3_600 / 2.5 * exchanged_bytes(NEED, 4)
-    assert f"{hourly / 10**6:.0f}" in terms["traffic"].split(" MB an hour each way")[0]
-    assert terms["traffic"].endswith(f": 3 contributions of {NEED.payload:,} bytes in a round of 2.5 s")
+    hourly = 3_600 / 2.5 * (exchanged_bytes(NEED, 4) + messages_bytes(RUN, 4))
+    assert terms["traffic"] == (
+        f"about {count_of(hourly)} an hour each way: 3 contributions of {NEED.payload:,} bytes and 14.5 KB of messages "
+        "in a round of 2.5 s"
+    )
     assert terms["at first"] == f"{count_of(NEED.state)} of weights are fetched, and data as it is needed"
 
 
 @pytest.mark.parametrize(
-    ("pace", "begins", "ends"),
+    ("seen", "begins", "ends"),
     [
         (None, "about ", "; how long rounds take is not known yet"),
-        (Pace(0, 5.04), "less than ", " in a round of more than 5 s"),
-        (Pace(1, 5.0), "about ", " in a round of 5.0 s"),
+        (RoundsSeen(0, 5.04), "less than ", " in a round of more than 5 s"),
+        (RoundsSeen(1, 5.0), "about ", " in a round of 5.0 s"),
     ],
 )
-def test_traffic_says_what_is_measured_and_what_is_not(pace: Pace | None, begins: str, ends: str) -> None:
-    text = consent.traffic_text(RUN, NEED, 1, pace)
+def test_traffic_says_what_is_measured_and_what_is_not(seen: RoundsSeen | None, begins: str, ends: str) -> None:
+    text = consent.traffic_text(RUN, NEED, 1, seen)
     assert text.startswith(begins) and text.endswith(ends)
-    assert ("an hour" in text) == (pace is not None)
-    assert f": 1 contribution of {NEED.payload:,} bytes in a round" in text
+    assert ("an hour" in text) == (seen is not None)
+    assert f": 1 contribution of {NEED.payload:,} bytes and " in text
+
+
+@pytest.mark.parametrize(("nodes", "measured"), [(4, 16_092), (8, 98_254), (16, 327_048), (24, 474_470)])
+def test_messages_are_estimated_as_daemons_were_measured(nodes: int, measured: int) -> None:
+    assert 0.6 < messages_bytes(RUN, nodes) / measured < 1.1  # benchmarks/README.md, tiny models
 
 
 def test_traffic_is_that_of_the_most_who_may_contribute() -> None:
@@ -91,9 +107,9 @@ async def test_rounds_are_counted_for_some_seconds() -> None:
     began = asyncio.get_running_loop().time()
     await questions.serve(peer, lambda who, question: peer_in_round(network, began, 2.0))
     await me.connect(network.address(PEER))
-    pace = await watch_rounds(me, RunSources((), [PEER]), RUN_ID)
-    assert pace is not None
-    assert (pace.rounds, pace.seconds) == (2, pytest.approx(WATCH_SECONDS, abs=0.2))
+    seen = await watch_rounds(me, RunSources((), [PEER]), RUN_ID)
+    assert seen is not None
+    assert (seen.rounds, seen.seconds) == (2, pytest.approx(WATCH_SECONDS, abs=0.2))
     assert await watch_rounds(me, RunSources((), [PEER]), bytes(32)) is None  # it is in another run
     assert await watch_rounds(me, RunSources((), []), RUN_ID) is None
     await peer.close()
@@ -200,3 +216,10 @@ def test_what_was_typed_before_the_question_is_no_answer(person: Person) -> None
 
 def test_a_test_is_not_at_a_terminal() -> None:
     assert not consent.is_at_terminal()
+
+
+def test_the_page_shows_what_is_asked(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/join-from-home.md").read_text()
+    shown = terms_of(RUN, mine(tmp_path), 3, RoundsSeen(2, 5.0))
+    for what in ("model", "traffic", "at first"):
+        assert f"\n{what:<{consent.WIDTH}}  {shown[what]}\n" in page
