@@ -34,7 +34,7 @@ from p2ptrain.node.gpu_use import (
 from p2ptrain.node.limits import MachineLimits, reasons_to_pause
 from p2ptrain.observe.build import unreadiness_of
 from tests.helpers.memory_swarm import swarm
-from tests.helpers.net import skipping_time, until
+from tests.helpers.net import at, skipping_time, until
 
 ME, GAME, DESKTOP = os.getpid(), 7_777, 5_555
 UNTOLD = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
@@ -200,7 +200,7 @@ async def test_a_watch_looks_where_it_is_wanted_and_follows_what_the_owner_chang
     loop = asyncio.get_running_loop()
     watch = GpuWatch(CUDA, lambda: is_wanted, make, loop.time)
     watching = asyncio.create_task(watch.watch())
-    await asyncio.sleep(10 * LOOK_SECONDS)
+    await at(loop.time() + 10 * LOOK_SECONDS)
     assert (asked, watch.is_busy) == ([], False)
     is_wanted = True
     await until(lambda: watch.is_busy)
