@@ -62,8 +62,8 @@ async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, 
         return True
     table = "".join(f"{what:<{WIDTH}}  {text}\n" for what, text in terms.items())
     try:
-        return await in_daemon_thread(partial(ask, table), (OSError,))
-    except OSError:  # the terminal is gone
+        return await in_daemon_thread(partial(ask, table), (OSError, termios.error))
+    except (OSError, termios.error):  # the terminal is gone
         return False
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -40,6 +42,7 @@ RUN = RunConfig.model_validate({"name": "tiny", "model": {"preset": "1m"}}).seal
 RUN_ID = bytes.fromhex(RUN.run_id)
 NEED = need_of(RUN)
 ME, PEER = KEYS[:2]
+ROOT = Path(__file__).parents[2]
 
 
 def mine(directory: Path) -> NodeConfig:
@@ -214,12 +217,42 @@ def test_what_was_typed_before_the_question_is_no_answer(person: Person) -> None
     assert not person.hears(b"n\n")
 
 
-def test_a_test_is_not_at_a_terminal() -> None:
-    assert not consent.is_at_terminal()
+@skipping_time
+async def test_a_terminal_that_is_gone_takes_part_in_nothing(
+    tmp_path: Path, person: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = Network().transport(ME)
+    monkeypatch.setattr(consent, "is_at_terminal", lambda: True)
+    os.close(person.ours)
+    monkeypatch.setattr(consent, "ask", lambda table: ask(table, person.theirs, person.theirs))
+    assert not await takes_part(me, RUN, RunSources((), []), mine(tmp_path), asks=True)
+    await me.close()
+
+
+IN_FRONT_AND_BEHIND = """
+import fcntl, os, sys, termios
+from p2ptrain.node.consent import is_at_terminal
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+in_front = is_at_terminal()
+if (behind := os.fork()) == 0:
+    os.setpgid(0, 0)  # as a shell does with what it runs in the background
+    os._exit(is_at_terminal())
+_, status = os.waitpid(behind, 0)
+os._exit(0 if in_front and status == 0 else 1)
+"""
+
+
+def test_only_who_is_in_front_at_a_terminal_is_asked(person: Person) -> None:
+    assert not consent.is_at_terminal()  # as a test runs
+    done = subprocess.run(
+        [sys.executable, "-c", IN_FRONT_AND_BEHIND], stdin=person.theirs, stdout=person.theirs, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0
 
 
 def test_the_page_shows_what_is_asked(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/how-to/join-from-home.md").read_text()
+    page = (ROOT / "docs/how-to/join-from-home.md").read_text()
     shown = terms_of(RUN, mine(tmp_path), 3, RoundsSeen(2, 5.0))
     for what in ("model", "traffic", "at first"):
         assert f"\n{what:<{consent.WIDTH}}  {shown[what]}\n" in page
