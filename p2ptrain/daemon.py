@@ -31,6 +31,7 @@ from p2ptrain.node.assembly import Assembled, Launch, assemble
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.energy import Energy, meter_of
+from p2ptrain.node.gpu_use import GpuWatch
 from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
 from p2ptrain.node.notify import SystemdNotifier, notify
@@ -69,8 +70,11 @@ class Daemon:
         self.started = assembled.started
         self.http, self.lines = outputs.http, outputs.lines
         self.lag = Lag()
-        self.machine_limits = MachineLimits(assembled.launch.config.limits, driver.pauses, driver.device)
         device = driver.device.trainer.device
+        self.gpu = GpuWatch(device, lambda: self.machine_limits.limits.on_gpu_busy == "pause")
+        self.machine_limits = MachineLimits(
+            assembled.launch.config.limits, driver.pauses, driver.device, gpu=lambda: self.gpu.is_busy
+        )
         self.energy = Energy(lambda: meter_of(device), records.note_energy, lambda: not driver.pauses)
         self.is_leaving = self.keeps_place = False
         self._began = monotonic()
@@ -233,6 +237,7 @@ async def live(daemon: Daemon, progress: ProgressLine) -> str:
             group.create_task(daemon.lag.watch(), name="lag"),
             group.create_task(daemon.machine_limits.watch(), name="limits"),
             group.create_task(daemon.energy.watch(), name="energy"),
+            group.create_task(daemon.gpu.watch(), name="use of the GPU"),
             group.create_task(_tell(daemon, progress), name="progress"),
             group.create_task(_remember(daemon), name="remembering peers"),
         ]

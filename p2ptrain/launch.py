@@ -28,6 +28,7 @@ from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.assembly import Launch
 from p2ptrain.node.begun import begun_here, note_begun
+from p2ptrain.node.consent import takes_part
 from p2ptrain.node.control import Control
 from p2ptrain.node.directories import data_directory, dataset_directory, identity_file, private_directory
 from p2ptrain.node.find import (
@@ -97,10 +98,16 @@ def start(
 
 
 def join(
-    config: NodeConfig, run: str | None, invitation: str | None, trust: str | None = None, loop: Loop | None = None
+    config: NodeConfig,
+    run: str | None,
+    invitation: str | None,
+    trust: str | None = None,
+    *,
+    asks: bool = False,
+    loop: Loop | None = None,
 ) -> None:
-    """Runs `p2ptrain join`."""
-    _run(_join(config, run, invitation, _read_trust(trust), loop))
+    """Runs `p2ptrain join`. `asks`: before anything is fetched, ask the person at the terminal, if there is one."""
+    _run(_join(config, run, invitation, _read_trust(trust), asks, loop))
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
@@ -212,6 +219,7 @@ async def _start(
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
         owner = await _answer_owner(stack, config, daemon)
         http = await _show(stack, config, daemon)
+        _check_model(run, loop)
         log.info("preparing the data and the first weights of %s", run.name)
         place = dataset_directory(config, run.data.manifest)
         before = begun_here(run, said, config, identity.key.hex())
@@ -229,7 +237,7 @@ async def _start(
 
 
 async def _join(
-    config: NodeConfig, wanted: str | None, invitation: str | None, trust: bytes, loop: Loop | None
+    config: NodeConfig, wanted: str | None, invitation: str | None, trust: bytes, asks: bool, loop: Loop | None
 ) -> None:
     be_nice(config.limits.nice)
     set_up(config.logging)
@@ -245,10 +253,11 @@ async def _join(
         http = await _show(stack, config, daemon)
         transport = await _open_with_relays(stack, config, wanted, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
-        if loop is not None:
-            loop.check(run)
+        _check_model(run, loop)
         refuse_trust_in_the_start(trust, run)
         await asyncio.to_thread(refuse_too_large, run, config)
+        if not await takes_part(transport, run, sources, config, asks):
+            return
         directory = find_dataset(config, run.data.manifest)
         data = open_dataset(directory, run.data.manifest)
         if data is None:
@@ -258,6 +267,15 @@ async def _join(
         claim = claim_for(read, identity, run.run_id) if read else b""
         launch = Launch(run, config, identity, transport, data, claim=claim, trust=trust)
         await _serve(stack, launch, daemon, http, loop)
+
+
+def _check_model(run: RunConfig, loop: Loop | None) -> None:
+    """Refuses a run whose model this node, or its script, cannot train."""
+    if loop is not None:
+        loop.check(run)
+    elif run.model.kind == "own":
+        what = f"run {run.name} trains a model that only its members' own scripts have"
+        raise ConfigError(what, key="model.kind", fix="Take part with such a script, by p2ptrain.join(...) in Python")
 
 
 def _pinned(pin: str, wanted: str | None) -> str | None:
@@ -372,9 +390,6 @@ async def _serve(
     stack: AsyncExitStack, launch: Launch, running: Future[Daemon], http: HttpFace | None, loop: Loop | None
 ) -> None:
     """Runs the node until it has left or is stopped."""
-    if launch.run.model.kind == "own" and loop is None:
-        what = f"run {launch.run.name} trains a model that only its members' own scripts have"
-        raise ConfigError(what, key="model.kind", fix="Take part with such a script, by p2ptrain.join(...) in Python")
     hears = [each.note for each in _trackers(stack, launch)]
     outputs = Outputs(hears=hears) if http is None else Outputs(http.url, http.lines, hears)
     device = None

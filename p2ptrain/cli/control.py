@@ -30,7 +30,7 @@ def pause(config: NodeFile = None, data_dir: DataDir = None) -> None:
 def resume(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Resume training after `pause`.
 
-    The local daemon may still be paused by its hours or because the machine is on battery.
+    The local daemon may still be paused by its hours, on battery, or because other programs use the GPU.
     """
     from p2ptrain.node.control import ask
 
@@ -57,6 +57,9 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has many options
     battery: Annotated[
         Literal["pause", "train"] | None, typer.Option(help="What to do while the machine runs on battery.")
     ] = None,
+    gpu: Annotated[
+        Literal["pause", "ignore"] | None, typer.Option(help="What to do while other programs use the GPU.")
+    ] = None,
     off: Annotated[
         bool, typer.Option("--off", help="Remove the limits on traffic, hours, percent and memory.")
     ] = False,
@@ -70,7 +73,7 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has many options
     from p2ptrain.node.control import ask
 
     order: dict[str, object] = {"upload": upload, "download": download, "hours": hours}
-    order |= {"percent": percent, "threads": threads, "memory": memory, "battery": battery}
+    order |= {"percent": percent, "threads": threads, "memory": memory, "battery": battery, "gpu": gpu}
     if off and any(each is not None for each in order.values()):
         raise ConfigError("cannot be combined with a limit", key="--off", fix="Give one or the other")
     order = {**NO_LIMITS} if off else order
@@ -86,7 +89,8 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has many options
         "device": f"{limits['device_percent']}% of the time",
         "threads": str(limits["threads"] or "torch's default"),
         "memory": f"{limits['memory_bytes']:,} bytes" if limits["memory_bytes"] else "no limit",
-        "battery": "pause" if limits["on_battery"] == "pause" else "train",
+        "battery": limits["on_battery"],
+        "busy GPU": limits["on_gpu_busy"],
     }
     for name, text in rows.items():
         typer.echo(f"{name:<9} {text}")

@@ -133,6 +133,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
         str | None,
         typer.Option("--trust", metavar="HEAD", help="Join only a history with this head; `status --json` shows one."),
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask first whether to take part.")] = False,
     config: NodeFile = None,
     data_dir: DataDir = None,
     listen: Listen = None,
@@ -141,12 +142,13 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
 ) -> None:
     """Join a run that other nodes are training.
 
-    Its settings, data and weights are fetched from those nodes and verified.
+    Its settings, data and weights are fetched from those nodes and verified. The first time it shows on a terminal
+    what the run asks of this machine, and asks whether to take part.
     """
     node = node_config(config, data_dir, bootstrap, listen, log_level, log_format)
     from p2ptrain.launch import join as take_part  # last, so that errors need not wait two seconds for torch
 
-    take_part(node, run, invitation, trust)
+    take_part(node, run, invitation, trust, asks=not yes)
 
 
 def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:

@@ -168,6 +168,11 @@ class LimitsConfig(Section):
     on_battery: Literal["pause", "train"] = Field(
         "pause", description="whether to train while the machine runs on battery"
     )
+    on_gpu_busy: Literal["pause", "ignore"] = Field(
+        "ignore",
+        description="whether to pause while other programs, such as a game, use the GPU that trains; "
+        "not yet tried on a card",
+    )
     nice: int = Field(
         0,
         ge=0,

@@ -35,6 +35,7 @@ class Code(StrEnum):
     LOOP_AWAY = "loop_away"
     OUTSIDE_HOURS = "outside_hours"
     ON_BATTERY = "on_battery"
+    GPU_BUSY = "gpu_busy"
     PAUSED = "paused"
     CRASH_ONLY = "crash_only"
 
@@ -183,6 +184,14 @@ MEANINGS: dict[Code, Meaning] = {
         "Paused: the machine is on battery",
         "Training resumes when the machine is plugged in. It keeps voting and applying rounds.",
         "no longer paused on battery",
+    ),
+    Code.GPU_BUSY: Meaning(
+        "info", False, "paused while other programs use the GPU: training resumes when it has been free for a minute "
+        "(limits.on_gpu_busy)",
+        "Paused: other programs use the GPU",
+        "Its owner has it yield the card to a game or another program. Training resumes when the card has been free "
+        "for a minute. It keeps voting and applying rounds.",
+        "no longer paused for other programs on the GPU",
     ),
     Code.PAUSED: Meaning(
         "info", False, "paused by its owner: `p2ptrain resume` continues training", "Paused by its owner",

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.doctor import disk, machine, network
+from p2ptrain.doctor import disk, machine, network, wsl
 from p2ptrain.doctor.exchange import judge_exchange
 from p2ptrain.doctor.findings import Check, Diagnosis, Level, in_time, refused, within
 from p2ptrain.errors import (
@@ -101,6 +101,7 @@ def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool
     yield from daemon.found
     facts = NodeFacts(config, is_asked_outside, daemon)
     yield from within(Check("python", lambda: look_at_programs(facts), QUICK_SECONDS))
+    yield from within(Check("WSL2", lambda: wsl.check_wsl(wsl.look_at_wsl()), QUICK_SECONDS, "warning"))
     yield from within(Check("device", lambda: look_at_device(facts), TORCH_SECONDS))
     yield from within(Check("data directory", lambda: look_at_directory(facts), QUICK_SECONDS))
     yield from within(Check("ports", lambda: look_at_ports(facts), QUICK_SECONDS))

@@ -8,6 +8,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.doctor.findings import Diagnosis
 from p2ptrain.learn.memory import need_of
 from p2ptrain.learn.shortage import mega
+from p2ptrain.node.consent import exchanged_bytes
 
 SHARE_WANTED = 0.05  # of the time
 
@@ -24,7 +25,8 @@ def judge_exchange(
     bytes_per_second, slower = min(known, default=(0.0, ""))
     recipe = run.recipe
     tokens = recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length  # of a step
-    received, training = (nodes - 1) * need_of(run).payload, recipe.local_steps * tokens / tokens_per_second
+    received = exchanged_bytes(need_of(run), nodes)
+    training = recipe.local_steps * tokens / tokens_per_second
     rate = received / training * (1 / SHARE_WANTED - 1)  # at which it is the share wanted
     text = f"the contributions of {nodes - 1} others come to {mega(received)} in {training:.1f} s of training"
     if not bytes_per_second:

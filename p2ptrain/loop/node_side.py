@@ -223,7 +223,7 @@ def take_part(begin: Begin, connection: socket.socket, memory: Memory) -> None:
     config = _node_config(begin)
     loop = ScriptLoop(connection, memory, begin)
     if begin.address:
-        launch.join(config, begin.wanted or None, begin.invitation or None, begin.trust or None, loop)
+        launch.join(config, begin.wanted or None, begin.invitation or None, begin.trust or None, loop=loop)
         return
     said, run = _run_of(begin)
     loop.check(run)

@@ -6,7 +6,7 @@
 
 Both include everything that uses the device, and nothing else: not the fans, the main memory or the losses of the
 power supply. Energy is counted only while the node is not paused. NVML is called through its C interface, which comes
-with every driver: four functions.
+with every driver.
 """
 
 from __future__ import annotations
@@ -56,31 +56,47 @@ class Rapl:
         ]
 
 
-class Nvml:
-    """The meter of one graphics card; `library` is the driver's."""
+class Card:
+    """One NVIDIA card; `library` is its driver's."""
+
+    def __init__(self, uuid: str, library: Any = None) -> None:
+        self._library = library or ctypes.CDLL(NVML)  # OSError if there is none
+        self.handle = ctypes.c_void_p()
+        self.call("nvmlInit_v2")
+        self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self.handle))
+
+    def call(self, name: str, *arguments: object) -> None:
+        if status := self.status(name, *arguments):
+            raise OSError(f"{name} returned {status}")
+
+    def status(self, name: str, *arguments: object) -> int:
+        return int(getattr(self._library, name)(*arguments))
+
+
+class Nvml(Card):
+    """The meter of one graphics card."""
 
     def __init__(self, uuid: str, library: Any = None, clock: Callable[[], float] = monotonic) -> None:
-        self._library = library or ctypes.CDLL(NVML)  # OSError if there is none
-        self._handle, self._clock = ctypes.c_void_p(), clock
+        super().__init__(uuid, library)
+        self._clock = clock
         self._joules, self._looked_at = 0.0, clock()
-        self._call("nvmlInit_v2")
-        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self._handle))
 
     def read(self) -> list[tuple[float, float]]:
         energy, power = ctypes.c_ulonglong(), ctypes.c_uint()
         try:
-            self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(energy))
+            self.call("nvmlDeviceGetTotalEnergyConsumption", self.handle, ctypes.byref(energy))
         except OSError:  # cards before Volta and MIG slices have no counter
-            self._call("nvmlDeviceGetPowerUsage", self._handle, ctypes.byref(power))
+            self.call("nvmlDeviceGetPowerUsage", self.handle, ctypes.byref(power))
             now = self._clock()
             self._joules += power.value / 1e3 * min(now - self._looked_at, 2 * LOOK_SECONDS)
             self._looked_at = now
             return [(self._joules, 0.0)]
         return [(energy.value / 1e3, 0.0)]
 
-    def _call(self, name: str, *arguments: object) -> None:
-        if status := getattr(self._library, name)(*arguments):
-            raise OSError(f"{name} returned {status}")
+
+def uuid_of(device: torch.device) -> str:
+    """Returns the name of a CUDA device's card in NVML."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def meter_of(device: torch.device) -> Meter:
@@ -89,7 +105,7 @@ def meter_of(device: torch.device) -> Meter:
         return Rapl()
     if device.type != "cuda":
         raise OSError(f"{device.type} has no energy counter")
-    return Nvml(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return Nvml(uuid_of(device))
 
 
 class Energy:

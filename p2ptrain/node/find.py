@@ -45,6 +45,7 @@ class RunSources:
 
     addresses: Sequence[str]
     peers: list[bytes]
+    told: questions.RunInfo | None = None  # by the first of them
 
     async def ask_again(self, transport: Transport, run_id: bytes, rest_seconds: float) -> None:
         """Asks all addresses again and puts new peers of the run first."""
@@ -121,10 +122,10 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         if len(matching) > 1:
             names = "\n".join(f"  {run_id.hex()}  {info.name}" for run_id, (info, _) in sorted(matching.items()))
             raise ConfigError(f"there are {len(matching)} runs:\n{names}", key="--run", fix="Name one of them")
-        for run_id, (_, peers) in matching.items():
+        for run_id, (info, peers) in matching.items():
             run = await _fetch_config(transport, run_id, peers)
             if run is not None:
-                return run, RunSources(addresses, peers)
+                return run, RunSources(addresses, peers, info)
         if len(stored) == 1:
             [run] = stored
             if addresses:

@@ -2,13 +2,15 @@
 
     hours           train only during these hours, by the machine's local clock
     on_battery      "pause": do not train while the machine runs on battery
+    on_gpu_busy     "pause": do not train while other programs use the GPU that this node trains on (gpu_use.py)
     device_percent  idle between steps, so that the device works only this share of the time
     memory_bytes    refuse a run that needs more at the start; afterwards, watch the usage and report it
     disk_bytes      refuse a run that needs more at the start, and again once the size of its data is known
     nice            niceness of the node and its p2pd, set at the start
 
-Outside its hours and on battery, the node behaves as after `p2ptrain pause`: it finishes the current training and
-goes on voting and applying. These reasons and the owner's pause are independent: each holds until it is lifted.
+Outside its hours, on battery and beside a game, the node behaves as after `p2ptrain pause`: it finishes the current
+training and goes on voting and applying. These reasons and the owner's pause are independent: each holds until it is
+lifted.
 
 Memory cannot be released on demand: it holds weights and gradients, and a limit on the address space would make torch
 fail in the middle of a round. So the need is estimated before anything is allocated (learn/memory.py), and later usage
@@ -47,7 +49,10 @@ LESS_DISK = (
     "or allow it with limits.disk_bytes"
 )
 # The options of `p2ptrain limit` that this module handles, and the config keys that they change.
-KEYS = {"hours": "hours", "percent": "device_percent", "memory": "memory_bytes", "battery": "on_battery"}
+KEYS = {
+    "hours": "hours", "percent": "device_percent", "memory": "memory_bytes",
+    "battery": "on_battery", "gpu": "on_gpu_busy",
+}  # fmt: skip
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -65,12 +70,16 @@ def is_within(hours: str, now: datetime) -> bool:
     return start <= time < end if start < end else time >= start or time < end
 
 
-def reasons_to_pause(limits: LimitsConfig, now: datetime, is_on_battery: bool) -> list[Complaint]:
+def reasons_to_pause(
+    limits: LimitsConfig, now: datetime, is_on_battery: bool, is_gpu_busy: bool = False
+) -> list[Complaint]:
     found = []
     if not is_within(limits.hours, now):
         found.append(complaint(Code.OUTSIDE_HOURS, hours=limits.hours, until=limits.hours[:5]))
     if is_on_battery and limits.on_battery == "pause":
         found.append(complaint(Code.ON_BATTERY))
+    if is_gpu_busy and limits.on_gpu_busy == "pause":
+        found.append(complaint(Code.GPU_BUSY))
     return found
 
 
@@ -226,7 +235,7 @@ class Pauses:
 
 
 class MachineLimits:
-    """Applies the owner's limits: checks clock, battery and memory periodically, and pauses and resumes training."""
+    """Applies the owner's limits: looks at the machine periodically, and pauses and resumes training."""
 
     def __init__(
         self,
@@ -236,10 +245,11 @@ class MachineLimits:
         clock: Callable[[], datetime] = datetime.now,
         battery: Callable[[], bool] = is_on_battery,
         resident: Callable[[], int] = resident_bytes,
+        gpu: Callable[[], bool] = lambda: False,
     ) -> None:
         self.over_memory: Complaint | None = None
         self._pauses, self._device = pauses, device
-        self._clock, self._battery, self._resident = clock, battery, resident
+        self._clock, self._battery, self._resident, self._gpu = clock, battery, resident, gpu
         self._set(limits)
 
     def _set(self, limits: LimitsConfig) -> None:
@@ -258,10 +268,10 @@ class MachineLimits:
     def look(self) -> None:
         """Pauses or resumes training according to the limits, and checks the memory in use."""
         limits = self.limits
-        now = reasons_to_pause(limits, self._clock(), limits.on_battery == "pause" and self._battery())
+        now = reasons_to_pause(limits, self._clock(), limits.on_battery == "pause" and self._battery(), self._gpu())
         for each in now:  # they show up in `health`; news.py logs the changes
             self._pauses.begin(each)
-        for code in {Code.OUTSIDE_HOURS, Code.ON_BATTERY} - {each.code for each in now}:
+        for code in {Code.OUTSIDE_HOURS, Code.ON_BATTERY, Code.GPU_BUSY} - {each.code for each in now}:
             self._pauses.end(code)
         self.over_memory = over_memory(limits, self._resident()) if limits.memory_bytes else None
 

@@ -168,6 +168,7 @@ def limits_of(daemon: Running) -> Limits:
         device_percent=limits.device_percent,
         threads=daemon.driver.device.threads,
         on_battery=limits.on_battery,
+        on_gpu_busy=limits.on_gpu_busy,
     )
 
 

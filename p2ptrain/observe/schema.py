@@ -124,6 +124,7 @@ class Limits(Part):
     device_percent: int = Field(ge=1, le=100, description="share of the time in which the device may work")
     threads: Count = Field(description="torch's threads for training; 0: unknown")
     on_battery: Literal["pause", "train"] = Field(description="what to do while the machine runs on battery")
+    on_gpu_busy: Literal["pause", "ignore"] = Field(description="what to do while other programs use the GPU")
 
 
 class Mine(Stored):

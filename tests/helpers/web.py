@@ -126,6 +126,7 @@ STATUS: dict[str, Any] = {
         "device_percent": 100,
         "threads": 3,
         "on_battery": "pause",
+        "on_gpu_busy": "ignore",
     },
     "queued_frames": 12,
     "disk_free_bytes": 5_000_000_000,

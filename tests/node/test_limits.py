@@ -378,7 +378,7 @@ def test_the_command_orders_limits_and_tells_what_holds(
     orders = []
     held = {
         "upload_bytes_per_second": 0, "download_bytes_per_second": 5_000, "memory_bytes": 10**9,
-        "hours": "22:00-07:00", "device_percent": 25, "threads": 3, "on_battery": "pause",
+        "hours": "22:00-07:00", "device_percent": 25, "threads": 3, "on_battery": "pause", "on_gpu_busy": "ignore",
     }  # fmt: skip
 
     def ask(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
@@ -398,6 +398,7 @@ def test_the_command_orders_limits_and_tells_what_holds(
         "threads   3",
         "memory    1,000,000,000 bytes",
         "battery   pause",
+        "busy GPU  ignore",
     ]
     assert {key: value for key, value in orders[-1].items() if value is not None} == {
         "do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "pause"

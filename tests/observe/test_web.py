@@ -27,7 +27,8 @@ FIELDS = {
     "SameModel": "verdict text",
     "Traffic": "sent received",
     "Limits": (
-        "upload_bytes_per_second download_bytes_per_second memory_bytes hours device_percent threads on_battery"
+        "upload_bytes_per_second download_bytes_per_second memory_bytes hours device_percent threads on_battery "
+        "on_gpu_busy"
     ),
     "Mine": "applied applied_of_all share tokens swarm_tokens training_seconds energy_joules",
     "Status": (

@@ -43,6 +43,25 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
     ],
     ("docs/how-to/on-a-gpu-server.md", "wheels"): ["make gpu-wheels"],
     ("docs/how-to/run-a-bootstrap.md", "root"): ["sudo ufw allow 4001/tcp"],
+    ("docs/how-to/windows.md", "powershell"): [
+        "wsl --install -d Ubuntu-24.04",
+        "Register-ScheduledTask p2ptrain -Trigger (New-ScheduledTaskTrigger -AtLogOn -User $env:USERNAME) "
+        "-Action (New-ScheduledTaskAction wsl.exe '-d Ubuntu-24.04 -- "
+        "~/p2ptrain/bin/p2ptrain join --yes --bootstrap ADDR') -Settings (New-ScheduledTaskSettingsSet "
+        "-ExecutionTimeLimit ([TimeSpan]::Zero) -RestartCount 9 -RestartInterval (New-TimeSpan -Minutes 1))",
+        "New-NetFirewallHyperVRule -Name p2ptrain -DisplayName p2ptrain -Direction Inbound "
+        "-VMCreatorId '{40E0AC32-46A5-438A-A0B2-2B479E8F2E90}' -Protocol TCP -LocalPorts 4001",
+        "powercfg /change standby-timeout-ac 0",
+    ],
+    ("docs/how-to/windows.md", "ubuntu"): [
+        "nvidia-smi",
+        "sudo apt update && sudo apt install --yes python3-venv",
+        "python3 -m venv ~/p2ptrain",
+        "~/p2ptrain/bin/pip install /mnt/c/Users/*/Downloads/p2ptrain-*.whl",
+        "~/p2ptrain/bin/p2ptrain doctor --bootstrap ADDR",
+        "~/p2ptrain/bin/p2ptrain join --bootstrap ADDR",
+        "sudo hwclock -s",
+    ],
     ("docs/how-to/recover.md", "root"): ["sudo timedatectl set-ntp true"],
     ("docs/how-to/recover.md", "chosen"): [
         "mv ~/.local/share/p2ptrain/runs/RUN runs.old",

@@ -1,0 +1,267 @@
+"""Whether other programs use the GPU: what the driver tells, with a library like its own, and when training pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.config import LimitsConfig
+from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.node.gpu_use import (
+    BUSY_BYTES,
+    BUSY_PERCENT,
+    FREE_SECONDS,
+    INSUFFICIENT_SIZE,
+    LOOK_SECONDS,
+    NOT_FOUND,
+    NOT_SUPPORTED,
+    PROGRAMS_MAX,
+    CardUse,
+    GpuWatch,
+    ProcessMemory,
+    ProcessTime,
+    use_of,
+)
+from p2ptrain.node.limits import MachineLimits, reasons_to_pause
+from p2ptrain.observe.build import unreadiness_of
+from tests.helpers.memory_swarm import swarm
+from tests.helpers.net import at, skipping_time, until
+
+ME, GAME, DESKTOP = os.getpid(), 7_777, 5_555
+UNTOLD = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
+CUDA = torch.device("cuda:0")
+NOON = datetime.fromisoformat("2026-03-29T12:00")
+
+
+class Driver:
+    """The part of libnvidia-ml that is called. Each list is None if the driver does not support it."""
+
+    def __init__(self) -> None:
+        self.compute: dict[int, int] | None = {ME: 10**9}
+        self.graphics: dict[int, int] | None = {DESKTOP: 300 * 10**6}
+        self.samples: list[tuple[int, int, int]] | None = []  # process, time, percent
+        self.status_of_samples = 0
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802
+        return 0
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any, found: Any, count: Any) -> int:  # noqa: N802
+        return self._holders(self.compute, found, count)
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any, found: Any, count: Any) -> int:  # noqa: N802
+        return self._holders(self.graphics, found, count)
+
+    def nvmlDeviceGetProcessUtilization(self, handle: Any, found: Any, count: Any, since: Any) -> int:  # noqa: N802
+        if self.samples is None or self.status_of_samples:
+            return self.status_of_samples or NOT_SUPPORTED
+        new = [each for each in self.samples if each[1] > since.value]
+        if not new:
+            return NOT_FOUND
+        return self._give(found, count, [ProcessTime(pid, at, percent) for pid, at, percent in new])
+
+    def _holders(self, held: dict[int, int] | None, found: Any, count: Any) -> int:
+        if held is None:
+            return NOT_SUPPORTED
+        return self._give(found, count, [ProcessMemory(pid, size) for pid, size in held.items()])
+
+    def _give(self, found: Any, count: Any, content: list[Any]) -> int:
+        room, count._obj.value = count._obj.value, len(content)
+        if room < len(content):
+            return INSUFFICIENT_SIZE
+        for number, each in enumerate(content):
+            found[number] = each
+        return 0
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+# ---------------------------------------------------------------------------------------------------
+# What the driver tells
+
+
+def test_structures_are_laid_out_as_in_nvml() -> None:
+    assert ctypes.sizeof(ProcessMemory) == 16
+    assert (ctypes.sizeof(ProcessTime), ProcessTime.at.offset, ProcessTime.percent.offset) == (32, 8, 16)
+
+
+def test_a_program_that_keeps_the_card_busy_is_seen_and_this_node_is_none(driver: Driver) -> None:
+    use = CardUse("GPU-1", driver)
+    assert not use.is_by_others()
+    driver.samples = [(ME, 10, 98), (DESKTOP, 10, BUSY_PERCENT - 1)]
+    assert not use.is_by_others()
+    driver.samples += [(ME, 20, 60), (GAME, 20, BUSY_PERCENT)]
+    assert use.is_by_others()
+    assert not use.is_by_others(), "those samples are old"
+    driver.samples += [(GAME, 30, 5), (DESKTOP, 31, 4), (GAME, 32, 9)]
+    assert use.is_by_others(), "7 % and 4 %"
+    driver.samples += [(GAME, 40, 0), (GAME, 41, 12)]
+    assert not use.is_by_others(), "6 % on average"
+
+
+def test_samples_that_make_no_sense_are_left_out(driver: Driver) -> None:
+    driver.samples = [(GAME, 10, 40)]
+    use = CardUse("GPU-1", driver)
+    assert use.is_by_others()
+    driver.samples += [(987_654_321, 2**63, 4_000_000)]  # not initialised
+    assert not use.is_by_others()
+    driver.samples += [(GAME, 20, 40)]
+    assert use.is_by_others(), "that sample's time counts for nothing"
+
+
+def test_where_the_time_is_not_told_much_memory_counts(driver: Driver) -> None:
+    driver.samples = None
+    use = CardUse("GPU-1", driver)
+    assert not use.is_by_others()
+    driver.graphics = {DESKTOP: 300 * 10**6, GAME: BUSY_BYTES}
+    assert use.is_by_others()
+    driver.graphics = None  # a card for computing
+    assert not use.is_by_others()
+    driver.compute = {ME: 40 * 10**9, GAME: UNTOLD}
+    assert not use.is_by_others()
+    driver.compute = {ME: UNTOLD, GAME: BUSY_BYTES}
+    assert use.is_by_others()
+
+
+def test_a_driver_that_does_not_list_this_node_tells_nothing(driver: Driver) -> None:
+    for compute in ({}, None, {GAME: 10**10}):
+        driver.compute = compute
+        with pytest.raises(OSError, match="does not list this process itself"):
+            CardUse("GPU-1", driver).is_by_others()
+
+
+def test_a_driver_that_fails_tells_nothing(driver: Driver) -> None:
+    driver.status_of_samples = 15  # the GPU is lost
+    with pytest.raises(OSError, match="nvmlDeviceGetProcessUtilization returned 15"):
+        CardUse("GPU-1", driver).is_by_others()
+    driver.compute = dict.fromkeys(range(PROGRAMS_MAX + 1), 1)
+    with pytest.raises(OSError, match=f"ComputeRunningProcesses returned {INSUFFICIENT_SIZE}"):
+        CardUse("GPU-1", driver).is_by_others()
+
+
+# ---------------------------------------------------------------------------------------------------
+# When training pauses
+
+
+class Looks:
+    """A watch of a card that tells what the test says, at times that it says."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+        self.watch = GpuWatch(CUDA, lambda: True, use_of, lambda: self.now)
+
+    def after(self, seconds: float, is_by_others: bool) -> bool:
+        self.now += seconds
+        self.watch.note(is_by_others)
+        return self.watch.is_busy
+
+
+def test_a_card_is_free_only_after_a_while_without_others() -> None:
+    looks = Looks()
+    assert not looks.after(0, False)
+    assert looks.after(5, True), "at once"
+    assert looks.after(FREE_SECONDS - 1, False)
+    assert looks.after(0.5, True), "again, so the while begins anew"
+    assert looks.after(FREE_SECONDS - 1, False)
+    assert not looks.after(1, False)
+    assert not looks.after(5, False)
+    assert looks.after(5, True)
+
+
+def test_it_pauses_only_those_who_want_that() -> None:
+    assert reasons_to_pause(LimitsConfig(), NOON, is_on_battery=False, is_gpu_busy=True) == []
+    wanted = LimitsConfig(on_gpu_busy="pause")
+    assert reasons_to_pause(wanted, NOON, is_on_battery=False, is_gpu_busy=True) == [complaint(Code.GPU_BUSY)]
+    assert reasons_to_pause(wanted, NOON, is_on_battery=False) == []
+
+
+@skipping_time
+async def test_a_watch_looks_where_it_is_wanted_and_follows_what_the_owner_changes() -> None:
+    asked: list[float] = []
+    is_wanted, is_by_others = False, True
+
+    def make(device: torch.device) -> Callable[[], bool]:
+        return lambda: bool(asked.append(loop.time())) or is_by_others
+
+    loop = asyncio.get_running_loop()
+    watch = GpuWatch(CUDA, lambda: is_wanted, make, loop.time)
+    watching = asyncio.create_task(watch.watch())
+    await at(loop.time() + 10 * LOOK_SECONDS)
+    assert (asked, watch.is_busy) == ([], False)
+    is_wanted = True
+    await until(lambda: watch.is_busy)
+    is_by_others = False
+    await until(lambda: not watch.is_busy)
+    assert FREE_SECONDS <= asked[-1] - asked[0] <= FREE_SECONDS + 2 * LOOK_SECONDS
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+@pytest.mark.parametrize("error", [OSError("no such library"), AttributeError("no function"), RuntimeError("CUDA")])
+async def test_a_card_that_does_not_tell_is_said_once_and_pauses_nothing(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(device: torch.device) -> Callable[[], bool]:
+        raise error
+
+    watch = GpuWatch(CUDA, lambda: True, make)
+    watch.is_busy = True
+    with caplog.at_level(logging.INFO, "p2ptrain.node"):
+        await watch.watch()
+    assert not watch.is_busy
+    [record] = caplog.records
+    assert record.getMessage() == (
+        f"cannot tell whether other programs use cuda:0, so limits.on_gpu_busy has no effect: {error}"
+    )
+
+
+async def test_a_node_on_a_processor_asks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def make(device: torch.device) -> Callable[[], bool]:
+        raise AssertionError("there is no card")
+
+    await GpuWatch(torch.device("cpu"), lambda: True, make).watch()
+    assert caplog.records == []
+
+
+@skipping_time
+async def test_a_node_beside_a_game_votes_and_applies_and_trains_again_afterwards(tmp_path: Path) -> None:
+    is_busy = True
+    async with swarm(tmp_path) as made:
+        await made.reach(3)
+        node = made.nodes[3]
+        daemon = node.daemon
+        driver = daemon.driver
+        daemon.machine_limits = limits = MachineLimits(
+            LimitsConfig(on_gpu_busy="pause", on_battery="train"), driver.pauses, driver.device, gpu=lambda: is_busy
+        )
+        limits.look()
+        await made.reach(made.newest + 6)
+        before = node.status["counters"].get("contributions taken", 0)
+        await made.reach(made.newest + 6)
+        assert node.status["counters"].get("contributions taken", 0) == before
+        assert (node.status["is_paused"], node.status["health"]) == (True, [complaint(Code.GPU_BUSY).text])
+        assert unreadiness_of(daemon) == []
+        told = await daemon.answer({"do": "limit", "gpu": "ignore"})
+        assert told["on_gpu_busy"] == "ignore"
+        assert not driver.pauses  # at once
+        await daemon.answer({"do": "limit", "gpu": "pause"})
+        assert driver.pauses
+        is_busy = False
+        limits.look()
+        assert not node.status["is_paused"]
+        await until(lambda: node.status["counters"].get("contributions taken", 0) > before + 2)
+        made.compare(12)
