@@ -24,6 +24,7 @@ from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.plugins import allow
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.assembly import Launch
@@ -74,11 +75,13 @@ def start(
 
     said: what the run's file says, without defaults; given: the first weights, if they are not made from the seed
     """
+    allow(config.plugins.allow)
     _run(_start(run, said, config, dataset, given))
 
 
 def join(config: NodeConfig, run: str | None, invitation: str | None, trust: str | None = None) -> None:
     """Runs `p2ptrain join`."""
+    allow(config.plugins.allow)
     _run(_join(config, run, invitation, _read_trust(trust)))
 
 
