@@ -48,7 +48,7 @@ def build(config: ModelConfig, checkpointing: bool = False, seed: int = 0) -> Mo
 def first_model(config: ModelConfig, seed: int, checkpointing: bool = False) -> Model:
     """Makes the model with its first weights: the same for the same seed on the same machine."""
     model = build(config, checkpointing, seed)
-    with torch.random.fork_rng(devices=[]), plugins.blamed_in_model(config, "makes its first weights"):
+    with torch.random.fork_rng(devices=[]), plugins.blamed_in_model(config, "made its first weights"):
         model.initialise(seed)
     return model
 
@@ -57,7 +57,7 @@ def _checked(model: object, plugin: str) -> Model:
     """Returns a plug-in's model if the swarm can agree on what it learns; ConfigError if not."""
     key = "model.plugin"
     if not isinstance(model, Model):
-        what = f"{plugin} makes a {type(model).__name__}, which is no p2ptrain.learn.model.Model"
+        what = f"{plugin} makes {type(model).__name__}, which is no p2ptrain.learn.model.Model"
         raise ConfigError(what, key=key, fix=plugins.AUTHOR_FIX)
     parameters = dict(model.named_parameters())
     if not parameters:

@@ -67,7 +67,7 @@ def _loaded(part: Part, plugin: str) -> type[Any]:
     if point is None:
         what = f"{plugin} has no {part}: there is no entry point {name} in its group {GROUPS[part]}"
         raise ConfigError(what, key=key, fix=AUTHOR_FIX)
-    with blamed(part, plugin, "is loaded"):
+    with blamed(part, plugin, "was loaded"):
         loaded: type[Any] = point.load()
     return loaded
 
@@ -75,7 +75,7 @@ def _loaded(part: Part, plugin: str) -> type[Any]:
 def make(part: Part, plugin: str, given: PluginSettings, *arguments: object) -> Any:
     """Makes the plug-in's part of a run from these arguments and its settings."""
     kind = load(part, plugin)
-    with blamed(part, plugin, f"makes its {part}"):
+    with blamed(part, plugin, f"made its {part}"):
         return kind(*arguments, _settings(part, plugin, kind, given))
 
 
@@ -97,12 +97,17 @@ def blamed(part: Part, plugin: str, when: str) -> Iterator[None]:
     try:
         yield
     except FAILURES as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [each for each in frames if "/torch/" not in each.filename and "<" not in each.filename]
-        place = (theirs or frames)[-1]
         why = " ".join(f"{type(error).__name__}: {error}".split())[:WHY_LENGTH_MAX]
-        what = f"{plugin} failed when it {when}: {why} ({Path(place.filename).name}, line {place.lineno})"
+        what = f"{plugin} failed when it {when}: {why}{_place_of(error)}"
         raise ConfigError(what, key=f"{part}.plugin", fix=AUTHOR_FIX) from error
+
+
+def _place_of(error: Exception) -> str:
+    """Returns the last line of code before the error that is neither ours, torch's nor the import system's."""
+    places = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
+    others = ("/torch/", "/importlib/", "<frozen", str(Path(__file__).parents[1]))
+    theirs = [(Path(file).name, line) for file, line in places if not any(each in file for each in others)]
+    return f" ({theirs[-1][0]}, line {theirs[-1][1]})" if theirs else ""
 
 
 def blamed_in_model(model: ModelConfig, when: str) -> AbstractContextManager[None]:
