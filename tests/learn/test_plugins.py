@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.config import ModelConfig, RunConfig
+from p2ptrain.config import ModelConfig, RunConfig, load_run_config
 from p2ptrain.errors import ConfigError, DataError, DeviceError
 from p2ptrain.learn import plugins
 from p2ptrain.learn.data import TokenDataset
@@ -20,7 +20,7 @@ from p2ptrain.learn.memory import need_of
 from p2ptrain.learn.models import build, build_with, first_model, named_shapes, refuse_trained_buffers, shapes_digest
 from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.learn.trainer import Trainer
-from tests.helpers.plugins import MODEL, RECIPE, install, install_example
+from tests.helpers.plugins import EXAMPLES, MODEL, RECIPE, install, install_example
 from tests.helpers.trainer import ONE_THREAD, TINY, embedded, swarm_round
 
 THEIRS = "a-plugin 1.0"
@@ -339,3 +339,24 @@ def test_a_contribution_that_breaks_the_format_never_leaves_the_node(place: Path
         ConfigError, match=r"recipe\.plugin: a-plugin 1\.0 failed when it made a contribution: Assertion"
     ):
         trainer.contribute(0)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is written about them
+
+
+@pytest.mark.parametrize("folder", ["plugin-model", "plugin-recipe"])
+def test_the_page_shows_the_example_as_it_is_and_the_example_a_run_that_is_right(folder: str, place: Path) -> None:
+    page = (EXAMPLES.parent / "docs" / "how-to" / "write-a-plug-in.md").read_text()
+    install_example(place, folder)
+    [module] = place.glob("*.py")
+    shown = [box for box in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if box.startswith("class ")]
+    assert len(shown) == 2
+    assert sum(box in module.read_text() for box in shown) == 1
+    [file] = (path for path in (EXAMPLES / folder).glob("*.toml") if path.stem != "pyproject")
+    run = load_run_config(file)
+    named = [each for each in (run.model.plugin, run.recipe.plugin) if each]
+    assert named in ([MODEL], [RECIPE])
+    plugins.allow(named)
+    assert need_of(run).parameters > 1_000
+    assert all(f'"{each}"' in page for each in named)
