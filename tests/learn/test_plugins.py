@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from p2ptrain.config import ModelConfig, RunConfig, load_run_config
 from p2ptrain.errors import ConfigError, DataError, DeviceError
 from p2ptrain.learn import plugins
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.given_weights import read_weights
 from p2ptrain.learn.memory import need_of
 from p2ptrain.learn.models import build, build_with, first_model, named_shapes, refuse_trained_buffers, shapes_digest
 from p2ptrain.learn.sample import SampleRequest
@@ -257,6 +259,25 @@ def test_it_writes_no_text_and_says_so(place: Path, dataset: TokenDataset) -> No
     written(place, HEAD)
     with pytest.raises(DataError, match="the run's model continues no text"):
         Trainer(run_of(model_of()), ONE_THREAD, dataset).sample(SampleRequest("a", 3, 0))
+
+
+def test_it_may_continue_texts(place: Path, dataset: TokenDataset) -> None:
+    scores = "    def forward(self, tokens):\n        return self.two(self.one(tokens))\n"
+    written(place, HEAD.replace("self.one = ", "self.context = 16\n        self.one = ") + scores)
+    text = Trainer(run_of(model_of()), ONE_THREAD, dataset).sample(SampleRequest("Once ", 5, 0))
+    assert text.startswith("Once ")
+
+
+def test_a_run_of_it_may_begin_with_weights_that_exist(place: Path, tmp_path: Path) -> None:
+    written(place, HEAD)
+    model = first_model(model_of(), 5)
+    save_file({name: each.detach() for name, each in model.named_parameters()}, tmp_path / "model.safetensors")
+    flat = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
+    assert torch.equal(read_weights(tmp_path, model_of()), flat)
+    save_file({"one.weight": model.one.weight.detach()[:3].contiguous()}, tmp_path / "model.safetensors")
+    told = r"one\.weight is \[3, 8\] there and \[256, 8\] in the model; 2 missing: two\.bias, two\.weight"
+    with pytest.raises(ConfigError, match=told):
+        read_weights(tmp_path, model_of())
 
 
 def test_the_example_is_a_model_with_one_setting(place: Path) -> None:

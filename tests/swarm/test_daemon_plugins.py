@@ -117,13 +117,17 @@ def _accuracy(dataset: TokenDataset, exported: Path) -> float:
     return float((names["model"](images).argmax(1) == images[:, LABEL] - ord("0")).float().mean())
 
 
-def test_a_recipe_of_ones_own_trains_and_a_node_that_was_killed_repeats_its_round(swarm: Swarm) -> None:
-    own = {"PYTHONPATH": installed(swarm, "plugin-recipe"), "P2PTRAIN_PLUGINS__ALLOW": RECIPE}
+def _run_of_the_recipe(swarm: Swarm) -> Path:
     recipe = f'name = "local"\nplugin = "{RECIPE}"\nsettings = {{ noise = 0.1 }}\nlocal_steps = 4\nk = 64\n'
     head, _, rest = RUN.format(name="noisy").partition('name = "distro"\nk = 8\n')
     file = swarm.directory / "noisy.toml"
     file.write_text(head + recipe + rest.replace("passes_per_step = 8\nlearning_rate = 0.002\n", ""))
-    first = swarm.add("first", "start", file, **own).start().until_up()
+    return file
+
+
+def test_a_recipe_of_ones_own_trains_and_a_node_that_was_killed_repeats_its_round(swarm: Swarm) -> None:
+    own = {"PYTHONPATH": installed(swarm, "plugin-recipe"), "P2PTRAIN_PLUGINS__ALLOW": RECIPE}
+    first = swarm.add("first", "start", _run_of_the_recipe(swarm), **own).start().until_up()
     second = swarm.joiner("second", first.address, **own).start()
     for node in (first, second):
         node.until(lambda node=node: len(node.status().get("roster", ())) == 2)
@@ -136,3 +140,14 @@ def test_a_recipe_of_ones_own_trains_and_a_node_that_was_killed_repeats_its_roun
     assert swarm.compared() > 3
     for node in (first, second):
         node.leave()
+
+
+def test_a_plugin_that_fails_in_training_ends_its_node_with_a_line(swarm: Swarm) -> None:
+    own = {"PYTHONPATH": installed(swarm, "plugin-recipe"), "P2PTRAIN_PLUGINS__ALLOW": RECIPE}
+    module = swarm.directory / "site" / "p2ptrain_noise.py"
+    module.write_text(module.read_text().replace("self.inner.step(self.rate)", "self.inner.step()"))
+    node = swarm.add("failing", "start", _run_of_the_recipe(swarm), **own).start()
+    assert node.until_ended() == 2
+    told = "recipe.plugin: p2ptrain-noise 0.1.0 failed when it trained: TypeError: "
+    assert told in node.text.strip().splitlines()[-1]
+    assert "(p2ptrain_noise.py, line " in node.text
