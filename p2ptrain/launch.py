@@ -24,6 +24,7 @@ from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.plugins import allow
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.assembly import Launch
@@ -94,6 +95,7 @@ def start(
     said: what the run's file says, without defaults; given: the first weights, if they are not made from the seed;
     loop: of a script that takes the steps
     """
+    allow(config.plugins.allow)
     _run(_start(run, said, config, dataset, given, loop))
 
 
@@ -107,6 +109,7 @@ def join(
     loop: Loop | None = None,
 ) -> None:
     """Runs `p2ptrain join`. `asks`: before anything is fetched, ask the person at the terminal, if there is one."""
+    allow(config.plugins.allow)
     _run(_join(config, run, invitation, _read_trust(trust), asks, loop))
 
 

@@ -137,11 +137,14 @@ def check(file: ConfigFile) -> None:
     if not isinstance(config, RunConfig):
         typer.echo(f"{file}: OK, a node's settings")
         return
+    from p2ptrain.cli.node import node_config
     from p2ptrain.learn.models import parameter_count
 
+    node_config(None)  # may allow the run's plug-ins
+    parameters, payload = parameter_count(config.model), _payload_bytes(config)
     typer.echo(f"{file}: OK, a run")
-    typer.echo(f"model    {parameter_count(config.model):,} parameters")
-    typer.echo(f"payload  {_payload_bytes(config):,} bytes a contribution")
+    typer.echo(f"model    {parameters:,} parameters")
+    typer.echo(f"payload  {payload:,} bytes a contribution")
     typer.echo(f"run id   {config.run_id if config.is_sealed else 'none until the run is started with its data'}")
 
 
@@ -165,7 +168,7 @@ def example(
 
     here = Path(__file__).parents[1]
     folder = here / "examples" if (here / "examples").is_dir() else here.parent / "examples"  # installed; in a checkout
-    found = {path.stem: path.read_text() for path in sorted(folder.rglob("*.toml"))}
+    found = {path.stem: path.read_text() for path in sorted(folder.rglob("*.toml")) if path.stem != "pyproject"}
     if name is None:
         width = max(map(len, found))
         for each, text in found.items():

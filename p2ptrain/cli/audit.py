@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.exits import ExitStatus
-from p2ptrain.cli.node import AsJson, Run
+from p2ptrain.cli.node import AsJson, Run, node_config
 
 
 def audit(
@@ -26,6 +26,7 @@ def audit(
     from p2ptrain.audit.run import audit as look
     from p2ptrain.audit.run import find_directory
 
+    node_config(None)  # may allow the run's plug-ins
     report = look(find_directory(directory, run))
     typer.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
     if not report.all_holds:

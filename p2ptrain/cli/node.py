@@ -56,8 +56,12 @@ def node_config(
     level: str | None = None,
     form: str | None = None,
 ) -> NodeConfig:
-    """Loads the node's settings. Options override the environment, which overrides the file."""
+    """Loads the node's settings. Options override the environment, which overrides the file.
+
+    From here on this process may use the plug-ins that they allow.
+    """
     from p2ptrain.config import load_node_config, with_options
+    from p2ptrain.learn.plugins import allow
 
     options = {
         ("storage", "directory"): str(data_dir) if data_dir else None,
@@ -66,7 +70,10 @@ def node_config(
         ("logging", "level"): level,
         ("logging", "format"): form,
     }
-    return with_options(load_node_config(file), {name: value for name, value in options.items() if value is not None})
+    given: dict[tuple[str, str], object] = {name: value for name, value in options.items() if value is not None}
+    config = with_options(load_node_config(file), given)
+    allow(config.plugins.allow)
+    return config
 
 
 def data_dir_of(data_dir: Path | None, file: Path | None = None) -> Path:

@@ -8,12 +8,25 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, core_schema
 
 RATIONAL_PART_MAX = 2**53  # both parts stay exact as a float, so that their quotient is rounded once
 RATIONAL_TEXT_MAX = 40  # characters: two parts below 2**53 have 16 digits each
 RATIONAL_PATTERN = r"-?[0-9]+(/[0-9]+|\.[0-9]+)?"
 RATIONAL_WORDS = 'a number, or a fraction in quotes such as "1/3"'
+SETTINGS_MAX = 32  # of a plug-in, which come from strangers; the bounds keep them within a message
+SETTING_LENGTH_MAX = 200  # characters of one, when it is written out
+SETTING_NAME = r"[a-z][a-z0-9_]{0,39}"
+SETTINGS_WORDS = f"a table of at most {SETTINGS_MAX} numbers, texts and true or false"
 
 
 @dataclass(frozen=True)
@@ -63,3 +76,55 @@ DigestOrEmpty = Annotated[
 ]
 # TOML and JSON have arrays; pydantic's strict mode would insist on a tuple.
 FromArray = Field(strict=False)
+
+
+class PluginSettings(dict[str, str]):
+    """The settings that a run gives to a plug-in, each written out as text; nobody changes them."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        as_dict = core_schema.plain_serializer_function_ser_schema(dict)
+        return core_schema.no_info_plain_validator_function(parse_settings, serialization=as_dict)
+
+
+def parse_settings(value: object) -> PluginSettings:
+    """Accepts a table of scalars, and writes each out: 0.10 as 0.1, true as true. The plug-in reads them."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected {SETTINGS_WORDS}")
+    if len(value) > SETTINGS_MAX:
+        raise ValueError(f"expected at most {SETTINGS_MAX} settings")
+    settings = PluginSettings()
+    for name, each in sorted(value.items(), key=str):
+        if not isinstance(name, str) or not re.fullmatch(SETTING_NAME, name):
+            raise ValueError("expected names of up to 40 lower-case letters, digits and _")
+        settings[name] = _written_out(each)
+        if len(settings[name]) > SETTING_LENGTH_MAX:
+            raise ValueError(f"expected at most {SETTING_LENGTH_MAX} characters for {name}")
+    return settings
+
+
+def _written_out(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return value
+        case int() if abs(value) < 2**63:
+            return str(value)
+        case Decimal() if value.is_finite() and abs(value.adjusted()) <= RATIONAL_TEXT_MAX:
+            return f"{value.normalize():f}"
+    raise ValueError("expected numbers of ordinary size, texts, and true or false")
+
+
+Settings = Annotated[
+    PluginSettings,
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}),
+    Accepts(SETTINGS_WORDS),
+]
+PLUGIN_PATTERN = r"[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])? [0-9][0-9A-Za-z.+!]{0,39}"  # a name has one spelling (PEP 503)
+PLUGIN_WORDS = 'a package and its exact version such as "p2ptrain-digits 0.1.0"'
+Plugin = Annotated[str, Field(pattern=f"^{PLUGIN_PATTERN}$"), Accepts(PLUGIN_WORDS)]
+PluginOrEmpty = Annotated[str, Field(pattern=f"^({PLUGIN_PATTERN})?$"), Accepts(f"{PLUGIN_WORDS}, or nothing")]

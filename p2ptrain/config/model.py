@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from p2ptrain.config.fields import Accepts, DigestOrEmpty, Section
+from p2ptrain.config.fields import Accepts, DigestOrEmpty, PluginOrEmpty, PluginSettings, Section, Settings
 from p2ptrain.config.hf import HF_CONFIG_BYTES_MAX, HfConfig, read_hf_config
 
 PARAMETERS_MAX = 4_096
@@ -15,22 +16,32 @@ ParameterText = Annotated[  # a name and the sizes of its dimensions
     Field(max_length=200, pattern=r"^[A-Za-z0-9_.]+( [1-9][0-9]{0,8}){0,5}$"),
     Accepts('a name and the sizes of its dimensions, such as "layers.0.weight 768 768"'),
 ]
-BUILTIN_THETA = 10_000  # in the canonical encoding of a model that has a theta of its own
+# In the canonical encoding of a model that has sizes of its own.
+NO_SIZES: Final[dict[str, str | int]] = {
+    "preset": "custom", "dim": 8, "layers": 1, "heads": 1, "kv_heads": 1, "ffn_dim": 8, "rope_theta": 10_000,
+}  # fmt: skip
+BELONGS = {"config": '"transformers"', "plugin": '"plugin"', "settings": '"plugin"', "parameters": '"own"'}
+BELONGS["shapes"] = '"transformers", "plugin" or "own"'
 
 
 class ModelConfig(Section):
     """The model: the built-in decoder-only transformer, for which a preset supplies every size that is not given; one
-    of transformers, whose config.json has the sizes; or that of the members' own scripts, of which only the
-    parameters are known here."""
+    of transformers, whose config.json has the sizes; that of a plug-in, whose settings have them; or that of the
+    members' own scripts, of which only the parameters are known here."""
 
-    kind: Literal["builtin", "transformers", "own"] = Field(
+    kind: Literal["builtin", "transformers", "plugin", "own"] = Field(
         "builtin",
-        description="builtin: the transformer that the keys below describe; transformers: that of `config`; own: "
-        "that of scripts that train it with `import p2ptrain`",
+        description="builtin: the transformer that the keys below describe; transformers: that of `config`; "
+        "plugin: that of `plugin`; own: that of scripts that train it with `import p2ptrain`",
     )
     config: Annotated[str, Accepts(f"the text of a config.json, at most {HF_CONFIG_BYTES_MAX:,} bytes, or nothing")] = (
         Field("", max_length=HF_CONFIG_BYTES_MAX, description="kind transformers: the model's config.json, as it is")
     )
+    plugin: PluginOrEmpty = Field(
+        "",
+        description="kind plugin: the package that has the model, and its version; each node's owner has to allow it",
+    )
+    settings: Settings = Field(PluginSettings(), description="kind plugin: what the model's settings are")
     shapes: DigestOrEmpty = Field(
         "", description="digest of all parameters' names and shapes, but for builtin; empty until the run is started"
     )
@@ -61,7 +72,11 @@ class ModelConfig(Section):
     @classmethod
     def _take_sizes(cls, data: object) -> object:
         """Fills in the sizes that config.json has; others would describe a model that is not trained."""
-        if not isinstance(data, dict) or data.get("kind", "builtin") != "transformers":
+        if not isinstance(data, dict):
+            return data
+        if (kind := data.get("kind")) in ("plugin", "own"):
+            return _with_sizes(data, NO_SIZES, "settings" if kind == "plugin" else "the script's model")
+        if data.get("kind", "builtin") != "transformers":
             return data
         text = data.get("config", "")
         if not isinstance(text, str):
@@ -71,19 +86,20 @@ class ModelConfig(Section):
                 'kind = "transformers" needs the config.json of a model: write its text as config = '
                 "'''{...}''', or begin with --weights DIR, which has one"
             )
-        taken = {"preset": "custom", "rope_theta": BUILTIN_THETA, **read_hf_config(text).sizes}
-        for key, value in taken.items():
-            if data.get(key, value) != value:
-                raise ValueError(f'{key} describes a model of kind = "builtin": remove it, config has the sizes')
-        return {**data, **taken}
+        return _with_sizes(data, {**NO_SIZES, **read_hf_config(text).sizes}, "config")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        for key, kinds in BELONGS.items():
+            if getattr(self, key) and f'"{self.kind}"' not in kinds:
+                raise ValueError(f"{key} belongs to a model of kind = {kinds}: remove it, or set that kind")
         if self.kind == "own":
             self._check_parameters()
             return self
-        if self.parameters:
-            raise ValueError('parameters belong to a model of kind = "own": remove them, or set that kind')
+        if self.kind == "plugin":
+            if not self.plugin:
+                raise ValueError('kind = "plugin" needs a package: write plugin = "NAME VERSION"')
+            return self
         if self.hf is not None:
             if self.sequence_length > self.hf.positions:
                 raise ValueError(
@@ -91,9 +107,6 @@ class ModelConfig(Section):
                     f"{self.hf.positions} tokens, lower it"
                 )
             return self
-        for key in ("config", "shapes"):
-            if getattr(self, key):
-                raise ValueError(f'{key} belongs to a model of kind = "transformers": remove it, or set that kind')
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads} does not divide dim = {self.dim}: make dim a multiple of heads")
         if self.dim // self.heads % 2:
@@ -110,8 +123,6 @@ class ModelConfig(Section):
             raise ValueError('kind = "own" is for scripts: begin the run with p2ptrain.start(model) in one')
         if len(set(names)) < len(names):
             raise ValueError("parameters has a name twice: name each once")
-        if self.config:
-            raise ValueError('config belongs to a model of kind = "transformers": remove it, or set that kind')
 
     @property
     def named(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -121,8 +132,16 @@ class ModelConfig(Section):
 
     @property
     def hf(self) -> HfConfig | None:
-        """The checked config.json of a model of transformers; None for the built-in one."""
+        """The checked config.json of a model of transformers; None for any other."""
         return read_hf_config(self.config) if self.kind == "transformers" else None
+
+
+def _with_sizes(data: dict[str, object], sizes: Mapping[str, object], place: str) -> dict[str, object]:
+    """Fills in the sizes of a model that is not the built-in one; others would describe one that is not trained."""
+    for key, value in sizes.items():
+        if data.get(key, value) != value:
+            raise ValueError(f'{key} describes a model of kind = "builtin": remove it, {place} has the sizes')
+    return {**data, **sizes}
 
 
 MODEL_PRESETS: dict[str, dict[str, int]] = {

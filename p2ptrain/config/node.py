@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from p2ptrain.config.fields import Accepts, DigestOrEmpty, FromArray, Section
+from p2ptrain.config.fields import Accepts, DigestOrEmpty, FromArray, Plugin, Section
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
 ENVIRONMENT_DELIMITER = "__"
@@ -236,6 +236,14 @@ class HttpConfig(Section):
         return self
 
 
+class PluginsConfig(Section):
+    """Code of others that a run may use here. It can do all that this user can: allow only what you trust."""
+
+    allow: Annotated[tuple[Plugin, ...], FromArray] = Field(
+        (), max_length=ADDRESSES_MAX, description="installed packages whose models and recipes runs may use"
+    )
+
+
 class TrackingConfig(Section):
     """Export of each round's figures to other tools."""
 
@@ -275,6 +283,7 @@ class NodeConfig(BaseSettings):
     limits: LimitsConfig = LimitsConfig()
     storage: StorageConfig = StorageConfig()
     http: HttpConfig = HttpConfig()
+    plugins: PluginsConfig = PluginsConfig()
     tracking: TrackingConfig = TrackingConfig()
     logging: LoggingConfig = LoggingConfig()
 

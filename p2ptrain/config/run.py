@@ -18,7 +18,17 @@ from typing import Annotated, Final, Literal, NamedTuple, Self
 from pydantic import Field, JsonValue, ValidationError, model_validator
 from pydantic_core import from_json, to_json
 
-from p2ptrain.config.fields import Accepts, Digest, DigestOrEmpty, FromArray, Rational, Section
+from p2ptrain.config.fields import (
+    Accepts,
+    Digest,
+    DigestOrEmpty,
+    FromArray,
+    PluginOrEmpty,
+    PluginSettings,
+    Rational,
+    Section,
+    Settings,
+)
 from p2ptrain.config.model import ModelConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError
@@ -34,6 +44,10 @@ LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
     ("model", "kind"): "builtin",
     ("model", "config"): "",
     ("model", "shapes"): "",
+    ("model", "plugin"): "",
+    ("model", "settings"): {},
+    ("recipe", "plugin"): "",
+    ("recipe", "settings"): {},
 }
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
@@ -132,6 +146,10 @@ class RecipeConfig(Section):
     """How steps become a contribution, and contributions an update. The recipe supplies the defaults."""
 
     name: str = Field("local", description=", ".join(RECIPES))
+    plugin: PluginOrEmpty = Field(
+        "", description="package that makes the contributions in the recipe's place; each node's owner has to allow it"
+    )
+    settings: Settings = Field(PluginSettings(), description="the settings of that plug-in")
     outer: Literal["normalised", "mean", "sign"] = Field("mean", description="how summed votes become an update")
     chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
     k: int = Field(256, ge=1, le=512, description="coefficients kept of each chunk")
@@ -184,6 +202,8 @@ class RecipeConfig(Section):
     def _possible(self) -> Self:
         if self.name not in RECIPES:  # never anything to import: a config comes from strangers
             raise ValueError(f"unknown recipe {self.name!r}: use one of {', '.join(RECIPES)}")
+        if self.settings and not self.plugin:
+            raise ValueError("settings belong to a plug-in: remove them, or name it as plugin")
         area = self.chunk**2
         if self.k > area // 2:
             raise ValueError(
@@ -372,10 +392,12 @@ class RunConfig(Section):
             )
         if self.model.hf is None and self.tokenizer.kind == "bytes" and self.model.vocab_size != 256:
             raise ValueError(f"model.vocab_size = {self.model.vocab_size}: the bytes tokenizer has 256 tokens, set 256")
-        if self.model.kind != "builtin" and (size := len(self.canonical())) > CONFIG_BYTES_MAX:
-            part = "config" if self.model.hf else "parameters"
+        is_long = self.model.config or self.model.settings or self.recipe.settings or self.model.parameters
+        if is_long and (size := len(self.canonical())) > CONFIG_BYTES_MAX:
+            what = "model.config" if self.model.config else "settings"
+            what = "model.parameters" if self.model.parameters else what
             raise ValueError(
-                f"model.{part} and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a "
+                f"{what} and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a "
                 "message: shorten them"
             )
         recipe = self.recipe

@@ -221,6 +221,8 @@ def _toml(value: object) -> str:
             return str(value) if value.denominator == 1 else f'"{value}"'
         case tuple():
             return f"[{', '.join(map(_toml, value))}]"
+        case dict():
+            return f"{{ {', '.join(f'{name} = {_toml(each)}' for name, each in value.items())} }}" if value else "{}"
         case _:  # JSON's strings are valid TOML, except for characters that TOML or a terminal needs escaped
             written = json.dumps(str(value), ensure_ascii=False)
             return "".join(each if each.isprintable() else _escaped(each) for each in written)

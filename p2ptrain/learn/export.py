@@ -100,15 +100,17 @@ def load_model(weights: Weights, device: torch.device) -> Model:
 def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[int, int] | None) -> None:
     """Exports to a new directory, completely or not at all; `members`: how many have a vote, and are admitted."""
     check_target(target)
-    end = _end_name(tokenizer)
     files = {
-        "config.json": _json(model_config(weights.run.model, tokenizer.end_of_document)),
-        "generation_config.json": _json(_generation_config(tokenizer.end_of_document)),
         "tokenizer.json": tokenizer.file_bytes or bytes_tokenizer(),
-        "tokenizer_config.json": _json(_tokenizer_config(weights.run.model, end)),
         "run.json": weights.run.canonical(),
         "README.md": model_card(weights, members).encode(),
     }
+    if weights.run.model.kind != "plugin":  # whose model only its package loads
+        files |= {
+            "config.json": _json(model_config(weights.run.model, tokenizer.end_of_document)),
+            "generation_config.json": _json(_generation_config(tokenizer.end_of_document)),
+            "tokenizer_config.json": _json(_tokenizer_config(weights.run.model, _end_name(tokenizer))),
+        }
     with trouble(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(suffix=PARTIAL_SUFFIX, dir=target.parent))  # a name that nobody else uses
@@ -288,18 +290,26 @@ def model_card(weights: Weights, members: tuple[int, int] | None) -> str:
         "tokenizer": tokenizer,
         "recipe": f"{recipe.name}: {recipe.outer} update, {recipe.k} coefficients of {recipe.chunk} x {recipe.chunk}, "
         f"{recipe.local_steps} steps a round, learning rate {schedule}",
-        "model": f"{config.hf.model_type + ', ' if config.hf else ''}{parameter_count(config):,} parameters, "
-        f"{config.layers} layers, width {config.dim}, "
-        f"{config.heads} heads on {config.kv_heads}, {config.vocab_size:,} tokens, "
-        f"sequences of {config.sequence_length:,}",
+        "model": f"{_sizes(config)}, {config.vocab_size:,} tokens, sequences of {config.sequence_length:,}",
     }
     table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
     kind = config.hf.model_type if config.hf else "llama"
     length = f"{config.sequence_length:,}"
-    return _CARD.format(name=run.name, kind=kind, round=f"{weights.round:,}", table=table, length=length)
+    front, load = ("", _LOAD_PLUGIN) if config.kind == "plugin" else (_FRONT, _LOAD)
+    names = {"name": run.name, "kind": kind, "round": f"{weights.round:,}", "table": table, "length": length}
+    return (front + _CARD).format(load=load.format(plugin=config.plugin, length=length), **names)
 
 
-_CARD = """\
+def _sizes(config: ModelConfig) -> str:
+    """Describes the model's size."""
+    count = f"{parameter_count(config):,} parameters"
+    if config.kind == "plugin":
+        return f"{config.plugin}, {count}"
+    kind = f"{config.hf.model_type}, " if config.hf else ""
+    return f"{kind}{count}, {config.layers} layers, width {config.dim}, {config.heads} heads on {config.kv_heads}"
+
+
+_FRONT = """\
 ---
 library_name: transformers
 pipeline_tag: text-generation
@@ -308,6 +318,8 @@ tags:
 - {kind}
 ---
 
+"""
+_CARD = """\
 # {name}, after {round} rounds
 
 Trained with p2ptrain, by machines that each train on their own part of the data and arrive at the same bits. `run.json`
@@ -319,6 +331,14 @@ holds all settings of the run; its BLAKE3 digest, under the domain "run id", is 
 
 ## Load it
 
+{load}
+
+## Check it
+
+After its header, `model.safetensors` is the agreed state as the swarm hashes it, fp32 in the model's order: everyone
+who took part in the run can compare its root.
+"""
+_LOAD = """\
 ```python
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -332,10 +352,19 @@ print(tokenizer.decode(text[0, 1:]))
 ```
 
 In training a document follows the token that ends the previous one, so the prompt above starts with that token. The
-model has seen up to {length} tokens at once; its behaviour with more is unknown.
+model has seen up to {length} tokens at once; its behaviour with more is unknown."""
+_LOAD_PLUGIN = """\
+The model is the package {plugin}: install that version of it, beside p2ptrain.
 
-## Check it
+```python
+from pathlib import Path
 
-After its header, `model.safetensors` is the agreed state as the swarm hashes it, fp32 in the model's order: everyone
-who took part in the run can compare its root.
-"""
+from p2ptrain.config import RunConfig
+from p2ptrain.learn.models import build_with
+from p2ptrain.learn.plugins import allow
+from safetensors.torch import load_file
+
+allow(["{plugin}"])
+run = RunConfig.from_canonical(Path("run.json").read_bytes())
+model = build_with(run.model, load_file("model.safetensors")).eval()
+```"""

@@ -177,7 +177,9 @@ def _config_of_gguf(path: Path) -> str:
 
 
 def _prefix(model: ModelConfig) -> str:
-    return BUILTIN_PREFIX if model.hf is None else model.hf.architecture.base
+    if model.kind == "builtin":
+        return BUILTIN_PREFIX
+    return "" if model.hf is None else model.hf.architecture.base
 
 
 def _flat(path: Path, model: ModelConfig, found: Mapping[str, Found]) -> Tensor:
@@ -245,7 +247,7 @@ def _accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_other_config(path: Path, model: ModelConfig) -> None:
     """Refuses weights whose own config.json describes other arithmetic, which no shape would tell."""
-    if path.suffix == ".gguf" or not (text := config_beside(path)):
+    if path.suffix == ".gguf" or model.kind == "plugin" or not (text := config_beside(path)):
         return
     try:
         raw = json.loads(text)

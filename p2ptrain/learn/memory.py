@@ -7,13 +7,16 @@ GPU nothing has been compared yet.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
 import psutil
 import torch
+from torch import Tensor
 
 from p2ptrain.capacity import free_memory_bytes, memory_bytes
 from p2ptrain.config import DeviceConfig, ModelConfig, RunConfig
@@ -23,7 +26,9 @@ from p2ptrain.learn.aggregate import INT16_MAX
 from p2ptrain.learn.codec import PayloadFormat
 from p2ptrain.learn.inner import BATCH_ELEMENTS
 from p2ptrain.learn.model import logits_rows
-from p2ptrain.learn.models import shapes_of
+from p2ptrain.learn.models import build, shapes_of
+from p2ptrain.learn.plugins import FAILURES
+from p2ptrain.learn.recipes import copies_of
 from p2ptrain.learn.root import FLOAT_BYTES
 from p2ptrain.learn.shortage import mega
 from p2ptrain.learn.transform import Layout, block_chunks
@@ -50,6 +55,8 @@ POSITION_BYTES = 48  # for each sequence of a round, while its place in the data
 SHOWN_BYTES = 10**6  # parts smaller than this are not spelled out
 DISK_SHARE = 0.95  # of the free disk space that a run may need, unless limits.disk_bytes tells
 ROOM_LEFT = 1.25  # a nearly full disk causes other trouble first
+
+log = logging.getLogger("p2ptrain.learn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +240,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     parameters = sum(prod(shape) for shape in shapes)
     state, residual = FLOAT_BYTES * parameters, FLOAT_BYTES * layout.chunks * layout.area
     spec, coefficients = run.recipe.spec, layout.chunks * run.recipe.k
+    copies = copies_of(run.recipe)
     sequences = min(run.recipe.sequences_per_pass, passes.sequences_per_pass or run.recipe.sequences_per_pass)
     contributions = min(CONTRIBUTIONS_USUAL, run.admission.contributors_max)
     vote_bytes = 2 if contributions * run.recipe.vote_max <= INT16_MAX else 4
@@ -247,13 +255,16 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         state=state,
         payload=form.payload_bytes,
         residual=residual,
-        optimizer=spec.copies * state + inner + libraries,
+        optimizer=copies * state + inner + libraries,
         activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes)),
         codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work, orthogonal),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * form.contribution_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),
-        checkpoint=state + inner + residual + open_contributions * coefficients * 2 * FLOAT_BYTES,
+        checkpoint=(1 + copies - spec.copies) * state
+        + inner
+        + residual
+        + open_contributions * coefficients * 2 * FLOAT_BYTES,
         data=BATCH_COPIES * 8 * step * (run.model.sequence_length + 1) + POSITION_BYTES * step * run.recipe.local_steps,
         history=ENTRY_BYTES * contributions * run.agreement.history_rounds,
     )
@@ -265,7 +276,7 @@ def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: Pass
     if run.recipe.inner == "adamw":
         return 2 * FLOAT_BYTES * sum(sizes), 0
     # The first is the embedding; an output matrix of its own is the last that is a matrix.
-    is_untied = run.model.hf is not None and not run.model.hf.is_tied
+    is_untied = run.model.hf is not None and not run.model.hf.is_tied  # of a plug-in's nothing is known
     hidden = [prod(shape) for shape in shapes[1:] if len(shape) == 2][: -1 if is_untied else None]
     at_once = max([BATCH_ELEMENTS, *hidden])
     return FLOAT_BYTES * (2 * sum(sizes) - sum(hidden)), MUON_COPIES * (2 if passes.autocast else 4) * at_once
@@ -273,7 +284,7 @@ def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: Pass
 
 def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:
     """Returns the ratio of a pass's footprint on a CPU to its live tensors, due to holes in the heap."""
-    if model.hf is not None:
+    if model.kind != "builtin":
         return HOLES_HALF if is_half else HOLES  # at most; their shapes were not measured
     tokens, most = sequences * model.sequence_length, HOLES_HALF if is_half else HOLES
     wide, rest = (2 * 8 * model.ffn_dim, 36 * model.dim) if not is_half else (8 * model.ffn_dim, 32 * model.dim)
@@ -290,6 +301,8 @@ def activations(model: ModelConfig, sequences: int, passes: PassSettings) -> int
     """
     if model.kind == "own":
         return 0  # the script's process computes them
+    if model.kind == "plugin":
+        return measured_activations(model, sequences)
     if model.hf is not None:
         return hf_activations(model.hf, sequences, model.sequence_length, passes)
     tokens, vocabulary = sequences * model.sequence_length, model.vocab_size
@@ -330,3 +343,25 @@ def hf_activations(hf: HfConfig, sequences: int, length: int, passes: PassSettin
     rows = min(tokens, logits_rows(hf.vocab_size, passes.device)) if hf.architecture.is_head_plain else tokens
     of_head = 4 * FLOAT_BYTES * hf.vocab_size * (rows + hf.dim)
     return kept + of_head + 4 * FLOAT_BYTES * tokens * hf.dim
+
+
+@lru_cache(maxsize=8)
+def measured_activations(model: ModelConfig, sequences: int) -> int:
+    """Returns a bound of `activations` for a plug-in's model: twice what the loss of tensors without data keeps."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.device("meta"):
+        net = build(model)
+        batch = torch.zeros(sequences, model.sequence_length + 1, dtype=torch.int64)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.random.fork_rng(devices=[]):
+            net.loss(batch)
+    except FAILURES as error:  # it may look at its data
+        what = "the memory of a pass of %s is not known beforehand: its loss takes no tensors without data (%s)"
+        log.warning(what, model.plugin, " ".join(str(error).split())[:200])
+    own = {parameter.untyped_storage()._cdata for parameter in net.parameters()}
+    return 2 * sum(tensor.untyped_storage().nbytes() for name, tensor in kept.items() if name not in own)

@@ -191,7 +191,10 @@ class FusedLoss(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """A model that a run can train: a module with a loss. Each kind has parameters and first weights of its own."""
+    """A model that a run can train: a module with a loss. Each kind has parameters and first weights of its own.
+
+    A plug-in's is made with (config, settings), where `settings` is a `Settings` of its class.
+    """
 
     context = 0  # tokens that it can read at a time to continue a text; 0: it continues none
     draws = False  # whether a training pass draws random numbers (dropout)
@@ -201,8 +204,10 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def initialise(self, seed: int) -> None:
-        """Fills the model with its first weights: the same for the same seed on the same machine."""
-        raise NotImplementedError
+        """Fills the model with its first weights: the same for the same seed on the same machine.
+
+        Without this, they are those that a plug-in's constructor draws from torch's generator, which has that seed.
+        """
 
     def compile_layers(self) -> None:
         """Compiles the model with torch.compile."""

@@ -1,6 +1,7 @@
 """The models that a run can train, by `model.kind`.
 
-A model is a torch module with a loss over token sequences (`Model` in model.py). The agreed state is the list of its
+A model is a torch module with a loss over token sequences (`Model` in model.py): the built-in one, one of transformers,
+or that of a plug-in. The agreed state is the list of its
 trained parameters, in the order of `named_parameters`, where tied ones stand once; a run of a kind other than the
 built-in one names the digest of that list, so that two versions of a library that disagree about it are told so.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from p2ptrain.config import ModelConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DeviceError
+from p2ptrain.learn import plugins
 from p2ptrain.learn.model import Model, Transformer, parameter_shapes
 
 Shape = tuple[int, ...]
@@ -44,12 +46,19 @@ class OwnModel(Model):
         return []
 
 
-def build(config: ModelConfig, checkpointing: bool = False) -> Model:
-    """Makes the model; its weights are arbitrary until they are initialised or loaded."""
+def build(config: ModelConfig, checkpointing: bool = False, seed: int = 0) -> Model:
+    """Makes the model; its weights are arbitrary until they are initialised or loaded.
+
+    seed: of what a plug-in's constructor draws; nobody else's random numbers change
+    """
     if config.kind == "builtin":
         return Transformer(config, checkpointing=checkpointing)
     if config.kind == "own":
         return OwnModel(config)
+    if config.kind == "plugin":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return _checked(plugins.make("model", config.plugin, config.settings, config), config.plugin)
     from p2ptrain.learn.hf_model import HfModel  # noqa: PLC0415  # needs the extra [hf]
 
     model = HfModel(config, checkpointing=checkpointing)
@@ -59,8 +68,29 @@ def build(config: ModelConfig, checkpointing: bool = False) -> Model:
 
 def first_model(config: ModelConfig, seed: int, checkpointing: bool = False) -> Model:
     """Makes the model with its first weights: the same for the same seed on the same machine."""
-    model = build(config, checkpointing)
-    model.initialise(seed)
+    model = build(config, checkpointing, seed)
+    with torch.random.fork_rng(devices=[]), plugins.blamed_in_model(config, "made its first weights"):
+        model.initialise(seed)
+    return model
+
+
+def _checked(model: object, plugin: str) -> Model:
+    """Returns a plug-in's model if the swarm can agree on what it learns; ConfigError if not."""
+    key = "model.plugin"
+    if not isinstance(model, Model):
+        what = f"{plugin} makes {type(model).__name__}, which is no p2ptrain.learn.model.Model"
+        raise ConfigError(what, key=key, fix=plugins.AUTHOR_FIX)
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ConfigError(f"the model of {plugin} has no parameters", key=key, fix=plugins.AUTHOR_FIX)
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32 or not parameter.requires_grad:
+            what = f"{name} of {plugin} is {str(parameter.dtype).removeprefix('torch.')}"
+            what += "" if parameter.requires_grad else ", and frozen"
+            fix = "A parameter is float32 and trained; what does not change is a buffer"
+            raise ConfigError(what, key=key, fix=fix)
+    refuse_trained_buffers(model)
+    model.draws = True  # whether it does is not known
     return model
 
 
@@ -93,13 +123,19 @@ def named_shapes(config: ModelConfig) -> NamedShapes:
     """
     with torch.device("meta"):
         found = tuple((name, tuple(parameter.shape)) for name, parameter in build(config).named_parameters())
-    if config.kind == "transformers" and config.shapes not in ("", shapes_digest(found)):
-        from p2ptrain.learn.hf_model import library  # noqa: PLC0415
-
-        what = f"the installed transformers {library().__version__} makes other parameters than the run's: "
-        what += f"{shapes_digest(found)} instead of {config.shapes}"
+    if config.shapes and shapes_digest(found) != config.shapes:
+        what = f"{_maker(config)} makes other parameters than the run's: {shapes_digest(found)} instead of "
+        what += config.shapes
         raise DeviceError(what, fix="Install the version that the run's founder has")
     return found
+
+
+def _maker(config: ModelConfig) -> str:
+    if config.kind != "transformers":
+        return config.plugin or "the key model.parameters"
+    from p2ptrain.learn.hf_model import library  # noqa: PLC0415
+
+    return f"the installed transformers {library().__version__}"
 
 
 def shapes_digest(shapes: NamedShapes) -> str:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from p2ptrain.config import RecipeConfig
+from p2ptrain.learn import plugins
 from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, Values, value_type
 from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel, StepResult
@@ -155,7 +156,7 @@ def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: 
 
 
 class Recipe(Protocol):
-    """The interface of a recipe; its constructor takes (config, live, layout)."""
+    """The interface of a recipe; its constructor takes (config, live, layout), and a plug-in's its settings as well."""
 
     residual: Residual
     agreed: Tensor  # [parameters] the flat master weights, which the trainer updates in place
@@ -248,5 +249,14 @@ class LocalRecipe:
 
 
 def make_recipe(config: RecipeConfig, live: LiveModel, layout: Layout) -> Recipe:
-    """Makes the run's recipe."""
+    """Makes the run's recipe, or the plug-in's that takes its place: how contributions are applied stays the same."""
+    if config.plugin:
+        made: Recipe = plugins.make("recipe", config.plugin, config.settings, config, live, layout)
+        return made
     return GradientRecipe(config, live, layout) if config.spec.kind == "gradient" else LocalRecipe(config, live, layout)
+
+
+def copies_of(config: RecipeConfig) -> int:
+    """Returns how many copies of the weights the recipe keeps, besides the live ones; a plug-in says what it adds."""
+    added = getattr(plugins.load("recipe", config.plugin), "copies", 0) if config.plugin else 0
+    return config.spec.copies + int(added)

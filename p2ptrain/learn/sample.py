@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from p2ptrain.learn.model import Model
@@ -45,6 +45,8 @@ def sample(
     import torch  # noqa: PLC0415  # two seconds, which errors need not wait for
 
     check(request)
+    if not model.context:
+        raise DataError("the run's model continues no text")
     given, end = tokenizer.encode(request.prompt).tolist(), tokenizer.end_of_document
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(request.seed)

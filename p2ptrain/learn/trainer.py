@@ -46,6 +46,7 @@ from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
 from p2ptrain.learn.models import build, first_model
+from p2ptrain.learn.plugins import blamed_in_run
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, LocalRecipe, Withdrawal, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
 from p2ptrain.learn.sample import SampleRequest, sample
@@ -172,7 +173,8 @@ class Trainer:
         results = []
         for step in range(recipe.local_steps):
             chosen = positions[step * each : (step + 1) * each]
-            with told("training", self.device), self._drawing(round_number, place, step):
+            drawing, at_work = self._drawing(round_number, place, step), blamed_in_run(self.run, "trained")
+            with at_work, told("training", self.device), drawing:
                 batch = torch.from_numpy(self.dataset.batch(chosen, length)).to(self.device)
                 results.append(self.recipe.local_step(step, batch, chosen.tolist()))
             if on_step(results[-1]) is False:
@@ -192,8 +194,8 @@ class Trainer:
 
     @contextmanager
     def _drawing(self, round_number: int, place: int, step: int) -> Iterator[None]:
-        """Seeds what a model with dropout draws in a step: a training that is repeated gives the same bits."""
-        if not self.live.model.draws:
+        """Seeds what is drawn in a step (dropout, plug-ins): a training that is repeated gives the same bits."""
+        if not self.live.model.draws and not self.run.recipe.plugin:
             yield
             return
         told_apart = json.dumps([self.run.seed, round_number, place, step]).encode()
@@ -207,7 +209,7 @@ class Trainer:
         assert self._trained == round_number, "a contribution follows its training"
         assert round_number not in self.recipe.residual.kept, "a round's contribution is made once, and kept as bytes"
         self._trained = None
-        with told("making a contribution", self.device):
+        with blamed_in_run(self.run, "made a contribution"), told("making a contribution", self.device):
             return pack(self.recipe.contribute(round_number), self.form)
 
     # A trainer that loaded an older state may not know a contribution that was announced after that state was saved.
@@ -321,7 +323,7 @@ class Trainer:
         """Gives the model the agreed weights inside the block, and its own again afterwards."""
         # Without this, each new length of text would be compiled.
         eager = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
-        with told("looking at the agreed weights", self.device), eager:
+        with blamed_in_run(self.run, "was looked at"), told("looking at the agreed weights", self.device), eager:
             # These are of a recipe whose contributions do not need the gradient: each step begins with its own.
             own = None if self.recipe.agreed is self.live.weights else self.live.gradient.copy_(self.live.weights)
             if own is not None:

@@ -40,6 +40,7 @@ from p2ptrain.daemon import Daemon
 from p2ptrain.errors import INTERRUPTED, ConfigError, P2ptrainError
 from p2ptrain.learn.begin import GivenWeights
 from p2ptrain.learn.models import named_shapes
+from p2ptrain.learn.plugins import allow
 from p2ptrain.learn.trainer import EVALUATED_SEQUENCES, Trainer
 from p2ptrain.loop.channel import (
     FRAME_BYTES_MAX,
@@ -89,6 +90,9 @@ class ScriptLoop:
         if run.recipe.spec.kind != "local":
             what = f"recipe {run.recipe.name} takes one gradient a round, which a loop of one's own does not have"
             raise ConfigError(what, key="recipe.name", fix="A script can take part in runs of recipe local")
+        if run.recipe.plugin:
+            what = f"the run's steps are those of the plug-in {run.recipe.plugin}, and not a script's"
+            raise ConfigError(what, key="recipe.plugin", fix="Take part with `p2ptrain join`")
         ours, theirs = dict(self._begin.parameters), dict(named_shapes(run.model))
         for name, shape in theirs.items():
             if name not in ours:
@@ -221,6 +225,7 @@ def _node_config(begin: Begin) -> NodeConfig:
 def take_part(begin: Begin, connection: socket.socket, memory: Memory) -> None:
     """Runs the node until the script has left."""
     config = _node_config(begin)
+    allow(config.plugins.allow)
     loop = ScriptLoop(connection, memory, begin)
     if begin.address:
         launch.join(config, begin.wanted or None, begin.invitation or None, begin.trust or None, loop=loop)

@@ -79,7 +79,8 @@ def terms_of(run: RunConfig, config: NodeConfig, members: int, seen: RoundsSeen 
     need, demands = need_of(run), demands_of(run, config.device)
     disk = disk_demand(run, config, need, members=members)
     memory = [f"{mega(each.needed)} of {each.what}, {mega(each.free)} are free" for each in demands]
-    return {
+    plugins = " and ".join(sorted({run.model.plugin, run.recipe.plugin} - {""}))
+    return ({"plug-ins": f"{plugins}, which you have allowed"} if plugins else {}) | {
         "run": f"{run.name}, {run.run_id}",
         "model": f"{_model_name(run.model)}, {few(need.parameters, 'parameter', 'parameters')}",
         "memory": "; ".join(memory),

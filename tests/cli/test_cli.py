@@ -247,6 +247,22 @@ def test_check_knows_a_nodes_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert p2ptrain(capsys, "config", "check", file) == (0, f"{file}: OK, a node's settings\n", "")
 
 
+def test_check_says_that_a_plugin_has_to_be_allowed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "theirs.toml"
+    file.write_text('name = "theirs"\n[recipe]\nplugin = "not-there 1.0"\n')
+    assert p2ptrain(capsys, "config", "check", file)[0] == 0, "its size does not depend on the plug-in"
+    file.write_text('name = "theirs"\n[model]\nkind = "plugin"\nplugin = "not-there 1.0"\n')
+    status, out, err = p2ptrain(capsys, "config", "check", file)
+    assert (status, out) == (2, "")
+    assert err.startswith("model.plugin: this run takes its model from the package not-there 1.0, which is not allowed")
+    monkeypatch.setenv("P2PTRAIN_PLUGINS__ALLOW", "not-there 1.0")
+    status, out, err = p2ptrain(capsys, "config", "check", file)
+    assert (status, out) == (2, "")
+    assert err.endswith("Install that one: pip install not-there==1.0, or from where those who run it say\n")
+
+
 @pytest.mark.parametrize(("arguments", "model"), [((), RunConfig), (("run",), RunConfig), (("node",), NodeConfig)])
 def test_schema_is_the_models_and_describes_every_key(
     arguments: tuple[str, ...], model: type[RunConfig] | type[NodeConfig], capsys: pytest.CaptureFixture[str]
@@ -370,8 +386,11 @@ def test_prepare_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
 
 def test_an_example_is_printed_to_begin_with_and_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = p2ptrain(capsys, "config", "example")
-    assert (status, [line.split()[0] for line in out.splitlines()]) == (0, ["demo", "distro", "tiny"])
+    assert (status, [line.split()[0] for line in out.splitlines()]) == (
+        0,
+        ["digits", "noisy", "demo", "distro", "tiny"],
+    )
     status, out, _ = p2ptrain(capsys, "config", "example", "tiny")
     assert (status, out) == (0, (ROOT / "examples" / "tiny.toml").read_text())
     status, _, err = p2ptrain(capsys, "config", "example", "huge")
-    assert (status, err) == (2, "NAME: there is no example 'huge'. Take one of demo, distro, tiny\n")
+    assert (status, err) == (2, "NAME: there is no example 'huge'. Take one of digits, noisy, demo, distro, tiny\n")

@@ -264,7 +264,7 @@ IN_A_NODE = {
     'home directory, found "~nobody at all/x". Write for instance directory = ""',
     # pydantic-settings takes arguments with such names, which would read another file
     "_env_file = 'x'": "FILE: _env_file: unknown key. Known here: identity, network, device, limits, storage, http, "
-    "tracking, logging",
+    "plugins, tracking, logging",
 }
 
 

@@ -29,6 +29,7 @@ from p2ptrain.learn.trainer import Trainer
 from p2ptrain.node import limits
 from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import find_dataset, open_dataset
+from tests.helpers.plugins import install
 from tests.helpers.trainer import ONE_THREAD, TINY, embedded
 
 PROBE = "a_module_that_a_stranger_names"
@@ -145,6 +146,31 @@ def test_no_text_of_a_hostile_config_imports_opens_or_runs_anything(
             assert [each for each in seen if mine not in each] == [], f"{path} = {text[:80]!r}"
     assert {*sys.modules} == before
     assert taken >= 5, "some texts are digests or names"
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("model", {"kind": "plugin", "plugin": "a-plugin 1.0", "settings": {"a": f"{PROBE}:Recipe"}}),
+        ("recipe", {"plugin": "a-plugin 1.0", "settings": {"a": "1"}}),
+    ],
+)
+def test_a_plugin_that_is_installed_but_not_allowed_is_not_looked_for(
+    section: str, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: TokenDataset
+) -> None:
+    (tmp_path / f"{PROBE}.py").write_text("class Recipe: ...\n")
+    install(tmp_path, "a-plugin 1.0", {"p2ptrain.models": f"{PROBE}:Recipe", "p2ptrain.recipes": f"{PROBE}:Recipe"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run, shapes = RunConfig.model_validate({"name": "theirs", section: values}), "ab" * 32 if section == "model" else ""
+    theirs = run.sealed(manifest="ab" * 32, initial_root="cd" * 32, founders=["ef" * 32], shapes=shapes)
+    with WATCHED.watching() as seen:
+        taken = RunConfig.from_canonical(theirs.canonical())
+        with pytest.raises(ConfigError, match=r"^(model|recipe)\.plugin: .* a-plugin 1\.0, which is not allowed"):
+            need_of(taken)
+        with pytest.raises(ConfigError):
+            Trainer(taken, ONE_THREAD, dataset, initial=False)
+    assert [each for each in seen if f"'{PROBE}" in each or "dist-info" in each] == []
+    assert PROBE not in sys.modules
 
 
 NUMBERS = (0, -1, 1, 2**16, 2**20, 2**24, 2**31, 2**40, 2**53, 2**63, 2**64, 10**1_000)

@@ -37,6 +37,13 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
         "p2ptrain checkpoint export copy --data-dir theirs",
         "p2ptrain start next.toml --from copy",
     ],
+    ("docs/how-to/write-a-plug-in.md", "plugin"): [
+        "pip install ./examples/plugin-model",
+        "python -m p2ptrain_digits > digits.jsonl",
+        "p2ptrain data prepare my-digits digits.jsonl --held-out 20",
+        'P2PTRAIN_PLUGINS__ALLOW="p2ptrain-digits 0.1.0" p2ptrain start digits.toml --data my-digits',
+        'P2PTRAIN_PLUGINS__ALLOW="p2ptrain-digits 0.1.0" p2ptrain join --bootstrap ADDR',
+    ],
     ("docs/how-to/on-a-gpu-server.md", "gpu"): [
         "p2ptrain doctor",
         "p2ptrain join --bootstrap ADDR --config gpu.toml --data-dir gpu1",
