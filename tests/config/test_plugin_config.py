@@ -87,7 +87,8 @@ MISTAKES = {
     '[model]\nkind = "plugin"': 'model: kind = "plugin" needs a package. Write plugin = "NAME VERSION"',
     '[model]\nplugin = "a 1"': f'model: plugin belongs to a model of kind = "plugin". {ELSEWHERE}',
     "[model]\nsettings = { a = 1 }": f'model: settings belongs to a model of kind = "plugin". {ELSEWHERE}',
-    f'[model]\nshapes = "{KEY}"': f'model: shapes belongs to a model of kind = "transformers", "plugin" or "own". {ELSEWHERE}',
+    f'[model]\nshapes = "{KEY}"': 'model: shapes belongs to a model of kind = "transformers", "plugin" or "own". '
+    f"{ELSEWHERE}",
     MODEL + 'config = "{}"': f'model: config belongs to a model of kind = "transformers". {ELSEWHERE}',
     MODEL + "dim = 64": 'model: dim describes a model of kind = "builtin". Remove it, settings has the sizes',
     MODEL + 'preset = "1m"': 'model: preset describes a model of kind = "builtin". Remove it, settings has the sizes',
