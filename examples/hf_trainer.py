@@ -29,7 +29,7 @@ if __name__ == "__main__":
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, **sizes))
     settings = TrainingArguments(
-        output_dir=f"{directory}/trainer", max_steps=500, per_device_train_batch_size=8, learning_rate=2e-3,
+        output_dir=f"{directory}/trainer", max_steps=1_000, per_device_train_batch_size=8, learning_rate=2e-3,
         gradient_accumulation_steps=2, logging_steps=50, save_strategy="no", report_to=[], use_cpu=True,
     )  # fmt: skip
     others = SwarmCallback(*address, directory=directory)  # +

@@ -132,7 +132,7 @@ def test_a_disk_that_takes_nothing_does_not_hide_them_from_this_life(
 
 
 def test_its_exit_status_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def end(*_: object) -> None:
+    def end(*_: object, **__: object) -> None:
         raise HardwareError("suspect it")
 
     monkeypatch.setattr(launch, "join", end)

@@ -2,62 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from time import monotonic
 
-import psutil
 import pytest
 
-from tests.helpers.daemons import LISTEN, OWN, STOP_SECONDS, TEST_SECONDS, Daemon, Swarm, p2ptrain
+from tests.helpers.daemons import LISTEN, STOP_SECONDS, TEST_SECONDS, Swarm, p2ptrain
+from tests.helpers.scripts import script
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 LATE = 50
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    made = Swarm(tmp_path)
-    yield made
-    for node in made.daemons:
-        if node.is_running:
-            node.kill()
-
-
-class Script(Daemon):
-    """The example, whose node lives in a process of its own."""
-
-    def start(self) -> Daemon:
-        environment = {**os.environ, **OWN, "P2PTRAIN_NETWORK__LISTEN": LISTEN, **self.own}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(EXAMPLE), str(self.directory), *self.arguments],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
-            )  # fmt: skip
-        self.started_at = monotonic()
-        return self
-
-    @property
-    def node(self) -> psutil.Process:
-        (found,) = (each for each in psutil.Process(self.pid).children() if "p2ptrain.loop.node_side" in each.cmdline())
-        return found
-
-    def until_left(self) -> None:
-        """Waits until script and node have ended, and expects that the node left."""
-        self.until_ended()
-        assert (self.directory / "node.log").read_text().splitlines()[-1].find("left: ended") > 0
-
-
-def script(swarm: Swarm, name: str, *arguments: str) -> Script:
-    made = Script(swarm, name, *arguments)
-    swarm.daemons.append(made)
-    return made
 
 
 def test_three_scripts_train_one_model_of_which_one_comes_late_and_one_is_killed(swarm: Swarm) -> None:
