@@ -203,7 +203,9 @@ def test_another_list_of_parameters_than_the_runs_is_told(place: Path) -> None:
         need_of(run_of(wrong))
 
 
-DROPS = HEAD.replace("self.one(sequences[:, :-1])", "nn.functional.dropout(self.one(sequences[:, :-1]), 0.5)")
+DROPS = HEAD.replace(
+    "self.one(sequences[:, :-1])", "nn.functional.dropout(self.one(sequences[:, :-1]), 0.5, self.training)"
+)
 
 
 def test_random_numbers_are_seeded_and_replicas_stay_equal(place: Path, dataset: TokenDataset) -> None:

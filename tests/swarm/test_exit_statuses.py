@@ -74,7 +74,7 @@ def test_a_disk_that_cannot_be_read_now_may_be_mended_meanwhile(
 def test_its_status_tells_it_from_what_may_go_better_the_next_time(
     error: Exception, status: ExitStatus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def end(*_: object) -> None:
+    def end(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(launch, "join", end)
