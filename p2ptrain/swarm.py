@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
 import msgspec
 import platformdirs
@@ -38,7 +40,11 @@ LEAVE_SECONDS = 60.0  # for the node to say goodbye and save
 LOG_NAME = "node.log"  # in the node's directory
 LOG_LINES = 5  # of it in the message, if the node dies
 
+NAME = re.compile(r"[A-Za-z0-9_.]{1,150}")  # of a parameter
+RENAME = "Rename the module that has it"
+
 log = logging.getLogger("p2ptrain")
+_OPEN: WeakSet[Swarm] = WeakSet()
 _DECODER = msgspec.msgpack.Decoder(NodeAnswer)
 
 
@@ -112,14 +118,23 @@ def _trained(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     from p2ptrain.learn.models import refuse_trained_buffers  # noqa: PLC0415
 
     refuse_trained_buffers(model)
-    found = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    found = [(_plain(name), each) for name, each in model.named_parameters() if each.requires_grad]
     for name, each in found:
         if each.dtype != torch.float32:
             fix = "Keep the weights in float32, and compute in less with torch.autocast"
             raise ConfigError(f"{name} is {str(each.dtype).removeprefix('torch.')}", key="model", fix=fix)
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} has other characters than letters, digits, _ and .", key="model", fix=RENAME)
+        if not each.numel():
+            raise ConfigError(f"{name} has no elements", key="model", fix="Remove it, or set requires_grad = False")
     if not found:
         raise ConfigError("no parameter trains", key="model", fix="Set requires_grad on those that should")
     return tuple((name, tuple(each.shape)) for name, each in found)
+
+
+def _plain(name: str) -> str:
+    """Returns a parameter's name without what torch.compile and DistributedDataParallel put before it."""
+    return name.removeprefix("module.").removeprefix("_orig_mod.")
 
 
 class Swarm:
@@ -129,6 +144,7 @@ class Swarm:
         self.model, self.optimizer = model, optimizer
         self.directory = Path(str(begin.options["storage.directory"]))  # of the node, with its log
         self.round = 0  # that is being trained
+        self._shapes = dict(begin.parameters)
         size = sum(math.prod(shape) for _, shape in begin.parameters)
         ours, theirs = socket.socketpair()
         descriptor = channel.make_memory(size)
@@ -141,6 +157,10 @@ class Swarm:
         self._work: channel.RoundToTrain | None = None
         self._losses: list[float] = []
         self._tokens, self._began = 0, 0.0
+        self._calls = 0  # of `step`
+        self._is_ending = False  # this round's steps are over
+        self._process = os.getpid()
+        _OPEN.add(self)
         atexit.register(self.leave)
         with contextlib.ExitStack() as stack:
             stack.callback(self.leave)
@@ -148,7 +168,7 @@ class Swarm:
             ready = self._await(0)
             assert isinstance(ready, channel.NodeReady)
             self.run_id, self.addresses = ready.run_id, list(ready.addresses)
-            self._ready, self._order = ready, dict(self._named())
+            self._ready = ready
             self._take_next()
             stack.pop_all()
 
@@ -167,28 +187,33 @@ class Swarm:
         """
         last = None if rounds is None else self.round + rounds
         while last is None or self.round < last:
-            if self._work is None:
-                self._take_next()
+            self._begin_if_over()
+            calls = self._calls
             yield self._sequences(channel.TakeSequences(len(self._losses)), counts=True)
+            if self._calls == calls:
+                fix = "For gradient accumulation, split the batch, and call step() once"
+                raise ConfigError("batches() was asked again before step()", fix=fix)
 
     def step(self, loss: Tensor | float) -> bool:
         """Ends a step: call it after the backward pass, or after your own optimizer's step if none was given.
 
         At the end of a round it waits for the others, and puts what was agreed into the model; then it returns True.
         """
+        self._calls += 1
         value = float(loss.detach() if hasattr(loss, "detach") else loss)
-        if self._work is None:
-            self._take_next()
-            self._clear_gradient()
+        if self._begin_if_over():
             return True
         if not math.isfinite(value):
             self._drop(TrainingError("the loss", step=len(self._losses), positions=[]))
         if self.optimizer is not None:
+            if not self._is_gradient_finite():  # or the optimizer would remember it
+                self._drop(TrainingError("the gradient", step=len(self._losses), positions=[]))
             self.optimizer.step()
             self._clear_gradient()
         self._losses.append(value)
         self._memory.note_step()
-        if self._takes_another(self._work.number):
+        self._is_ending = self._is_over()
+        if not self._is_ending:
             return False
         self._contribute()
         self._take_next()
@@ -199,8 +224,6 @@ class Swarm:
         import torch  # noqa: PLC0415
 
         batch = self._sequences(channel.TakeHeldOut(sequences))
-        if not len(batch):
-            raise errors.DataError("the run's data has no held-out sequence")
         with torch.no_grad(), self._agreed_weights():
             losses = [float(loss(part)) * len(part) for part in torch.split(batch, max(1, self._step_sequences))]
         return sum(losses) / len(batch)
@@ -228,6 +251,8 @@ class Swarm:
 
     def leave(self) -> None:
         """Leaves the run, and waits until the node has saved and ended. Called again, it does nothing."""
+        if os.getpid() != self._process:
+            return  # a copy of the script: the swarm is its parent's
         atexit.unregister(self.leave)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # the node then leaves
@@ -253,13 +278,30 @@ class Swarm:
     # -----------------------------------------------------------------------------------------------
     # Rounds
 
-    def _takes_another(self, number: int) -> bool:
+    def _begin_if_over(self) -> bool:
+        """Takes up the next round if there is none, or if the end of one was interrupted; returns whether it did."""
+        if self._work is not None and not self._is_ending and len(self._losses) < self._ready.steps:
+            return False
+        if self._work is not None:
+            self._contribute()
+        self._take_next()
+        self._clear_gradient()
+        return True
+
+    def _is_over(self) -> bool:
+        assert self._work is not None
         done, ready = len(self._losses), self._ready
-        pace = self._memory.pace(number)
+        pace = self._memory.pace(self._work.number)
         if pace is None:
-            return done < ready.steps
+            return done >= ready.steps
         each = (perf_counter() - self._began) / done
-        return takes_another(done, ready.steps_min, ready.steps, each, *pace)
+        return not takes_another(done, ready.steps_min, ready.steps, each, *pace)
+
+    def _is_gradient_finite(self) -> bool:
+        import torch  # noqa: PLC0415
+
+        norms = [torch.linalg.vector_norm(each.grad) for each in self.model.parameters() if each.grad is not None]
+        return not norms or bool(torch.isfinite(torch.stack(norms)).all())
 
     def _contribute(self) -> None:
         """Gives the node how far this round's steps have moved the weights."""
@@ -282,6 +324,7 @@ class Swarm:
         self.load_agreed()
         self._work, self.round = work, work.number
         self._losses, self._tokens, self._began = [], 0, perf_counter()
+        self._is_ending = False
 
     def _drop(self, error: TrainingError) -> None:
         """Gives up the round: nothing computed from what is not finite may reach the others."""
@@ -309,25 +352,25 @@ class Swarm:
         import torch  # noqa: PLC0415
 
         own = [parameter.detach().clone() for _, _, parameter in self._parts()]
-        was_training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.load_agreed()
         self.model.eval()
         try:
             yield
         finally:
-            self.model.train(was_training)
+            for module, is_training in modes:
+                module.training = is_training
             with torch.no_grad():
                 for (_, _, parameter), mine in zip(self._parts(), own, strict=True):
                     parameter.copy_(mine)
 
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
-
     def _parts(self) -> Iterator[tuple[Tensor, Tensor, torch.nn.Parameter]]:
         """Yields each parameter with its part of both halves of the shared memory, in the run's order."""
-        place = 0
+        place, named = 0, {_plain(name): each for name, each in self.model.named_parameters()}  # they may be new
         for name in self._ready.names:
-            parameter = self._order[name]
+            if (parameter := named.get(name)) is None or parameter.shape != self._shapes[name]:
+                fix = "Change no parameter's name or shape between start() or join() and leave()"
+                raise ConfigError(f"the model has no {name} {list(self._shapes[name])} any more", key="model", fix=fix)
             stop = place + parameter.numel()
             moved, base = (half[place:stop].view(parameter.shape) for half in (self._memory.moved, self._memory.base))
             yield moved, base, parameter
@@ -336,7 +379,7 @@ class Swarm:
     def _write_first(self, names: Sequence[str]) -> None:
         import torch  # noqa: PLC0415
 
-        named = dict(self._named())
+        named = {_plain(name): each for name, each in self.model.named_parameters()}
         torch.cat([named[name].detach().reshape(-1).cpu() for name in names], out=self._memory.base)
 
     @property
@@ -393,11 +436,22 @@ class Swarm:
         return _DECODER.decode(body)
 
     def _ended(self) -> NodeEndedError:
-        self._node.wait(LEAVE_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._node.wait(LEAVE_SECONDS)
         place = self.directory / LOG_NAME
         last = "\n".join(place.read_text(errors="replace").splitlines()[-LOG_LINES:])
         status = self._node.returncode
         return NodeEndedError(f"the node has ended with status {status}; {place} ends with:\n{last}")
+
+
+def _let_go_in_child() -> None:
+    """Closes a forked copy's ends of its parent's swarms, or nodes would not see that their script has died."""
+    for each in list(_OPEN):
+        atexit.unregister(each.leave)
+        each._socket.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _spawn(theirs: socket.socket, descriptor: int, directory: Path) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,7 +11,7 @@ from pydantic import Field, model_validator
 from p2ptrain.config.fields import Accepts, DigestOrEmpty, PluginOrEmpty, PluginSettings, Section, Settings
 from p2ptrain.config.hf import HF_CONFIG_BYTES_MAX, HfConfig, read_hf_config
 
-PARAMETERS_MAX = 4_096
+PARAMETERS_MAX, OWN_PARAMETERS_MAX = 4_096, 2**40
 ParameterText = Annotated[  # a name and the sizes of its dimensions
     str,
     Field(max_length=200, pattern=r"^[A-Za-z0-9_.]+( [1-9][0-9]{0,8}){0,5}$"),
@@ -123,6 +124,8 @@ class ModelConfig(Section):
             raise ValueError('kind = "own" is for scripts: begin the run with p2ptrain.start(model) in one')
         if len(set(names)) < len(names):
             raise ValueError("parameters has a name twice: name each once")
+        if (size := sum(prod(shape) for _, shape in self.named)) > OWN_PARAMETERS_MAX:
+            raise ValueError(f"parameters has {size:,} numbers, and {OWN_PARAMETERS_MAX:,} are possible: take fewer")
 
     @property
     def named(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

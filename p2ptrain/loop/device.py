@@ -15,7 +15,7 @@ from time import perf_counter
 
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.core.messages import authored, payload_digest
-from p2ptrain.errors import ConfigError, DataError, P2ptrainError
+from p2ptrain.errors import ConfigError, DataError, NodeEndedError, P2ptrainError
 from p2ptrain.learn.assignment import Positions
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.loop.channel import Memory, RoundTrained
@@ -80,6 +80,8 @@ class LoopDevice(Device):
 
     def current(self) -> Work:
         """Returns the round that the script trains. ConfigError if there is none."""
+        if self.is_stopping:
+            raise NodeEndedError("the node is ending; its log says why")
         if self._work is None or not self._work.is_laid:
             raise ConfigError("no round is being trained", fix="Call step() first")
         return self._work
@@ -87,7 +89,9 @@ class LoopDevice(Device):
     def take(self, trained: RoundTrained) -> None:
         """Takes the steps of the script, and lets the training go on."""
         self.current()
-        self._end().set_result(trained)
+        done = self._end()
+        if not done.done():
+            done.set_result(trained)
 
     def begin_again(self) -> None:
         """Has the script take the current round's steps from the start: what it had of them is lost."""
@@ -95,8 +99,8 @@ class LoopDevice(Device):
 
     def drop(self, error: P2ptrainError) -> None:
         """Ends the current training, if there is one, without a contribution."""
-        if self._work is not None:
-            self._end().set_exception(error)
+        if self._work is not None and not (done := self._end()).done():
+            done.set_exception(error)
 
     def _end(self) -> asyncio.Future[RoundTrained]:
         """Forgets the current training; returns its future."""

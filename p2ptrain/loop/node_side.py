@@ -37,7 +37,7 @@ from p2ptrain.config import (
 )
 from p2ptrain.core.complaints import Code
 from p2ptrain.daemon import Daemon
-from p2ptrain.errors import INTERRUPTED, ConfigError, P2ptrainError
+from p2ptrain.errors import INTERRUPTED, ConfigError, DataError, P2ptrainError
 from p2ptrain.learn.begin import GivenWeights
 from p2ptrain.learn.models import named_shapes
 from p2ptrain.learn.plugins import allow
@@ -93,7 +93,8 @@ class ScriptLoop:
         if run.recipe.plugin:
             what = f"the run's steps are those of the plug-in {run.recipe.plugin}, and not a script's"
             raise ConfigError(what, key="recipe.plugin", fix="Take part with `p2ptrain join`")
-        ours, theirs = dict(self._begin.parameters), dict(named_shapes(run.model))
+        own = run.model.named if run.model.kind == "own" else named_shapes(run.model)  # nothing is made of a stranger's
+        ours, theirs = dict(self._begin.parameters), dict(own)
         for name, shape in theirs.items():
             if name not in ours:
                 fix = "Make the model that the run was begun with; parameters that do not train are left out"
@@ -175,12 +176,16 @@ class ScriptLoop:
                 log.warning("the script takes the steps of round %d again: %s", device.current().number, why)
                 device.begin_again()
             case TakeSequences(step=step):
-                positions = device.current().positions
                 each = self._sequences
-                return await self._read(positions[step * each : (step + 1) * each], daemon)
+                chosen = device.current().positions[step * each : (step + 1) * each]
+                if not len(chosen):
+                    raise ConfigError("the round has no such step", fix="Call step() after each batch")
+                return await self._read(chosen, daemon)
             case TakeHeldOut(count=count):
                 data, length = device.trainer.dataset, daemon.run.model.sequence_length
                 count = min(count or EVALUATED_SEQUENCES, data.held_out_sequences(length))
+                if count < 1:
+                    raise DataError("the run's data has no held-out sequence")
                 await daemon.driver.edges.fetching.held_out(count)
                 return await self._read(range(count), daemon, is_held_out=True)
         return Done()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -134,6 +135,83 @@ def test_a_loss_that_is_not_finite_is_told_and_the_loop_may_go_on(here: Path) ->
                 pass
         assert swarm.step(1.0)
         assert all(map(math.isfinite, train(swarm, 1)))
+
+
+def test_in_the_middle_of_a_round_what_is_told_is_of_the_agreed_weights(here: Path, tmp_path: Path) -> None:
+    net = Net()
+    net.tokens.eval()
+    with started(here, net) as swarm:
+        train(swarm, 1)
+        agreed = [each.detach().clone() for each in net.parameters()]
+        before = swarm.evaluate(net.loss)
+        for batch in swarm.batches():
+            net.loss(batch).backward()
+            assert not swarm.step(5.0)
+            assert all(each.grad is None for each in net.parameters())
+            with pytest.raises(ConfigError, match=r"batches\(\) was asked again before step"):
+                for _ in swarm.batches():
+                    pass
+            break
+        own = [each.detach().clone() for each in net.parameters()]
+        assert not any(torch.equal(each, was) for each, was in zip(own, agreed, strict=True))
+        assert swarm.evaluate(net.loss) == before
+        swarm.save_pretrained(tmp_path / "saved")
+        saved = load_file(tmp_path / "saved" / "model.safetensors")
+        assert all(torch.equal(saved[name], was) for (name, _), was in zip(net.named_parameters(), agreed, strict=True))
+        assert all(torch.equal(each, was) for each, was in zip(net.parameters(), own, strict=True))
+        assert (net.training, net.tokens.training) == (True, False)
+        with pytest.raises(DataError, match="no held-out sequence"):
+            swarm.evaluate(net.loss, -1)
+        net.scale = nn.Parameter(torch.ones(2))
+        with pytest.raises(ConfigError, match=r"the model has no scale \[\] any more"):
+            swarm.load_agreed()
+
+
+def test_a_gradient_that_is_not_finite_does_not_stay_in_the_optimizer(here: Path) -> None:
+    net = Net()
+    with started(here, net) as swarm:
+        train(swarm, 1)
+        net.loss(next(swarm.batches())).backward()
+        net.scale.grad = torch.tensor(math.nan)
+        with pytest.raises(TrainingError, match="the gradient is not finite in step 0"):
+            swarm.step(5.0)
+        assert all(map(math.isfinite, train(swarm, 2)))
+
+
+def test_who_is_interrupted_anywhere_may_go_on(here: Path) -> None:
+    net, interrupts, until = Net(), 0, monotonic() + 6.0
+    with started(here, net) as swarm:
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            while monotonic() < until:
+                signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.1 * (interrupts % 7) / 7)
+                try:
+                    for batch in swarm.batches():
+                        loss = net.loss(batch)
+                        loss.backward()
+                        swarm.step(loss)
+                except KeyboardInterrupt:
+                    interrupts += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        number = swarm.round
+        assert interrupts > 20
+        assert number > 5
+        train(swarm, 2)
+
+
+def test_a_copy_of_the_script_neither_leaves_for_it_nor_keeps_its_place(here: Path) -> None:
+    with started(here) as swarm:
+        if (copy := os.fork()) == 0:
+            swarm.leave()
+            os._exit(7 if swarm._socket.fileno() == -1 else 8)
+        assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 7
+        train(swarm, 1)
 
 
 def test_a_node_that_dies_is_told_with_the_end_of_its_log(here: Path) -> None:
