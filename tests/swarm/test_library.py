@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -287,6 +288,16 @@ def test_the_page_about_it_works(tmp_path: Path) -> None:
     assert "others join with /ip4/" in done.stdout
     assert float(done.stdout.split("held out: ")[1]) < 4.5
     assert (tmp_path / "trained" / "model.safetensors").exists()
+
+
+def test_the_notebook_works(tmp_path: Path) -> None:
+    cells = json.loads((Path(__file__).parents[2] / "examples" / "notebook.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("held out ")[1].split()[0]) < 4.5
+    assert "1 members; " in done.stdout
+    assert (tmp_path / "notebook-model" / "model.safetensors").exists()
 
 
 def test_a_simulated_swarm_learns_and_its_replicas_are_one() -> None:
