@@ -1,7 +1,7 @@
 """Makes docs/reference/ from the code: `make docs`. A test does the same and compares (tests/project/test_docs.py).
 
 What a page says stands where the code says it: the help of the commands, the descriptions of the config's keys, the
-names and texts of the metrics, and the models of the HTTP answers.
+names and texts of the metrics, the models of the HTTP answers, and the docstrings of the library.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from pydantic import BaseModel
 
+import p2ptrain
 from p2ptrain.cli import app, exits
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.text import allowed, fields, sections, to_toml
@@ -42,6 +43,7 @@ def pages() -> dict[str, str]:
         "config.md": "".join(_config()),
         "metrics.md": "".join(_metrics()),
         "http.md": "".join(_http()),
+        "python.md": "".join(_python()),
     }
 
 
@@ -291,6 +293,32 @@ def _type(schema: dict[str, Any]) -> str:
         case _:
             raise AssertionError(f"no words for {schema}")
     return text
+
+
+# ---------------------------------------------------------------------------------------------------
+# The library
+
+
+def _python() -> Iterator[str]:
+    yield "# The Python library\n\n" + NOTE.format(source="the docstrings of p2ptrain") + "\n"
+    yield "`import p2ptrain` has these names. [Use it from Python](../how-to/use-from-python.md) shows them at work.\n"
+    for name in (each for each in p2ptrain.__all__ if each != "__version__"):
+        found = getattr(p2ptrain, name)
+        if not inspect.isclass(found):
+            yield _told(name, found)
+            continue
+        yield f"\n## {name}\n\n{inspect.getdoc(found)}\n"
+        for method, value in vars(found).items() if not issubclass(found, Exception) else ():
+            if isinstance(value, property):
+                yield f"\n### {name}.{method}\n\n{inspect.getdoc(value)}\n"
+            elif inspect.isfunction(value) and not method.startswith("_"):
+                yield _told(f"{name}.{method}", value)
+
+
+def _told(name: str, function: Callable[..., object]) -> str:
+    signature = str(inspect.signature(function)).replace("self, ", "").replace("(self)", "()").replace("'", "")
+    level = "###" if "." in name else "##"
+    return f"\n{level} {name}\n\n```text\n{name}{signature}\n```\n\n{inspect.getdoc(function)}\n"
 
 
 if __name__ == "__main__":

@@ -126,8 +126,10 @@ def test_the_reference_has_every_command_key_metric_and_address(generate: Module
         assert f"| `{metric}` |" in made["metrics.md"]
     for address in ("/status", "/readyz", "/events"):
         assert f"| `{address}` |" in made["http.md"]
-    for text in made.values():
-        assert "None" not in text
+    for name in ("start", "join", "simulate", "Swarm.step", "Swarm.leave"):
+        assert f"\n{name}(" in made["python.md"]
+    for name, text in made.items():
+        assert "None" not in text or name == "python.md"
         assert str(ROOT) not in text
 
 
