@@ -180,7 +180,7 @@ def test_a_gradient_that_is_not_finite_does_not_stay_in_the_optimizer(here: Path
 
 
 def test_who_is_interrupted_anywhere_may_go_on(here: Path) -> None:
-    net, interrupts, until = Net(), 0, monotonic() + 6.0
+    net, interrupts = Net(), 0
     with started(here, net) as swarm:
 
         def interrupt(*_: object) -> None:
@@ -188,7 +188,7 @@ def test_who_is_interrupted_anywhere_may_go_on(here: Path) -> None:
 
         before = signal.signal(signal.SIGALRM, interrupt)
         try:
-            while monotonic() < until:
+            while interrupts < 40 or swarm.round < 10:
                 signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.1 * (interrupts % 7) / 7)
                 try:
                     for batch in swarm.batches():
@@ -200,9 +200,6 @@ def test_who_is_interrupted_anywhere_may_go_on(here: Path) -> None:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        number = swarm.round
-        assert interrupts > 20
-        assert number > 5
         train(swarm, 2)
 
 
