@@ -222,7 +222,7 @@ async def _start(
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
         owner = await _answer_owner(stack, config, daemon)
         http = await _show(stack, config, daemon)
-        _check_model(run, loop)
+        await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
         log.info("preparing the data and the first weights of %s", run.name)
         place = dataset_directory(config, run.data.manifest)
         before = begun_here(run, said, config, identity.key.hex())
@@ -256,7 +256,7 @@ async def _join(
         http = await _show(stack, config, daemon)
         transport = await _open_with_relays(stack, config, wanted, owner.sockets)
         run, sources = await find_run(transport, config, wanted)
-        _check_model(run, loop)
+        await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
         refuse_trust_in_the_start(trust, run)
         await asyncio.to_thread(refuse_too_large, run, config)
         if not await takes_part(transport, run, sources, config, asks):

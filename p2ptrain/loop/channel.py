@@ -76,7 +76,6 @@ class NodeReady(Struct, frozen=True, tag="ready"):
     """The node takes part."""
 
     run_id: str
-    run_name: str
     directory: str  # the node's data
     addresses: tuple[str, ...]
     names: tuple[str, ...]  # of the parameters, in the run's order
@@ -103,7 +102,7 @@ class Done(Struct, frozen=True, tag="done"):
 
 
 class NodeNote(Struct, frozen=True, tag="note"):
-    """What the script waits for, before its answer."""
+    """A sentence for a script that waits, before the answer: why there is none yet."""
 
     text: str
 

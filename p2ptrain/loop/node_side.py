@@ -137,7 +137,7 @@ class ScriptLoop:
         names = tuple(name for name, _ in named_shapes(run.model))
         recipe = run.recipe
         steps_min = recipe.local_steps_min or recipe.local_steps
-        self._send(0, NodeReady(run.run_id, run.name, directory, addresses, names, recipe.local_steps, steps_min))
+        self._send(0, NodeReady(run.run_id, directory, addresses, names, recipe.local_steps, steps_min))
 
     def _send(self, number: int, answer: Answer) -> None:
         if self._writer is not None and not self._writer.is_closing():

@@ -68,7 +68,7 @@ async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, 
 
 
 # ---------------------------------------------------------------------------------------------------
-# What a run asks
+# The demands of a run
 
 
 def terms_of(run: RunConfig, config: NodeConfig, members: int, seen: RoundsSeen | None) -> dict[str, str]:

@@ -250,6 +250,18 @@ class Swarm:
             node.until(lambda node=node: len(node.status().get("roster", ())) == size)
         return nodes
 
+    def kill_while_it_trains(self, first: Daemon, second: Daemon) -> None:
+        """Kills the second of two members, which has to repeat its round as it was; both go on."""
+        for node in (first, second):
+            node.until(lambda node=node: len(node.status().get("roster", ())) == 2)
+        number = first.applied + 3
+        second.until_applied(number)
+        second.kill()
+        second.start()
+        second.until_applied(number + 3)
+        first.until_applied(number + 3)
+        assert self.compared() > 3
+
     def compare(self, name: str, status: dict[str, Any]) -> None:
         for number, root in status["roots"].items():
             told = self.roots[f"{status['run_id']} {number}"]

@@ -64,15 +64,7 @@ def test_a_model_goes_on_from_its_weights_and_comes_back_as_a_model(swarm: Swarm
     file.write_text(RUN)
     first = swarm.add("first", "start", file, "--weights", weights).start().until_up()
     second = swarm.joiner("second", first.address).start()
-    for node in (first, second):
-        node.until(lambda node=node: len(node.status().get("roster", ())) == 2)
-    number = first.applied + 3
-    second.until_applied(number)
-    second.kill()
-    second.start()  # trains the round again, with the same dropout
-    second.until_applied(number + 2)
-    first.until_applied(number + 2)
-    assert swarm.compared() > 2
+    swarm.kill_while_it_trains(first, second)  # the same dropout
     _refuses_without_transformers(swarm, first.address)
     for node in (first, second):
         node.leave()

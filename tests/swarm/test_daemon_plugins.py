@@ -129,15 +129,7 @@ def test_a_recipe_of_ones_own_trains_and_a_node_that_was_killed_repeats_its_roun
     own = {"PYTHONPATH": installed(swarm, "plugin-recipe"), "P2PTRAIN_PLUGINS__ALLOW": RECIPE}
     first = swarm.add("first", "start", _run_of_the_recipe(swarm), **own).start().until_up()
     second = swarm.joiner("second", first.address, **own).start()
-    for node in (first, second):
-        node.until(lambda node=node: len(node.status().get("roster", ())) == 2)
-    number = first.applied + 3
-    second.until_applied(number)
-    second.kill()
-    second.start()  # trains the round again, with the same noise
-    second.until_applied(number + 3)
-    first.until_applied(number + 3)
-    assert swarm.compared() > 3
+    swarm.kill_while_it_trains(first, second)  # the same noise
     for node in (first, second):
         node.leave()
 
