@@ -87,7 +87,7 @@ test-docs: setup ## every command of README.md and docs/, with real daemons
 dist: setup ## the wheel, in dist/: pip, pipx and uv install it anywhere
 	$(VENV)/bin/pip wheel --quiet --no-deps --build-constraint constraints.txt --wheel-dir dist .
 
-test-hf: setup ## what transformers makes of an export; installs the extra [hf]
+test-hf: setup ## models of transformers, and its Trainer; installs the extra [hf]
 	$(INSTALL) -e '.[dev,hf]'
 	$(VENV)/bin/pytest -m hf -rs
 

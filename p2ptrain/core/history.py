@@ -11,6 +11,7 @@ entries in between hides nothing: a former roster cannot certify anything later 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -91,8 +92,8 @@ class History(Struct, frozen=True, array_like=True):
 
 
 class _Pieces(Struct, frozen=True, array_like=True):
-    """A `History` whose steps are still encoded: msgspec lets no other thread run while it decodes, and a long history
-    takes it half a second, but a step no more than a few milliseconds."""
+    """A `History` whose steps are still encoded: msgspec lets no other thread run while it encodes or decodes, and a
+    long history takes it half a second, but a step no more than a few milliseconds."""
 
     lineage: Annotated[tuple[BranchStart, ...], Meta(min_length=1, max_length=STAGES_MAX)]
     round: Number
@@ -101,6 +102,7 @@ class _Pieces(Struct, frozen=True, array_like=True):
     steps: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=ENTRIES_MAX)]
 
 
+_ARRAY_OF = 0x90  # msgpack's first byte of an array of up to 15 values, and their number
 _PIECES = msgspec.msgpack.Decoder(_Pieces)
 _STEP: msgspec.msgpack.Decoder[Step] = msgspec.msgpack.Decoder(Step)
 
@@ -110,11 +112,23 @@ def branch_of(parent_branch: bytes, parent: bytes, attempt: int, members: tuple[
     return digest("branch", wire.encode((parent_branch, parent, attempt, members)))
 
 
-def encode_history(history: History) -> bytes:
-    return wire.encode(history)
+def encode_history(history: History) -> bytearray:
+    """Encodes a history step by step, into memory that grows without being copied as a whole: see `_Pieces`."""
+    encoded = bytearray([_ARRAY_OF | len(History.__struct_fields__)])
+    encoded += wire.encode(history.lineage) + wire.encode(history.round)
+    _append_steps(history.changes, encoded)
+    encoded += wire.encode(history.base)
+    _append_steps(history.steps, encoded)
+    return encoded
 
 
-def encode_answer(history: History) -> bytes | None:
+def _append_steps(steps: Sequence[Step], encoded: bytearray) -> None:
+    encoded += wire.encode((None,) * len(steps))[: -len(steps) or None]  # the length alone: each None takes a byte
+    for step in steps:
+        encoded += wire.encode(step)
+
+
+def encode_answer(history: History) -> bytearray | None:
     """Encodes a history for a peer; None if it is too long, as thousands of changes to a roster of hundreds are."""
     encoded = encode_history(history)
     return encoded if len(encoded) <= HISTORY_BYTES_MAX else None

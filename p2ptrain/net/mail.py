@@ -49,7 +49,7 @@ class HistoryQuery(Struct, frozen=True, array_like=True, tag="ask history"):
 class TellHistory(Struct, frozen=True, array_like=True):
     """Answers `HistoryQuery`; on the wire it is a `HistoryBegins` and its parts."""
 
-    history: bytes
+    history: bytes | bytearray
 
 
 class HistoryBegins(Struct, frozen=True, array_like=True, tag="history"):

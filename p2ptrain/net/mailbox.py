@@ -75,7 +75,7 @@ class Outgoing:
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
         self.size = 0
-        self.history: bytes = b""  # one at a time
+        self.history: bytes | bytearray = b""  # one at a time
         self.history_sent = -1  # bytes sent so far; -1: not even the length
         self.part = b""  # the part being sent
         self.wake = asyncio.Event()
@@ -87,7 +87,7 @@ class Outgoing:
         if not self.history:
             return None
         at = self.history_sent
-        part = HistoryBegins(len(self.history)) if at < 0 else HistoryPart(self.history[at : at + PART_BYTES])
+        part = HistoryBegins(len(self.history)) if at < 0 else HistoryPart(bytes(self.history[at : at + PART_BYTES]))
         self.part = wire.encode(part)
         return self.part
 
@@ -248,7 +248,7 @@ class Mailboxes:
         outgoing.wake.set()
         return True
 
-    def _queue_history(self, peer: bytes, outgoing: Outgoing, history: bytes) -> bool:
+    def _queue_history(self, peer: bytes, outgoing: Outgoing, history: bytes | bytearray) -> bool:
         assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits on its content keep a history below that"
         if outgoing.history or not self._has_room(peer, len(history), lambda each: len(each.history)):
             return self._drop()

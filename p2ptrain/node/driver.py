@@ -66,6 +66,8 @@ class Driver:
         self._has_effects = asyncio.Event()
         self._catching_up: asyncio.Task[None] | None = None
         self._fetching: dict[bytes, dict[asyncio.Task[None], Sequence[bytes]]] = {}  # by payload: who is asked by each
+        self._told: set[bytes] = set()  # peers for whom a history is being encoded
+        self._encoding = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._actions: dict[type, Callable[[Any], object]] = {
@@ -73,7 +75,7 @@ class Driver:
             ev.Send: lambda effect: self.edges.mailboxes.post(effect.peer, Deliver(effect.envelopes)),
             ev.Ask: lambda effect: self.edges.mailboxes.post(effect.peer, MessageQuery(effect.names)),
             ev.AskHistory: lambda effect: self.edges.mailboxes.ask_history(effect.peer, effect.branch, effect.round),
-            ev.SendHistory: self._send_history,
+            ev.SendHistory: self._tell_history,
             ev.Fetch: self._fetch,
             ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
             ev.Pace: lambda effect: device.keep_pace(effect.round, effect.usual, effect.last),
@@ -172,8 +174,18 @@ class Driver:
             log.warning("the disk can be written again")
         self.disk_trouble = ""
 
-    def _send_history(self, effect: ev.SendHistory) -> None:
-        encoded = encode_answer(effect.history)
+    def _tell_history(self, effect: ev.SendHistory) -> None:
+        if effect.peer not in self._told:
+            self._told.add(effect.peer)
+            self._spawn(self._send_history(effect), "history")
+
+    async def _send_history(self, effect: ev.SendHistory) -> None:
+        """Encodes a history in a thread, one at a time: it may have 64 MiB."""
+        try:
+            async with self._encoding:
+                encoded = await asyncio.to_thread(encode_answer, effect.history)
+        finally:
+            self._told.discard(effect.peer)
         if encoded is None:
             self.counters["histories too long to send"] += 1
             log.warning(

@@ -199,7 +199,7 @@ class Executor:
         reached = self.cluster.topology.reach(node, effect.peer, len(encoded))
         if reached:
             peer, at = reached
-            self.cluster.calendar.timer(peer, at, self._history_came, peer, node, encoded)
+            self.cluster.calendar.timer(peer, at, self._history_came, peer, node, bytes(encoded))
 
     def _history_came(self, node: SimNode, peer: SimNode, encoded: bytes) -> None:
         if node.process.questions.pop(peer.index, None) is None:

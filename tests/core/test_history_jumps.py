@@ -194,6 +194,12 @@ def test_a_history_is_what_was_encoded() -> None:
     assert msgspec.msgpack.encode(PLAIN) == ENCODED
 
 
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 300, 4_096])
+def test_a_history_is_encoded_step_by_step_as_it_would_be_at_once(count: int) -> None:
+    history = History((BranchStart(RUN, 0),), 17, (BEGINNING,) * count, END, WHOLE.steps * (count % 20))
+    assert encode_history(history) == msgspec.msgpack.encode(history)
+
+
 def test_a_history_that_was_decoded_proves_as_much() -> None:
     history = decode_history(ENCODED)
     assert history.base is not None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from itertools import pairwise
 from pathlib import Path
+from threading import Semaphore
 from typing import Any, get_args
 
 import pytest
 
 from p2ptrain.core import events as ev
 from p2ptrain.net.connections import topic_of
-from p2ptrain.net.mail import Deliver
+from p2ptrain.net.mail import Deliver, TellHistory
 from p2ptrain.node import driver as driver_module
 from p2ptrain.node.driver import DISK_SECONDS
 from p2ptrain.node.outbox import OUTBOX_MAX
@@ -52,6 +53,39 @@ def iterations(counts: list[int]) -> None:
         return select(timeout)
 
     loop._clock.select = counted
+
+
+# ---------------------------------------------------------------------------------------------------
+# Histories
+
+
+async def test_histories_are_encoded_beside_the_loop_one_at_a_time_and_one_for_each_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = Semaphore(0), Semaphore(0)
+
+    def encode(history: bytes) -> bytes:
+        begun.release()
+        assert may_end.acquire(timeout=30.0)
+        return history
+
+    def asks(peer: bytes, history: bytes) -> None:
+        each.driver._act(ev.SendHistory(peer, history))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(driver_module, "encode_answer", encode)
+    async with bench(tmp_path) as each, each.running():
+        asks(PEER, b"1")
+        await until(lambda: begun.acquire(blocking=False))  # and the loop runs
+        asks(PEER, b"2")
+        asks(OTHER, b"3")
+        await asyncio.sleep(0)
+        assert not begun.acquire(blocking=False)
+        may_end.release(2)
+        await until(lambda: len(each.done) == 2)
+        assert each.done == [("post", PEER, TellHistory(b"1")), ("post", OTHER, TellHistory(b"3"))]
+        may_end.release()
+        asks(PEER, b"4")
+        await until(lambda: len(each.done) == 3)
 
 
 # ---------------------------------------------------------------------------------------------------
