@@ -54,14 +54,6 @@ def describe(release: str) -> dict[str, Any]:
     _, schemas = models_json_schema(
         [(model, "serialization") for model in MODELS], ref_template="#/components/schemas/{model}"
     )
-    last = {
-        "name": "last",
-        "in": "query",
-        "description": "how many of the newest rounds to return",
-        "schema": {"type": "integer", "minimum": 1, "maximum": ROUNDS_MAX, "default": ROUNDS_DEFAULT},
-    }
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    events = "; ".join(f"`{event}` with a {model.__name__}" for event, model in EVENTS.items())
     return {
         "openapi": "3.1.0",
         "info": {
@@ -73,62 +65,7 @@ def describe(release: str) -> dict[str, Any]:
         },
         "servers": [{"url": "/"}],
         "security": [{}, {"token": []}, {"cookie": []}],
-        "paths": {
-            "/status": _get("status", "The node's status.", {"200": _json(Status, "the status")}),
-            "/peers": _get("peers", "The node's peers and their standing.", {"200": _json(PeerList, "peers")}),
-            "/rounds": _get(
-                "rounds",
-                "The last rounds applied by the node, the oldest first.",
-                {"200": _json(Rounds, "rounds")},
-                parameters=[last],
-            ),
-            "/events": _get(
-                "events",
-                "Changes, as they happen.",
-                {"200": _text("text/event-stream", f"an endless stream of server-sent events: {events}, as JSON")},
-            ),
-            "/metrics": _get("metrics", "Metrics for Prometheus.", {"200": _text("text/plain", "its text format")}),
-            "/healthz": _get("healthz", "Whether the process is alive.", {"200": _json(Health, "it is")}, is_open=True),
-            "/readyz": _get(
-                "readyz",
-                "Whether the node takes part fully.",
-                {"200": _json(Readiness, "it does"), "503": _json(Readiness, "it does not, with reasons")},
-                is_open=True,
-            ),
-            "/openapi.json": _get(
-                "openapi",
-                "This description.",
-                {
-                    "200": {
-                        "description": "this description",
-                        "content": {"application/json": {"schema": {"type": "object"}}},
-                    }
-                },
-            ),
-            "/": _get(
-                "dashboard",
-                "The dashboard.",
-                {
-                    "200": _text("text/html", "the page"),
-                    "206": _text("text/html", "the requested range"),
-                    "303": {"description": "the token in the URL was right, and is a cookie now"},
-                    "304": {"description": "not modified"},
-                    **_FILE,
-                },
-            ),
-            "/assets/{name}": _get(
-                "asset",
-                "The dashboard's files.",
-                {
-                    "200": {"description": "the file", "content": {"*/*": {}}},
-                    "206": {"description": "the requested range", "content": {"*/*": {}}},
-                    "304": {"description": "not modified"},
-                    **_FILE,
-                    "404": _json(Error, "there is no such file"),
-                },
-                parameters=[name],
-            ),
-        },
+        "paths": _answers() | _pages(),
         "components": {
             "schemas": schemas["$defs"],
             "securitySchemes": {
@@ -136,4 +73,78 @@ def describe(release: str) -> dict[str, Any]:
                 "cookie": {"type": "apiKey", "in": "cookie", "name": "p2ptrain", "description": "set by /?token=TOKEN"},
             },
         },
+    }
+
+
+def _answers() -> dict[str, Any]:
+    """The paths for programs."""
+    last = {
+        "name": "last",
+        "in": "query",
+        "description": "how many of the newest rounds to return",
+        "schema": {"type": "integer", "minimum": 1, "maximum": ROUNDS_MAX, "default": ROUNDS_DEFAULT},
+    }
+    events = "; ".join(f"`{event}` with a {model.__name__}" for event, model in EVENTS.items())
+    return {
+        "/status": _get("status", "The node's status.", {"200": _json(Status, "the status")}),
+        "/peers": _get("peers", "The node's peers and their standing.", {"200": _json(PeerList, "peers")}),
+        "/rounds": _get(
+            "rounds",
+            "The last rounds applied by the node, the oldest first.",
+            {"200": _json(Rounds, "rounds")},
+            parameters=[last],
+        ),
+        "/events": _get(
+            "events",
+            "Changes, as they happen.",
+            {"200": _text("text/event-stream", f"an endless stream of server-sent events: {events}, as JSON")},
+        ),
+        "/metrics": _get("metrics", "Metrics for Prometheus.", {"200": _text("text/plain", "its text format")}),
+        "/healthz": _get("healthz", "Whether the process is alive.", {"200": _json(Health, "it is")}, is_open=True),
+        "/readyz": _get(
+            "readyz",
+            "Whether the node takes part fully.",
+            {"200": _json(Readiness, "it does"), "503": _json(Readiness, "it does not, with reasons")},
+            is_open=True,
+        ),
+        "/openapi.json": _get(
+            "openapi",
+            "This description.",
+            {
+                "200": {
+                    "description": "this description",
+                    "content": {"application/json": {"schema": {"type": "object"}}},
+                }
+            },
+        ),
+    }
+
+
+def _pages() -> dict[str, Any]:
+    """The dashboard and its files."""
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "/": _get(
+            "dashboard",
+            "The dashboard.",
+            {
+                "200": _text("text/html", "the page"),
+                "206": _text("text/html", "the requested range"),
+                "303": {"description": "the token in the URL was right, and is a cookie now"},
+                "304": {"description": "not modified"},
+                **_FILE,
+            },
+        ),
+        "/assets/{name}": _get(
+            "asset",
+            "The dashboard's files.",
+            {
+                "200": {"description": "the file", "content": {"*/*": {}}},
+                "206": {"description": "the requested range", "content": {"*/*": {}}},
+                "304": {"description": "not modified"},
+                **_FILE,
+                "404": _json(Error, "there is no such file"),
+            },
+            parameters=[name],
+        ),
     }
