@@ -91,6 +91,7 @@ class Setting:
     peers: int = 4
     delay: int = 0
     slow: int = 0  # peers ten times slower, which take a tenth of the steps
+    half_state: bool = False  # residual and momentum in bf16
     rate: str = "1/1000"  # of the inner optimizer where there is one
     seed: int = 0
     size: str = "quick"
@@ -108,9 +109,8 @@ class Setting:
     def family(self) -> str:
         """What is compared with another: of each, the best goes on."""
         name = f"local {self.inner}" if self.system == "local" else f"{self.system} {self.inner}".removesuffix(" adamw")
-        return (
-            f"{name}{', one round late' if self.delay else ''}{', some slow' if self.slow else ''}, {self.peers} peers"
-        )
+        parts = [name, "one round late" * bool(self.delay), "some slow" * bool(self.slow), "bf16" * self.half_state]
+        return ", ".join([*filter(None, parts), f"{self.peers} peers"])
 
     @property
     def method(self) -> str:
@@ -128,6 +128,7 @@ class Setting:
         parts += [f"decay {float(Fraction(self.decay)):g}"]
         parts += ["one round late"] if self.delay else []
         parts += [f"{self.slow} take a tenth of them"] if self.slow else []
+        parts += ["bf16 residual and momentum"] if self.half_state else []
         return ", ".join([*parts, f"{self.peers} peers"])
 
 
@@ -157,6 +158,7 @@ def grid() -> list[Setting]:
     found += [replace(muon, k=k, value_bits=bits) for k, bits in ((64, 2), (64, 3), (256, 2), (256, 8))]
     found += [replace(muon, k=k, local_steps=steps) for k, steps in ((128, 5), (256, 5), (512, 8), (256, 30))]
     found += [replace(muon, k=256, decay=decay) for decay in ("9/10", "1")]
+    found += [replace(muon, k=k, half_state=True) for k in (64, 256)]
     found += [replace(muon, k=k, chunk=32) for k in (16, 64)]
     found += [replace(muon, k=k, peers=16) for k in (64, 256)]
     found += [replace(muon, k=256, peers=peers, slow=slow) for peers, slow in ((8, 5), (8, 3), (3, 0))]
@@ -197,7 +199,7 @@ def run(setting: Setting) -> dict[str, Any]:
     dataset = TokenDataset.open(CACHE, (CACHE / "digest").read_text())
     model = Transformer(model_config)
     initialise(model, setting.seed)
-    live = LiveModel(model, autocast=False)
+    live = LiveModel(model, autocast=False, half_state=setting.half_state)
     length, rounds = model_config.sequence_length, size.steps // setting.local_steps
     half = min(EVALUATED, dataset.held_out_sequences(length) // 2)
     last = dataset.held_out_sequences(length)

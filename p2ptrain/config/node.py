@@ -132,6 +132,11 @@ class DeviceConfig(Section):
         description="activation checkpointing: keep only each layer's input for the backward pass; "
         "less memory, a third more work",
     )
+    half_state: bool = Field(
+        False,
+        description="keep the residual and the momentum of local steps, which no other node sees, in bf16: half their "
+        "memory",
+    )
     compile: bool = Field(False, description="compile the layers with torch.compile; the first round takes longer")
 
 

@@ -45,7 +45,8 @@ class AdamW:
 
     def __init__(self, config: RecipeConfig, live: LiveModel) -> None:
         self.config, self.live = config, live
-        self.mean, self.square = torch.zeros_like(live.weights), torch.zeros_like(live.weights)
+        self.mean = torch.zeros_like(live.weights, dtype=live.state_type)
+        self.square = torch.zeros_like(live.weights)
         self.steps = torch.zeros((), dtype=torch.int64)
 
     def step(self, rate: float) -> None:
@@ -65,7 +66,7 @@ class Muon:
         sizes = [part.numel() for part in live.parts(live.weights)]
         self.others = [place for place, is_hidden in enumerate(live.is_hidden_matrix) if not is_hidden]
         self.batches = list(_batches(live))
-        self.mean = torch.zeros_like(live.weights)
+        self.mean = torch.zeros_like(live.weights, dtype=live.state_type)
         self.squares = [torch.zeros(sizes[place], device=live.weights.device) for place in self.others]
         self.steps = torch.zeros((), dtype=torch.int64)
 
@@ -79,8 +80,8 @@ class Muon:
         keep = 1 - rate * float(config.inner_weight_decay)
         for places in self.batches:
             for place in places:
-                means[place].lerp_(gradients[place], 1 - MUON_MOMENTUM)
-                gradients[place].lerp_(means[place], MUON_MOMENTUM)  # Nesterov's look ahead
+                means[place].lerp_(gradients[place].to(means[place].dtype), 1 - MUON_MOMENTUM)
+                gradients[place].lerp_(means[place].to(torch.float32), MUON_MOMENTUM)  # Nesterov's look ahead
             whole = orthogonalised([gradients[place] for place in places], is_half=live.autocast)
             for place, update in zip(places, whole, strict=True):
                 longer = max(live.shapes[place])
@@ -97,7 +98,7 @@ def adamw(
 ) -> None:
     """Takes AdamW's step number `steps`."""
     beta1, beta2 = float(config.inner_beta1), float(config.inner_beta2)
-    mean.lerp_(gradient, 1 - beta1)
+    mean.lerp_(gradient.to(mean.dtype), 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     bias1, bias2 = 1 - beta1**steps, 1 - beta2**steps
     # Overwrites the gradient: this allocates nothing, so no step can fail halfway.

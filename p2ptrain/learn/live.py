@@ -35,10 +35,12 @@ class LiveModel:
     """A model whose parameters are views of `weights` and whose gradients are views of `gradient`.
 
     sequences_per_pass: this device's limit, if the recipe asks for more; halved when memory runs out. 0: no limit
+    half_state: whether a recipe keeps what no other node sees in bf16
     """
 
-    def __init__(self, model: Model, *, autocast: bool, sequences_per_pass: int = 0) -> None:
+    def __init__(self, model: Model, *, autocast: bool, sequences_per_pass: int = 0, half_state: bool = False) -> None:
         self.model, self.autocast, self.sequences_per_pass = model, autocast, sequences_per_pass
+        self.state_type = torch.bfloat16 if half_state else torch.float32
         parameters = list(model.parameters())
         self.names = [name for name, _ in model.named_parameters()]
         outer = {id(matrix) for matrix in model.vocabulary_matrices()}

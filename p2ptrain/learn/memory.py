@@ -67,6 +67,12 @@ class PassSettings:
     checkpointing: bool = False
     sequences_per_pass: int = 0
     device: str = "cpu"
+    half_state: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a number of what no other node sees: the residual, and the momentum of local steps."""
+        return FLOAT_BYTES // 2 if self.half_state else FLOAT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +194,7 @@ def demands_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -
     taken: bytes that the node occupies already; by default this process's
     """
     device, autocast = find_device(config)
-    passes = PassSettings(autocast, config.checkpointing, config.sequences_per_pass, device.type)
+    passes = PassSettings(autocast, config.checkpointing, config.sequences_per_pass, device.type, config.half_state)
     need, least = need_of(run, passes), need_of(run, replace(passes, sequences_per_pass=1))
     if taken is None:
         memory = psutil.Process().memory_info()
@@ -238,7 +244,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     layout = Layout(shapes, run.recipe.chunk)
     form = PayloadFormat.of(layout, run.recipe)
     parameters = sum(prod(shape) for shape in shapes)
-    state, residual = FLOAT_BYTES * parameters, FLOAT_BYTES * layout.chunks * layout.area
+    state, residual = FLOAT_BYTES * parameters, passes.state_bytes * layout.chunks * layout.area
     spec, coefficients = run.recipe.spec, layout.chunks * run.recipe.k
     copies = copies_of(run.recipe)
     sequences = min(run.recipe.sequences_per_pass, passes.sequences_per_pass or run.recipe.sequences_per_pass)
@@ -274,12 +280,13 @@ def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: Pass
     """Returns the memory of the inner optimizer's state, and of what it computes from that in a step."""
     sizes = [prod(shape) for shape in shapes]
     if run.recipe.inner == "adamw":
-        return 2 * FLOAT_BYTES * sum(sizes), 0
+        return (FLOAT_BYTES + passes.state_bytes) * sum(sizes), 0
     # The first is the embedding; an output matrix of its own is the last that is a matrix.
     is_untied = run.model.hf is not None and not run.model.hf.is_tied  # of a plug-in's nothing is known
     hidden = [prod(shape) for shape in shapes[1:] if len(shape) == 2][: -1 if is_untied else None]
     at_once = max([BATCH_ELEMENTS, *hidden])
-    return FLOAT_BYTES * (2 * sum(sizes) - sum(hidden)), MUON_COPIES * (2 if passes.autocast else 4) * at_once
+    inner = passes.state_bytes * sum(sizes) + FLOAT_BYTES * (sum(sizes) - sum(hidden))
+    return inner, MUON_COPIES * (2 if passes.autocast else 4) * at_once
 
 
 def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:

@@ -55,9 +55,9 @@ class Withdrawal:
 class Residual:
     """The part of this node's training that it has not yet contributed, as DCT coefficients."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.layout = layout
-        self.coefficients = torch.zeros(layout.chunks, layout.area, device=device)
+        self.coefficients = torch.zeros(layout.chunks, layout.area, device=device, dtype=dtype)
         self.kept: dict[int, Withdrawal] = {}
         self._padding = layout.padding_masks(device)
 
@@ -117,7 +117,7 @@ class Residual:
 
     def _at(self, indices: Indices) -> NDArray[np.float32]:
         def look(device: torch.device) -> NDArray[np.float32]:
-            return self.coefficients.to(device).gather(1, places.to(device)).cpu().numpy()
+            return self.coefficients.to(device).gather(1, places.to(device)).to(torch.float32).cpu().numpy()
 
         places = torch.from_numpy(indices.astype(np.int64))
         return where_it_fits(look, self.coefficients.device)
@@ -125,7 +125,7 @@ class Residual:
     def _put(self, indices: Indices, values: NDArray[np.float32]) -> None:
         def put(device: torch.device) -> None:
             here = self.coefficients.to(device)
-            here.scatter_(1, places.to(device), torch.from_numpy(values).to(device))
+            here.scatter_(1, places.to(device), torch.from_numpy(values).to(here))
             if here is not self.coefficients:
                 self.coefficients.copy_(here)
 
@@ -188,7 +188,7 @@ class GradientRecipe:
         self.config, self.live = config, live
         self.agreed = live.weights  # only the agreed update ever changes them
         self.drift: float | None = None  # the steps move nothing
-        self.residual = Residual(layout, live.weights.device)
+        self.residual = Residual(layout, live.weights.device, live.state_type)
 
     def begin(self, round_number: int) -> None:
         pass
@@ -213,7 +213,7 @@ class LocalRecipe:
     def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
         self.config, self.live = config, live
         self.agreed = live.weights.clone()
-        self.residual = Residual(layout, live.weights.device)
+        self.residual = Residual(layout, live.weights.device, live.state_type)
         self.inner = INNER_OPTIMIZERS[config.inner](config, live)
         self.rate = 0.0
         self.drift: float | None = None

@@ -23,13 +23,13 @@ BLOCK_CHUNKS = 64  # chunks at a time: 1 MiB of fp32 magnitudes stays in a core'
 
 
 def largest(coefficients: Tensor, k: int) -> Indices:
-    """Returns the indices [chunks, k] of the largest of `coefficients` [chunks, area] fp32, which are finite."""
+    """Returns the indices [chunks, k] of the largest of `coefficients` [chunks, area], which are finite."""
     chunks, area = coefficients.shape
     if coefficients.device.type != "cpu" or k > area // GROUP:
         return _largest_by_topk(coefficients, k, block_chunks(coefficients.device))
     indices = np.empty((chunks, k), np.uint16)
     for start in range(0, chunks, BLOCK_CHUNKS):
-        magnitudes = coefficients[start : start + BLOCK_CHUNKS].abs()
+        magnitudes = coefficients[start : start + BLOCK_CHUNKS].to(torch.float32).abs()
         indices[start : start + BLOCK_CHUNKS] = _largest_of_block(magnitudes, k)
     return indices
 

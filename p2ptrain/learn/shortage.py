@@ -15,7 +15,7 @@ from p2ptrain.errors import MemoryShortError
 CPU = torch.device("cpu")
 # The CPU allocator, cuBLAS, and the driver of a full GPU raise no specific error type.
 SIGNS = re.compile(r"allocate memory|out of memory|ALLOC_FAILED")
-SMALLER = 'device.checkpointing = true or device.autocast = "bf16" needs less memory'
+SMALLER = 'device.checkpointing = true, device.half_state = true or device.autocast = "bf16" needs less memory'
 SETTINGS_THAT_HELP = f"A smaller device.sequences_per_pass, {SMALLER}"
 T = TypeVar("T")
 

@@ -55,6 +55,7 @@ from p2ptrain.learn.shortage import told
 from p2ptrain.learn.transform import Layout
 
 STATE_FORMAT = "p2ptrain trainer 1"
+STATE_TYPES = torch.float32, torch.bfloat16
 FINITE_BLOCK = 2**20  # numbers that are checked at a time
 EVALUATED_SEQUENCES = 64  # 16 KB of held-out text at the smallest preset, enough for a curve; a guess
 
@@ -130,7 +131,12 @@ class Trainer:
         if device.compile:
             _check_compiler()
             model.compile_layers()
-        self.live = LiveModel(model.to(self.device), autocast=autocast, sequences_per_pass=device.sequences_per_pass)
+        self.live = LiveModel(
+            model.to(self.device),
+            autocast=autocast,
+            sequences_per_pass=device.sequences_per_pass,
+            half_state=device.half_state,
+        )
         self.layout = Layout(self.live.shapes, run.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, run.recipe)
         self.recipe = make_recipe(run.recipe, self.live, self.layout)
@@ -414,7 +420,9 @@ class Trainer:
         kept = self._read_kept(path, {name: tensor for name, tensor in tensors.items() if name not in own})
         for name, tensor in own.items():
             found = tensors.get(name)
-            if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+            is_private = tensor.is_floating_point() and not name.startswith("weights.")
+            types = STATE_TYPES if is_private else (tensor.dtype,)  # device.half_state may have changed
+            if found is None or found.shape != tensor.shape or found.dtype not in types:
                 raise DataError(f"{path}: {name} is missing or not of shape {tuple(tensor.shape)}, {tensor.dtype}")
             if found.is_floating_point() and not _is_finite(found):
                 raise DataError(f"{path}: {name} is not finite")

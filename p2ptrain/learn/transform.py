@@ -192,7 +192,7 @@ class Layout:
     def accumulate(self, tensors: Sequence[Tensor], residual: Tensor, keep: float) -> None:
         """residual = keep * residual + DCT(tensors), chunk by chunk; approximate.
 
-        tensors: the parameters' gradients, or whatever has their shapes; residual: [chunks, area] fp32
+        tensors: the parameters' gradients, or whatever has their shapes; residual: [chunks, area] fp32 or bf16
         """
         c = self.chunk
         for group in self.groups:
@@ -223,7 +223,7 @@ class Layout:
 
     def _projected(self, views: Sequence[Tensor], real: Tensor, device: torch.device) -> Tensor:  # [n, area]
         c, basis = self.chunk, orthonormal_basis(self.chunk, device)
-        chunks = torch.stack([view.to(device) for view in views]).view(-1, c, c)
+        chunks = torch.stack([view.to(basis) for view in views]).view(-1, c, c)
         return (basis @ (basis.T @ chunks @ basis * real.to(device)) @ basis.T).view(-1, self.area)
 
 

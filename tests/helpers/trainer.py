@@ -28,9 +28,12 @@ def embedded(directory: Path) -> TokenDataset:
     return TokenDataset.open(directory, made.digest)
 
 
-def make(dataset: TokenDataset, name: str = "distro", seed: int = 1, **changes: Any) -> Trainer:
+def make(
+    dataset: TokenDataset, name: str = "distro", seed: int = 1, *, half_state: bool = False, **changes: Any
+) -> Trainer:
     recipe = RecipeConfig(name=name, sequences_per_pass=4, **(RECIPES[name] | changes))
-    return Trainer(RunConfig(name="test", seed=seed, model=ModelConfig(**TINY), recipe=recipe), ONE_THREAD, dataset)
+    run = RunConfig(name="test", seed=seed, model=ModelConfig(**TINY), recipe=recipe)
+    return Trainer(run, ONE_THREAD.model_copy(update={"half_state": half_state}), dataset)
 
 
 def swarm_round(trainers: list[Trainer], round_number: int) -> list[bytes]:

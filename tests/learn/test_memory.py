@@ -84,22 +84,42 @@ def _took(tmp_path: Path, run: dict[str, Any], device: dict[str, Any], rounds: i
     return before, most
 
 
-def _compare(tmp_path: Path, preset: str, recipe: str, autocast: bool, checkpointing: bool, rounds: int = 2) -> None:
+def _compare(
+    tmp_path: Path,
+    preset: str,
+    recipe: str,
+    autocast: bool,
+    checkpointing: bool,
+    half_state: bool = False,
+    rounds: int = 2,
+) -> None:
     run: dict[str, Any] = {"name": "memory", "model": {"preset": preset}, "recipe": {"name": recipe}}
     if recipe == "local":
         run["recipe"]["local_steps"] = 2
     device = {"name": "cpu", "threads": 1, "autocast": "bf16" if autocast else "off", "checkpointing": checkpointing}
-    need = need_of(RunConfig.model_validate(run), PassSettings(autocast, checkpointing))
+    device["half_state"] = half_state
+    need = need_of(RunConfig.model_validate(run), PassSettings(autocast, checkpointing, half_state=half_state))
     before, most = _took(tmp_path, run, device, rounds)
     told = before + PROGRAM_GROWS_BYTES + need.program - PROCESS_BYTES + need.trainer
     assert told == pytest.approx(most, rel=0.1)
 
 
-@pytest.mark.parametrize(("recipe", "autocast", "checkpointing"), [("distro", False, True), ("local", True, False)])
+@pytest.mark.parametrize(
+    ("recipe", "autocast", "checkpointing", "half_state"),
+    [("distro", False, True, False), ("local", True, False, False), ("local", False, True, True)],
+)
 def test_a_run_takes_the_memory_that_it_is_said_to_take(
-    recipe: str, autocast: bool, checkpointing: bool, tmp_path: Path
+    recipe: str, autocast: bool, checkpointing: bool, half_state: bool, tmp_path: Path
 ) -> None:
-    _compare(tmp_path, "5m", recipe, autocast, checkpointing)
+    _compare(tmp_path, "5m", recipe, autocast, checkpointing, half_state)
+
+
+@pytest.mark.parametrize(("half_state", "bytes_a_parameter"), [(False, 12.5), (True, 8.5)])
+def test_half_of_the_private_state_takes_half_its_memory(half_state: bool, bytes_a_parameter: float) -> None:
+    """A hundred million parameters; the embedding, which takes half a byte of them all, has a second moment, too."""
+    run = RunConfig.model_validate({"name": "memory", "model": {"preset": "100m"}, "recipe": {"name": "local"}})
+    need = need_of(run, PassSettings(half_state=half_state))
+    assert bytes_a_parameter - 0.5 <= (need.residual + need.optimizer) / need.parameters <= bytes_a_parameter
 
 
 @pytest.mark.slow

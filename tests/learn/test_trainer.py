@@ -69,12 +69,12 @@ def test_nothing_is_learned_from_a_gradient_that_is_zero_or_reversed(
     assert trainer.evaluate() > before - 0.2
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "half_state"), [*((name, False) for name in RECIPES), ("local", True)])
 def test_a_trainer_that_loads_what_another_saved_goes_on_to_the_same_bits(
-    dataset: TokenDataset, name: str, tmp_path: Path
+    dataset: TokenDataset, name: str, half_state: bool, tmp_path: Path
 ) -> None:
     """With contributions whose fate is open: one is taken later, one comes back to the residual."""
-    never_stopped = make(dataset, name)
+    never_stopped = make(dataset, name, half_state=half_state)
     others = [make(dataset, name, seed=1) for _ in range(2)]
 
     def go_on(trainer: Trainer, round_number: int, payloads: list[bytes]) -> bytes:
@@ -103,7 +103,7 @@ def test_a_trainer_that_loads_what_another_saved_goes_on_to_the_same_bits(
             given = dict.fromkeys([round_number], payloads[others.index(other)])
             other.apply(round_number, payloads if round_number % 2 else [*payloads, own], given)
     never_stopped.save(tmp_path / "state")
-    restarted = make(dataset, name)
+    restarted = make(dataset, name, half_state=half_state)
     restarted.recipe.agreed.add_(1)  # all weights must come from the file
     restarted.load(tmp_path / "state")
     assert restarted.round == 3
@@ -138,6 +138,10 @@ SPOILED: dict[str, tuple[Callable[[dict[str, Any], dict[str, str]], Any], str]] 
     "a tensor has another type": (
         lambda tensors, _: tensors.update(residual=tensors["residual"].double()),
         "residual is missing or not",
+    ),
+    "weights in bf16": (
+        lambda tensors, _: tensors.update({"weights.norm.weight": tensors["weights.norm.weight"].bfloat16()}),
+        r"weights\.norm\.weight is missing or not",
     ),
     "a tensor too many": (lambda tensors, _: tensors.update(more=torch.ones(1)), "does not belong to this run: more"),
     "kept values without their indices": (

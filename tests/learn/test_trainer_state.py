@@ -15,7 +15,7 @@ from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.learn import trainer as trainer_module
 from p2ptrain.learn.data import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.learn.trainer import EVALUATED_SEQUENCES, Trainer
-from tests.helpers.trainer import ONE_THREAD, RECIPES, embedded, make
+from tests.helpers.trainer import ONE_THREAD, RECIPES, embedded, make, swarm_round
 
 
 @pytest.fixture(scope="session")
@@ -273,3 +273,35 @@ def test_a_payload_that_came_too_late_for_its_round_is_not_kept_unpacked(dataset
     assert list(trainer._unpacked) == [payload], "it may be one for the next round, from someone faster"
     trainer.apply(1, [])
     assert not trainer._unpacked
+
+
+# ---------------------------------------------------------------------------------------------------
+# In bf16
+
+
+@pytest.mark.parametrize("name", ["demo", "local"])
+def test_half_of_the_private_state_learns_as_well_in_a_swarm_with_others(dataset: TokenDataset, name: str) -> None:
+    trainers = [make(dataset, name, half_state=half) for half in (True, False)]
+    alone = [make(dataset, name) for _ in range(2)]
+    for round_number in range(10):
+        for swarm in (trainers, alone):
+            swarm_round(swarm, round_number)
+        assert trainers[0].root() == trainers[1].root()
+    assert trainers[0].evaluate() == pytest.approx(alone[0].evaluate(), abs=0.02)
+    assert trainers[0].evaluate() < np.log(256) - 0.5
+    private = [trainers[0].recipe.residual.coefficients, trainers[0].recipe.state().get("inner_mean")]
+    assert {tensor.dtype for tensor in private if tensor is not None} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("half_state", [True, False])
+def test_an_owner_may_choose_the_other_size_of_state_and_go_on(
+    dataset: TokenDataset, half_state: bool, tmp_path: Path
+) -> None:
+    before, after = (make(dataset, "local", half_state=half) for half in (not half_state, half_state))
+    swarm_round([before], 0)
+    before.save(tmp_path / "state")
+    after.load(tmp_path / "state")
+    assert after.root() == before.root()
+    for name, tensor in before.recipe.state().items():
+        assert torch.equal(after.recipe.state()[name], tensor.to(after.recipe.state()[name].dtype))
+    swarm_round([after], 1)
