@@ -23,6 +23,7 @@ import torch
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.messages import NOTHING
 from p2ptrain.digest import leaves_of
+from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.tokenizer import load_tokenizer
@@ -44,7 +45,9 @@ def a_trainer(preset: str, place: Path) -> Trainer:
     text = place / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 1_000)
     tokenizer = load_tokenizer(None)
-    prepare(place / "data", [text], embedded=False, tokenizer=tokenizer, held_out=0, progress=lambda *_: None)
+    prepare(
+        place / "data", [text], embedded=False, how=Reading(tokenizer=tokenizer), held_out=0, progress=lambda *_: None
+    )
     model = {"preset": preset, "vocab_size": 256}
     run = RunConfig.model_validate({"name": "checkpoint", "model": model})
     found = manifest_digest((place / "data" / "manifest.json").read_bytes())

@@ -40,6 +40,7 @@ from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.state import Taken, genesis
 from p2ptrain.learn import aggregate, trainer
+from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.learn.live import StepResult
 from p2ptrain.learn.prepare import prepare
@@ -125,7 +126,9 @@ async def a_device(preset: str, place: Path) -> tuple[RunConfig, TokenDataset, D
     text = place / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 1_000)
     tokenizer = load_tokenizer(None)
-    prepare(place / "data", [text], embedded=False, tokenizer=tokenizer, held_out=0, progress=lambda *_: None)
+    prepare(
+        place / "data", [text], embedded=False, how=Reading(tokenizer=tokenizer), held_out=0, progress=lambda *_: None
+    )
     name = manifest_digest((place / "data" / "manifest.json").read_bytes())
     recipe = {"name": "distro", "sequences_per_pass": 1}
     raw = {"name": "copies", "model": {"preset": preset, "vocab_size": 256}, "recipe": recipe}

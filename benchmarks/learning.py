@@ -45,6 +45,7 @@ from simulated import FullySynchronised, Swarm
 
 from p2ptrain.config import ModelConfig, RecipeConfig
 from p2ptrain.learn.assignment import shard
+from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.model import Transformer, initialise
@@ -315,9 +316,9 @@ def prepare_corpus() -> None:
             CACHE,
             [],
             embedded=True,
-            tokenizer=load_tokenizer(None),
+            how=Reading(tokenizer=load_tokenizer(None)),
             held_out=Fraction(4, 100),
-            progress=lambda done, all_: None,
+            progress=lambda *_: None,
         )
         (CACHE / "digest").write_text(made.digest)
 

@@ -36,6 +36,7 @@ from simulated import Swarm
 from p2ptrain.config import ModelConfig, RecipeConfig
 from p2ptrain.learn.assignment import shard
 from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution
+from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.model import Transformer, initialise
@@ -169,7 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     tokenizer, share = load_tokenizer(None), Fraction(2, 100)
-    made = prepare(CACHE, [], embedded=True, tokenizer=tokenizer, held_out=share, progress=lambda done, all_: None)
+    made = prepare(CACHE, [], embedded=True, how=Reading(tokenizer=tokenizer), held_out=share, progress=lambda *_: None)
     (CACHE / "digest").write_text(made.digest)
     rules = [each for each in RULES if any(word in " ".join(each) for word in arguments.only or [""])]
     swarms = [(name, outer, peers - 1) for name, outer in rules for peers in PEERS]

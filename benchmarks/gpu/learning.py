@@ -22,6 +22,7 @@ from benchmarks.gpu import Report, model_config, run_part, wait_for
 from benchmarks.simulated import FullySynchronised, Swarm
 from p2ptrain.config import RECIPES, RecipeConfig
 from p2ptrain.learn.assignment import shard
+from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.model import Transformer, initialise
@@ -71,9 +72,9 @@ def text(folder: Path, size: int) -> TokenDataset:
         folder / "data",
         files,
         embedded=False,
-        tokenizer=load_tokenizer(None),
+        how=Reading(tokenizer=load_tokenizer(None)),
         held_out=Fraction(1, 50),
-        progress=lambda done, all_: None,
+        progress=lambda *_: None,
     )
     return TokenDataset.open(folder / "data", made.digest)
 

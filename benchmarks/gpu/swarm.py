@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.gpu import Report, model_config, run_part
 from p2ptrain.config import DeviceConfig, RunConfig
+from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.tokenizer import load_tokenizer
@@ -39,9 +40,9 @@ def embedded(folder: Path) -> TokenDataset:
         folder,
         [],
         embedded=True,
-        tokenizer=load_tokenizer(None),
+        how=Reading(tokenizer=load_tokenizer(None)),
         held_out=Fraction(1, 50),
-        progress=lambda done, all_: None,
+        progress=lambda *_: None,
     )
     return TokenDataset.open(folder, made.digest)
 

@@ -228,7 +228,9 @@ def _percent(text: str) -> Fraction:
 @data_app.command()
 def prepare(
     out: Annotated[Path, typer.Argument(help="Directory to create; it must be empty if it exists.")],
-    files: Annotated[list[Path] | None, typer.Argument(help="Text files, or JSON lines with a text each.")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Directories, text, JSON lines, Parquet, Arrow, .npy or .bin.")
+    ] = None,
     embedded: Annotated[bool, typer.Option("--embedded", help="Also use the texts that ship with Python.")] = False,
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json of the tokenizers library; by default, tokens are bytes.")
@@ -236,30 +238,32 @@ def prepare(
     held_out: Annotated[
         str, typer.Option(metavar="PERCENT", help="Share of documents to keep for validation, never trained on.")
     ] = "1",
+    column: Annotated[str, typer.Option(metavar="NAME", help="The key or column with the text.")] = "text",
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Name what is broken, and leave it out.")] = False,
+    processes: Annotated[int, typer.Option(min=0, max=1_024, help="That tokenize; 0: one for each core.")] = 0,
 ) -> None:
     """Turn text into a data set for training.
 
-    The data set consists of pieces of tokens and a manifest of their digests.
+    The data set consists of pieces of tokens and a manifest of their digests. Files may end with .gz or .zst, too. If
+    this is interrupted, the same command goes on where it was.
     """
     share = _percent(held_out)
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
+    from p2ptrain.capacity import cores
+    from p2ptrain.cli.preparing import Preparing
+    from p2ptrain.learn.corpus import Reading
     from p2ptrain.learn.prepare import prepare as make
     from p2ptrain.learn.tokenizer import load_tokenizer
 
     chosen = load_tokenizer(tokenizer)
-    terminal = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
+    with Preparing() as shown:
         prepared = make(
             out,
             files or [],
             embedded=embedded,
-            tokenizer=chosen,
+            how=Reading(column, chosen, shown.skip if skip_bad else None),
             held_out=share,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=shown.progress,
+            processes=processes or cores(),
         )
     typer.echo(f"# {prepared.tokens:,} tokens to train on, {prepared.held_out_tokens:,} held out: {prepared.path}")
     typer.echo(f'[data]\nmanifest = "{prepared.digest}"\n\n[tokenizer]\nkind = "{chosen.kind}"')

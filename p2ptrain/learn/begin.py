@@ -22,6 +22,7 @@ from p2ptrain.config import ModelConfig, NodeConfig, RunConfig
 from p2ptrain.config.text import problem
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import read_regular
+from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.learn.models import first_model, named_shapes, shapes_digest
 from p2ptrain.learn.prepare import prepare
@@ -155,5 +156,7 @@ def _find_data(run: RunConfig, directory: Path, dataset: Path | None) -> Path:
         )
     if not is_made:
         tokenizer = load_tokenizer(None)
-        prepare(directory, [], embedded=True, tokenizer=tokenizer, held_out=HELD_OUT, progress=lambda *_: None)
+        prepare(
+            directory, [], embedded=True, how=Reading(tokenizer=tokenizer), held_out=HELD_OUT, progress=lambda *_: None
+        )
     return directory

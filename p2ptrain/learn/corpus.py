@@ -1,14 +1,14 @@
 """Reads files as documents, and cuts long texts.
 
-A document is the unit that is held out or trained on, and an end-of-document token follows it. In JSON
-lines it is the "text" of a line. In any other file it is a block of at most 16 KiB that ends with a line
-if possible: text files have no boundaries that a program could see, and with blocks the memory and the
-granularity of the split are the same for a note and for a book.
+A document is the unit that is held out or trained on, and an end-of-document token follows it. In JSON lines it is a
+key of a line, in Parquet and Arrow files a column of a row. Tokens that another program has made are cut where it ended
+a document. Any other file is cut into blocks of at most 16 KiB that end with a line if possible: text files have no
+boundaries that a program could see, and with blocks the memory and the granularity of the split are the same for a note
+and for a book. Files may be compressed by gzip or zstd.
 
 Nothing is repaired. Bytes that are not UTF-8 are an error that names the file and the offset, because
-replacing them would teach the model the replacement character, and text in another encoding, or a
-compressed file, would consist of little else. Line ends are left as they are; a byte order mark at the
-start of a file is dropped.
+replacing them would teach the model the replacement character, and text in another encoding would consist of little
+else. Line ends are left as they are; a byte order mark at the start of a file is dropped.
 
 The embedded corpus needs no download: it is the language reference and the standard library's sources, which
 come with every Python. They differ between Python versions, so two machines may well make two different data
@@ -17,64 +17,116 @@ sets from it; a run names the one that its creator made.
 
 from __future__ import annotations
 
+import gzip
 import io
+import os
 import stat
 import sys
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
+import numpy as np
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.learn.tokenizer import BytesTokenizer, Tokenizer, Tokens, token_type
 
 BLOCK_BYTES_MAX = 16 * 2**10  # a few pages: small enough to hold out a hundredth of a megabyte
+BLOCK_TOKENS_MAX = 2**16  # of a stream of tokens that ends no document
 LINE_BYTES_MAX = 16 * 2**20  # three long novels; a line is held in memory as a whole
+ROWS_AT_ONCE = 64
+PACKED_BYTES = 2**13  # of a zstd file that are unpacked at once
+KEYS_SHOWN = 12
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LINES_SUFFIXES = (".jsonl", ".ndjson")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+TOKENS_SUFFIXES = (".npy", ".bin")
+TEXT_SUFFIXES = (".txt", ".md")
+PACKED_SUFFIXES = (".gz", ".zst")
+IN_DIRECTORIES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES, *TOKENS_SUFFIXES)
+NAMES = f"Name directories, text files, or files that end with {', '.join(IN_DIRECTORIES[2:])}"
 
 
 @dataclass(frozen=True, slots=True)
-class TextFile:
-    """A text to read documents from; `name` is for error messages."""
+class SourceFile:
+    """A file to read documents from; `name` is for error messages."""
 
     name: str
-    size: int  # bytes
+    size: int  # bytes on the disk
     open: Callable[[], BinaryIO]
-    is_lines: bool = False
+    form: str = ".txt"  # the file's suffix, without that of its compression
+    packed: str = ""  # the suffix of its compression
+    changed: int = 0  # when it was, in ns
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     text: str
     source_bytes: int  # its size where it was read
+    tokens: Tokens | None = None  # another program has made them, and there is no text
 
 
-class _JsonDocument(msgspec.Struct):
-    """A line of a JSON-lines file; fields other than its text are ignored."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How files are read."""
 
-    text: str
+    column: str = "text"  # of JSON lines and tables
+    tokenizer: Tokenizer = BytesTokenizer()  # noqa: RUF009  (it has no state)
+    skipped: Callable[[ConfigError], None] | None = None  # told of what is broken, which is left out; None: an error
 
 
-def file_sources(files: Sequence[Path]) -> list[TextFile]:
-    sources = []
-    for path in files:
-        try:
-            status = path.stat()
-        except OSError as error:
+def file_sources(files: Sequence[Path]) -> list[SourceFile]:
+    """Returns these files, and those in these directories."""
+    return [source for path in files for source in _sources_at(path, _status(path))]
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path), fix=NAMES) from error
+
+
+def _sources_at(path: Path, status: os.stat_result) -> Iterator[SourceFile]:
+    if stat.S_ISDIR(status.st_mode):
+        found = sorted(each for each in _files_below(path) if _form_of(each)[0] in IN_DIRECTORIES)
+        if not found:
             raise ConfigError(
-                f"cannot be read: {error.strerror}", source=str(path), fix="Name text files or JSON lines"
-            ) from error
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError("not a file", source=str(path), fix="Name the files in it")
-        is_lines = path.suffix.lower() in LINES_SUFFIXES
-        sources.append(TextFile(str(path), status.st_size, _opener(path), is_lines))
-    return sources
+                f"a directory without a file that ends with {', '.join(IN_DIRECTORIES)}",
+                source=str(path),
+                fix="Name its files, which are then read as text",
+            )
+        for each in found:
+            yield from _sources_at(each, _status(each))
+    elif not stat.S_ISREG(status.st_mode):
+        raise ConfigError("not a file", source=str(path), fix=NAMES)
+    else:
+        form, packed = _form_of(path)
+        yield SourceFile(str(path), status.st_size, _opener(path), form, packed, status.st_mtime_ns)
 
 
-def embedded_sources() -> list[TextFile]:
+def _files_below(directory: Path) -> Iterator[Path]:
+    """Yields all files below a directory but hidden ones; links to directories are not followed."""
+
+    def failed(error: OSError) -> None:
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(error.filename), fix="Check its permissions")
+
+    for place, folders, names in os.walk(directory, onerror=failed):
+        folders[:] = [each for each in folders if not each.startswith(".")]
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def _form_of(path: Path) -> tuple[str, str]:
+    """Returns the suffix that tells how a file is read, and that of its compression."""
+    packed = path.suffix.lower() if path.suffix.lower() in PACKED_SUFFIXES else ""
+    return (Path(path.stem) if packed else path).suffix.lower(), packed
+
+
+def embedded_sources() -> list[SourceFile]:
     """Returns the language reference and the top-level modules of the standard library, in a fixed order."""
     try:
         from pydoc_data.topics import topics  # noqa: PLC0415  (half a megabyte that nothing else needs)
@@ -90,24 +142,96 @@ def embedded_sources() -> list[TextFile]:
     return sources + file_sources(modules)
 
 
-def documents(source: TextFile) -> Iterator[Document]:
+def documents(source: SourceFile, how: Reading = Reading()) -> Iterator[Document]:
     """Yields the documents of `source` in order, skipping empty ones."""
     try:
         with source.open() as file:
-            yield from _lines(file, source.name) if source.is_lines else _blocks(file, source.name)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot be read: {error.strerror}", source=source.name, fix="Check the file and its permissions"
-        ) from error
+            yield from _documents_in(file, source, how)
+    except ConfigError as error:
+        if how.skipped is None:
+            raise
+        how.skipped(error)
+    except (OSError, EOFError, zlib.error) as error:
+        problem = ConfigError(
+            f"cannot be read: {getattr(error, 'strerror', None) or error}",
+            source=source.name,
+            fix="Check the file and its permissions",
+        )
+        if how.skipped is None:
+            raise problem from error
+        how.skipped(problem)
 
 
-def _blocks(file: BinaryIO, name: str) -> Iterator[Document]:
-    carry = file.read(len(BYTE_ORDER_MARK)).removeprefix(BYTE_ORDER_MARK)
-    offset = file.tell() - len(carry)  # of the next block
+def _documents_in(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document]:
+    content = _unpacked(file, source)
+    if source.form in TABLE_SUFFIXES:
+        yield from _rows(content, source, how)
+        return
+    if source.form in TOKENS_SUFFIXES:
+        yield from _token_documents(content, source, how.tokenizer)
+        return
+    is_lines = source.form in LINES_SUFFIXES
+    done = 0
+    for text in _lines(content, source.name, how) if is_lines else _blocks(content, source.name):
+        now = file.tell()  # of what is packed, so many bytes at a time
+        yield Document(text, now - done)
+        done = now
+
+
+def _unpacked(file: BinaryIO, source: SourceFile) -> BinaryIO:
+    if source.packed == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if source.packed == ".zst":
+        return cast(BinaryIO, io.BufferedReader(_Zstandard(file, _library("zstandard", source)), 2**17))
+    return file
+
+
+class _Zstandard(io.RawIOBase):
+    """What is in a zstd file. The library's own reader takes a file that is cut off for a whole one."""
+
+    def __init__(self, file: BinaryIO, library: Any) -> None:
+        self._file, self._library = file, library
+        self._frame: Any = None  # that has begun
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._file.read(PACKED_BYTES)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("it is cut off")
+                return 0
+            self._ready = b"".join(self._frames(packed))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def _frames(self, packed: bytes) -> Iterator[bytes]:
+        while packed:
+            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            try:
+                yield self._frame.decompress(packed)
+            except self._library.ZstdError as error:
+                raise OSError(str(error)) from error
+            packed = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+
+
+# ---------------------------------------------------------------------------------------------------
+# Text
+
+
+def _blocks(file: BinaryIO, name: str) -> Iterator[str]:
+    head = file.read(len(BYTE_ORDER_MARK))
+    carry = head.removeprefix(BYTE_ORDER_MARK)
+    offset = len(head) - len(carry)  # of the next block
     while block := carry + file.read(BLOCK_BYTES_MAX - len(carry)):
         cut = _cut(block) if len(block) == BLOCK_BYTES_MAX else len(block)
         block, carry = block[:cut], block[cut:]
-        yield Document(_text(block, name, offset), len(block))
+        yield _text(block, name, offset)
         offset += len(block)
 
 
@@ -132,7 +256,13 @@ def _text(block: bytes, name: str, offset: int) -> str:
         ) from error
 
 
-def _lines(file: BinaryIO, name: str) -> Iterator[Document]:
+# ---------------------------------------------------------------------------------------------------
+# JSON lines
+
+
+def _lines(file: BinaryIO, name: str, how: Reading) -> Iterator[str]:
+    kind = msgspec.defstruct("JsonDocument", [("text", str, msgspec.field(name=how.column))])
+    decoder = msgspec.json.Decoder(kind)
     number = 0
     while line := file.readline(LINE_BYTES_MAX + 1):
         number += 1
@@ -145,22 +275,165 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Document]:
         if not content.strip():
             continue
         try:
-            text = msgspec.json.decode(content, type=_JsonDocument).text
-        except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
-            raise ConfigError(
-                str(error), source=where, fix='Each line must be a JSON object with a string under "text"'
-            ) from error
-        if text:
-            yield Document(text, len(line))
+            text = _line_text(decoder, content, where, how.column)
+        except ConfigError as error:
+            if how.skipped is None:
+                raise
+            how.skipped(error)
+        else:
+            if text:
+                yield text
+
+
+def _line_text(decoder: msgspec.json.Decoder[Any], line: bytes, where: str, column: str) -> str:
+    try:
+        return cast(str, decoder.decode(line).text)
+    except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+        raise ConfigError(
+            str(error),
+            source=where,
+            fix=f'Each line must be a JSON object with a string under "{column}"{_others(line)}',
+        ) from error
+
+
+def _others(line: bytes) -> str:
+    """Names the keys of a line, for one who has not named the right one."""
+    try:
+        keys = [*msgspec.json.decode(line, type=dict[str, msgspec.Raw])]
+    except (ValueError, RecursionError):
+        return ""
+    return f"; --column names another: this line has {', '.join(keys[:KEYS_SHOWN])}" if keys else ""
+
+
+# ---------------------------------------------------------------------------------------------------
+# Tables
+
+
+def _rows(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document]:
+    pyarrow = _library("pyarrow", source)
+    try:
+        for texts, share in _columns(pyarrow, file, source, how.column):
+            each = int(share * source.size / max(1, len(texts)))
+            yield from (Document(text, each) for text in texts.to_pylist() if text)
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"damaged: {error}", source=source.name, fix="Make or fetch the file again") from error
+
+
+def _columns(pyarrow: Any, file: BinaryIO, source: SourceFile, column: str) -> Iterator[tuple[Any, float]]:
+    """Yields the texts of some rows at a time, and what share of the file these are."""
+    if source.packed:
+        raise ConfigError("a compressed table", source=source.name, fix="Unpack it: Parquet compresses by itself")
+    if source.form == ".parquet":
+        from pyarrow import parquet  # noqa: PLC0415  (an extra)
+
+        table = parquet.ParquetFile(file)
+        _check_column(pyarrow, table.schema_arrow, source, column)
+        for batch in table.iter_batches(ROWS_AT_ONCE, columns=[column]):
+            yield batch.column(0), len(batch) / table.metadata.num_rows
+        return
+    from pyarrow import ipc  # noqa: PLC0415  (an extra)
+
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+    _check_column(pyarrow, reader.schema, source, column)
+    if is_file:
+        count = reader.num_record_batches
+        yield from ((reader.get_batch(number).column(column), 1 / count) for number in range(count))
+        return
+    done = 0
+    for batch in reader:
+        now = file.tell()
+        yield batch.column(column), (now - done) / source.size
+        done = now
+
+
+def _check_column(pyarrow: Any, schema: Any, source: SourceFile, column: str) -> None:
+    has = f"it has {', '.join(schema.names[:KEYS_SHOWN])}"
+    if column not in schema.names:
+        raise ConfigError(f'no column "{column}"', source=source.name, fix=f"Name one with --column: {has}")
+    kind = schema.field(column).type
+    types = pyarrow.types
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise ConfigError(
+            f'column "{column}" holds {kind}, not text', source=source.name, fix=f"Name another with --column: {has}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def _token_documents(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> Iterator[Document]:
+    """Cuts a stream of tokens after each end of a document, or where there is none for long."""
+    kind = _token_type(file, source, tokenizer)
+    carry, done = np.zeros(0, dtype=kind), 0
+    while chunk := file.read(BLOCK_TOKENS_MAX * kind.itemsize):
+        if len(chunk) % kind.itemsize:
+            raise ConfigError("its last token is cut off", source=source.name, fix="Make or fetch the file again")
+        fresh = np.frombuffer(chunk, dtype=kind)
+        _check_tokens(fresh, done, source, tokenizer)
+        done += len(fresh)
+        tokens = np.concatenate([carry, fresh])
+        *whole, carry = np.split(tokens, np.flatnonzero(tokens == tokenizer.end_of_document) + 1)
+        if len(carry) >= BLOCK_TOKENS_MAX:
+            whole, carry = [*whole, carry], carry[:0]
+        yield from (_token_document(each, tokenizer) for each in whole if len(each) > 1)
+    if len(carry):
+        yield _token_document(carry, tokenizer)
+
+
+def _token_document(tokens: Tokens, tokenizer: Tokenizer) -> Document:
+    ended = tokens[:-1] if tokens[-1] == tokenizer.end_of_document else tokens  # whoever stores it ends it
+    return Document("", tokens.nbytes, ended.astype(token_type(tokenizer.vocab_size)))
+
+
+def _token_type(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> np.dtype[Any]:
+    """Returns the type of the tokens that follow: what a .npy tells, or nanoGPT's 16 bits; 32 if those are too few."""
+    if source.form == ".bin":
+        return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, _, kind = read(file)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"not a NumPy array: {error}", source=source.name, fix="Save it with numpy.save") from error
+    if len(shape) != 1 or kind.kind not in "iu":
+        raise ConfigError(
+            f"an array of {kind} and shape {shape}", source=source.name, fix="Save one row of whole numbers"
+        )
+    return kind
+
+
+def _check_tokens(tokens: Tokens, done: int, source: SourceFile, tokenizer: Tokenizer) -> None:
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= tokenizer.vocab_size))
+    if wrong.size:
+        raise ConfigError(
+            f"token {tokens[wrong[0]]}, but the tokenizer has only {tokenizer.vocab_size} tokens",
+            source=f"{source.name}, token number {done + int(wrong[0])}",
+            fix="Name the tokenizer that made the file with --tokenizer",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Files
+
+
+def _library(name: str, source: SourceFile) -> Any:
+    try:
+        return __import__(name)
+    except ImportError as error:
+        fix = "Run: pip install 'p2ptrain[data]'"
+        raise ConfigError(f"needs {name} to be read", source=source.name, fix=fix) from error
 
 
 def _opener(path: Path) -> Callable[[], BinaryIO]:
     return lambda: path.open("rb")
 
 
-def _text_source(name: str, text: str) -> TextFile:
+def _text_source(name: str, text: str) -> SourceFile:
     encoded = text.encode()
-    return TextFile(name, len(encoded), lambda: io.BytesIO(encoded))
+    return SourceFile(name, len(encoded), lambda: io.BytesIO(encoded))
 
 
 def _incomplete_python(what: str) -> ConfigError:

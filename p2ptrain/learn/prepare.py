@@ -4,9 +4,10 @@ Only a document's content decides whether it is held out: it is if the BLAKE3 di
 as a fraction, is below the requested fraction. So the split is the same on every machine and in every
 order, and a document that occurs twice is never on both sides, where it would falsify the held-out loss.
 
-The text is read once, in bounded memory, and pieces are stored as they fill. The tokenizer's file is stored with
-them, so that a data set is all that a run needs. The manifest is written last, under a temporary name, fsynced
-and renamed: the leftovers of an interrupted call do not open as a data set, and the next call clears them away.
+The text is read once, in bounded memory, and tokenized in several processes, and pieces are stored as they fill. The
+tokenizer's file is stored with them, so that a data set is all that a run needs. The manifest is written last, under a
+temporary name, fsynced and renamed: the leftovers of an interrupted call do not open as a data set. The same call again
+goes on where the last one had got to and makes the same data set; another one clears them away.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Literal, cast
 
+import msgspec
 import numpy as np
 
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError
 from p2ptrain.files import PARTIAL_SUFFIX, replace_file, sync
-from p2ptrain.learn.corpus import Document, TextFile, documents, embedded_sources, file_sources
+from p2ptrain.learn.corpus import Document, Reading, SourceFile, documents, embedded_sources, file_sources
 from p2ptrain.learn.data import (
     MANIFEST_NAME,
     PIECES_MAX,
@@ -39,13 +42,16 @@ from p2ptrain.learn.data import (
     manifest_digest,
     piece_digest,
 )
+from p2ptrain.learn.tokenize_in_processes import in_processes
 from p2ptrain.learn.tokenizer import Tokenizer, Tokens, token_type
 
-Progress = Callable[[int, int], None]
-"""Called with the number of bytes read so far, and the total."""
+Progress = Callable[[int, int, int], None]
+"""Called with the number of bytes read so far, and the total, and of the tokens made of them."""
 
 READABLE = 0o644  # a data set is not secret; the user's umask still applies
 BATCH_BYTES = 2**20  # text tokenized at a time: enough to keep every core busy
+UNFINISHED_NAME = "unfinished"  # how far an interrupted call had got
+SAVED_BYTES = 64 * 2**20  # of text read between two times that this is saved: half a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +70,15 @@ def prepare(
     files: Sequence[Path],
     *,
     embedded: bool,
-    tokenizer: Tokenizer,
+    how: Reading,
     held_out: Fraction,
     progress: Progress,
+    processes: int = 1,
 ) -> DatasetSummary:
     """Makes a data set in the directory `out` from the embedded corpus, if requested, and `files`, in this order.
 
-    The text may have any size; memory grows only with the longest JSON line. The leftovers of an interrupted
-    call are replaced; a directory with a data set or anything else in it is refused.
+    The text may have any size; memory grows only with the longest JSON line. The same call goes on where an interrupted
+    one had got to; a directory with a data set or anything else in it is refused.
 
     With little text, the fraction may hold out nothing, or everything. Then the document nearest to the
     border goes to the empty side, which takes a second reading: with at least two different documents, one is
@@ -82,11 +89,12 @@ def prepare(
     sources = (embedded_sources() if embedded else []) + file_sources(files)
     if not sources:
         raise ConfigError("nothing to prepare", fix="Name text files or JSON lines, or ask for the embedded corpus")
+    tokenizer = how.tokenizer
     with _claimed(out, tokenizer):
         border = int(held_out * 2**64)
-        reading = _write_splits(out, sources, tokenizer, border, progress)
+        reading = _write_splits(out, sources, how, border, progress, processes)
         if held_out and (moved := reading.moved(border)) != border:
-            reading = _write_splits(out, sources, tokenizer, moved, progress)
+            reading = _write_splits(out, sources, how, moved, progress, processes)
         if not reading.training.tokens:
             # If there are documents, the border leaves some to train on, unless the second reading found other ones.
             problem = "the named files hold no text" if reading.highest < 0 else "the text changed while it was read"
@@ -106,6 +114,7 @@ def prepare(
         if tokenizer.file_bytes:
             replace_file(out / TOKENIZER_NAME, tokenizer.file_bytes, mode=READABLE)
         replace_file(out / MANIFEST_NAME, encoded, mode=READABLE)
+        (out / UNFINISHED_NAME).unlink(missing_ok=True)
         sync(out)
     return DatasetSummary(
         digest=manifest_digest(encoded),
@@ -134,46 +143,102 @@ class _Reading:
         return border
 
 
-def _fraction_of(text: str) -> int:
+def _fraction_of(document: Document) -> int:
     """Maps a document to a number between 0 and 2**64."""
-    return int.from_bytes(digest("held-out document", text.encode())[:8], "little")
+    content = document.text.encode() if document.tokens is None else document.tokens.astype("<u4").tobytes()
+    return int.from_bytes(digest("held-out document", content)[:8], "little")
+
+
+class _Kept(msgspec.Struct, array_like=True):
+    """What a split has so far: its pieces, and the bytes of the one that is not full."""
+
+    pieces: list[str] = []
+    tokens: int = 0
+    rest: bytes = b""
+
+
+class _Unfinished(msgspec.Struct, array_like=True):
+    """How far a reading has got."""
+
+    call: str  # the digest of what is read, and how
+    documents: int = 0
+    bytes_read: int = 0
+    lowest: int = 2**64 - 1
+    highest: int = -1
+    training: _Kept = msgspec.field(default_factory=_Kept)
+    held_out: _Kept = msgspec.field(default_factory=_Kept)
 
 
 def _write_splits(
-    out: Path, sources: Sequence[TextFile], tokenizer: Tokenizer, border: int, progress: Progress
+    out: Path, sources: Sequence[SourceFile], how: Reading, border: int, progress: Progress, processes: int
 ) -> _Reading:
-    directory = out / PIECES_NAME
-    for leftover in directory.iterdir():
-        leftover.unlink()
-    training, held_out = _SplitWriter(directory), _SplitWriter(directory)
-    end = np.array([tokenizer.end_of_document], dtype=token_type(tokenizer.vocab_size))
-    lowest, highest = 2**64, -1
-    done, total = 0, sum(source.size for source in sources)
-    progress(0, total)
-    for batch in _batches(sources):
-        texts = [document.text for document in batch]
-        for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
-            fraction = _fraction_of(text)
-            lowest, highest = min(lowest, fraction), max(highest, fraction)
+    done = _unfinished(out, _name_of(sources, how, border))
+    training, held_out = (_SplitWriter(out / PIECES_NAME, each) for each in (done.training, done.held_out))
+    end = np.array([how.tokenizer.end_of_document], dtype=token_type(how.tokenizer.vocab_size))
+    total, since_saved = sum(source.size for source in sources), 0
+    found = (document for source in sources for document in documents(source, how))
+    progress(min(done.bytes_read, total), total, training.tokens + held_out.tokens)
+    for batch, encoded in in_processes(how.tokenizer, _batches(islice(found, done.documents, None)), processes):
+        for document, tokens in zip(batch, encoded, strict=True):
+            fraction = _fraction_of(document)
+            done.lowest, done.highest = min(done.lowest, fraction), max(done.highest, fraction)
             writer = held_out if fraction < border else training
             writer.append(tokens)
             writer.append(end)
-        done += sum(document.source_bytes for document in batch)
-        progress(min(done, total), total)
-    progress(total, total)
-    return _Reading(training.finish(), held_out.finish(), lowest, highest)
+        done.documents += len(batch)
+        done.bytes_read += sum(document.source_bytes for document in batch)
+        since_saved += sum(map(_size_of, batch))
+        if since_saved >= SAVED_BYTES:
+            since_saved = 0
+            _save(out, done, training, held_out)
+        progress(min(done.bytes_read, total), total, training.tokens + held_out.tokens)
+    progress(total, total, training.tokens + held_out.tokens)
+    return _Reading(training.finish(), held_out.finish(), done.lowest, done.highest)
 
 
-def _batches(sources: Sequence[TextFile]) -> Iterator[list[Document]]:
+def _name_of(sources: Sequence[SourceFile], how: Reading, border: int) -> str:
+    """Returns a digest of what is read and how: the same call makes the same data set, if the files are the same."""
+    files = [(source.name, source.size, source.changed) for source in sources]
+    kind = how.tokenizer.kind, how.tokenizer.digest, how.column, how.skipped is None, str(border)
+    return digest("data prepare", msgspec.msgpack.encode((files, kind))).hex()
+
+
+def _unfinished(out: Path, call: str) -> _Unfinished:
+    """Returns how far the same call had got, and clears away the pieces that are not of that."""
+    try:
+        encoded = (out / UNFINISHED_NAME).read_bytes()
+        done = msgspec.msgpack.decode(encoded, type=_Unfinished)
+    except (OSError, msgspec.DecodeError):
+        done = _Unfinished(call)
+    done = done if done.call == call else _Unfinished(call)
+    ours = {*done.training.pieces, *done.held_out.pieces}
+    if not all((out / PIECES_NAME / name).exists() for name in ours):
+        done, ours = _Unfinished(call), set()
+    for leftover in (out / PIECES_NAME).iterdir():
+        if leftover.name not in ours:
+            leftover.unlink()
+    return done
+
+
+def _save(out: Path, done: _Unfinished, training: _SplitWriter, held_out: _SplitWriter) -> None:
+    done.training, done.held_out = training.kept(), held_out.kept()
+    sync(out / PIECES_NAME)
+    replace_file(out / UNFINISHED_NAME, msgspec.msgpack.encode(done), mode=READABLE)
+
+
+def _size_of(document: Document) -> int:
+    return len(document.text) if document.tokens is None else document.tokens.nbytes
+
+
+def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     size = 0
-    for source in sources:
-        for document in documents(source):
-            batch.append(document)
-            size += document.source_bytes
-            if size >= BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
+    for document in found:
+        batch.append(document)
+        size += _size_of(document)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
     if batch:
         yield batch
 
@@ -181,22 +246,25 @@ def _batches(sources: Sequence[TextFile]) -> Iterator[list[Document]]:
 class _SplitWriter:
     """Cuts a split's tokens into pieces, and stores each piece as soon as it is full."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, kept: _Kept) -> None:
         self._directory = directory
-        self._buffer = bytearray()
-        self._pieces: list[str] = []
-        self._tokens = 0
+        self._buffer = bytearray(kept.rest)
+        self._pieces = list(kept.pieces)
+        self.tokens = kept.tokens
 
     def append(self, tokens: Tokens) -> None:
-        self._tokens += len(tokens)
+        self.tokens += len(tokens)
         self._buffer += tokens.tobytes()
         while len(self._buffer) >= PIECE_BYTES:
             self._store(PIECE_BYTES)
 
+    def kept(self) -> _Kept:
+        return _Kept(self._pieces, self.tokens, bytes(self._buffer))
+
     def finish(self) -> Split:
         if self._buffer:
             self._store(len(self._buffer))
-        return Split(tuple(self._pieces), self._tokens)
+        return Split(tuple(self._pieces), self.tokens)
 
     def _store(self, size: int) -> None:
         if len(self._pieces) == PIECES_MAX:
@@ -243,7 +311,8 @@ def _refuse_contents(out: Path, tokenizer: Tokenizer) -> None:
             # Writing the same bytes again loses nothing, whoever put the file here.
             strange = entry if entry.read_bytes() != tokenizer.file_bytes else None
         else:
-            strange = None if entry.name in (MANIFEST_NAME + PARTIAL_SUFFIX, TOKENIZER_NAME + PARTIAL_SUFFIX) else entry
+            names = [name + PARTIAL_SUFFIX for name in (MANIFEST_NAME, TOKENIZER_NAME, UNFINISHED_NAME)]
+            strange = None if entry.name in (UNFINISHED_NAME, *names) else entry
         if strange:
             raise _unusable(out, f"it holds other files ({strange.relative_to(out)})")
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.prepare import DatasetSummary, prepare
 from p2ptrain.learn.tokenizer import BytesTokenizer, Tokenizer
 
@@ -44,9 +45,9 @@ def prepared(
         out,
         files,
         embedded=embedded,
-        tokenizer=tokenizer or BytesTokenizer(),
+        how=Reading(tokenizer=tokenizer or BytesTokenizer()),
         held_out=held_out,
-        progress=lambda done, total: None,
+        progress=lambda *_: None,
     )
 
 

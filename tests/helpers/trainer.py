@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.config import DeviceConfig, ModelConfig, RecipeConfig, RunConfig
+from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.tokenizer import load_tokenizer
@@ -24,7 +25,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 def embedded(directory: Path) -> TokenDataset:
     tokenizer = load_tokenizer(None)
     held_out = Fraction(1, 50)
-    made = prepare(directory, [], embedded=True, tokenizer=tokenizer, held_out=held_out, progress=lambda *_: None)
+    made = prepare(
+        directory, [], embedded=True, how=Reading(tokenizer=tokenizer), held_out=held_out, progress=lambda *_: None
+    )
     return TokenDataset.open(directory, made.digest)
 
 

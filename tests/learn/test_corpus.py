@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.learn import corpus
-from p2ptrain.learn.corpus import BLOCK_BYTES_MAX, TextFile, documents, embedded_sources, file_sources
+from p2ptrain.learn.corpus import BLOCK_BYTES_MAX, SourceFile, documents, embedded_sources, file_sources
 from tests.helpers.tokenizers import written
 
 
@@ -112,8 +113,9 @@ def test_a_line_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, mo
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.txt: cannot be read: No such file"):
         file_sources([tmp_path / "absent.txt"])
-    with pytest.raises(ConfigError, match="not a file"):
-        file_sources([tmp_path])
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(ConfigError, match=r"pipe\.txt: not a file"):
+        file_sources([tmp_path / "pipe.txt"])
 
 
 def test_a_file_that_vanishes_is_refused(tmp_path: Path) -> None:
@@ -148,5 +150,5 @@ def test_a_python_without_its_library_cannot_embed(tmp_path: Path, monkeypatch: 
 def test_documents_say_what_they_took_up(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", '{"text": "abc"}\n{"text": "de"}\n')
     (source,) = file_sources([path])
-    assert isinstance(source, TextFile)
+    assert isinstance(source, SourceFile)
     assert [document.source_bytes for document in documents(source)] == [16, 15]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn import prepare as prepare_module
+from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import Split, TokenDataset
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.tokenizer import BytesTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
@@ -169,18 +170,18 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 
 def test_progress_rises_to_the_size_of_the_text(tmp_path: Path) -> None:
     files = [written(tmp_path / "a.txt", "line\n" * 700_000), json_lines(tmp_path / "b.jsonl", ["one", "", "two"])]
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, ...]] = []
     total = sum(file.stat().st_size for file in files)
     prepare(
         tmp_path / "out",
         files,
         embedded=False,
-        tokenizer=BytesTokenizer(),
+        how=Reading(tokenizer=BytesTokenizer()),
         held_out=Fraction(1, 2),
         progress=lambda *args: seen.append(args),
     )
-    done = [part for part, _ in seen]
-    assert {of for _, of in seen} == {total}
+    done = [part for part, *_ in seen]
+    assert {of for _, of, _ in seen} == {total}
     assert (done[0], done[-1], done) == (0, total, sorted(done))
     assert len(done) > 4
 
@@ -283,11 +284,13 @@ def test_a_finished_data_set_is_not_overwritten(tmp_path: Path) -> None:
 def test_two_calls_do_not_share_a_directory(tmp_path: Path) -> None:
     file, out = written(tmp_path / "a.txt", "text\n"), tmp_path / "out"
 
-    def meanwhile(done: int, total: int) -> None:
+    def meanwhile(*_: int) -> None:
         with pytest.raises(ConfigError, match="another `data prepare` is using it"):
             prepared(out, file)
 
-    made = prepare(out, [file], embedded=False, tokenizer=BytesTokenizer(), held_out=Fraction(0), progress=meanwhile)
+    made = prepare(
+        out, [file], embedded=False, how=Reading(tokenizer=BytesTokenizer()), held_out=Fraction(0), progress=meanwhile
+    )
     assert TokenDataset.open(out, made.digest).missing_anywhere() == []
 
 
@@ -319,7 +322,7 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     lower = min("one", "two", key=fraction_of)
     file = json_lines(tmp_path / "a.jsonl", ["one", "two"])
 
-    def change(done: int, total: int) -> None:
+    def change(done: int, total: int, _: int) -> None:
         if done == total:
             json_lines(file, [lower])
 
@@ -328,7 +331,7 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
             tmp_path / "out",
             [file],
             embedded=False,
-            tokenizer=BytesTokenizer(),
+            how=Reading(tokenizer=BytesTokenizer()),
             held_out=Fraction(2**64 - 1, 2**64),
             progress=change,
         )

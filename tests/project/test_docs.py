@@ -83,6 +83,7 @@ SITTINGS: dict[str, tuple[bool, list[str]]] = {
     "how-to": (
         True,
         [
+            "docs/how-to/prepare-data.md",
             "docs/how-to/join-from-home.md",
             "docs/how-to/run-a-bootstrap.md",
             "docs/how-to/behind-nat.md",
