@@ -69,6 +69,7 @@ def start(
         run={} if run is None or isinstance(run, str | Path) else dict(run),
         options=_options(directory, listen),
         parameters=_trained(model),
+        frozen=_frozen(model),
         run_file=str(run) if isinstance(run, str | Path) else "",
         config_file=str(config or ""),
         data=str(data or ""),
@@ -98,6 +99,7 @@ def join(  # noqa: PLR0913  # a node has many settings
         run={},
         options=_options(directory, listen) | {"network.bootstrap": [address] if isinstance(address, str) else address},
         parameters=_trained(model),
+        frozen=_frozen(model),
         config_file=str(config or ""),
         wanted=run,
         invitation=invitation,
@@ -130,6 +132,13 @@ def _trained(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     if not found:
         raise ConfigError("no parameter trains", key="model", fix="Set requires_grad on those that should")
     return tuple((name, tuple(each.shape)) for name, each in found)
+
+
+def _frozen(model: torch.nn.Module) -> str:
+    """Returns the digest of the parameters that do not train."""
+    from p2ptrain.learn.models import frozen_digest  # noqa: PLC0415
+
+    return frozen_digest((_plain(name), each) for name, each in model.named_parameters() if not each.requires_grad)
 
 
 def _plain(name: str) -> str:
@@ -300,8 +309,8 @@ class Swarm:
     def _is_gradient_finite(self) -> bool:
         import torch  # noqa: PLC0415
 
-        norms = [torch.linalg.vector_norm(each.grad) for each in self.model.parameters() if each.grad is not None]
-        return not norms or bool(torch.isfinite(torch.stack(norms)).all())
+        sums = [each.grad.sum() for each in self.model.parameters() if each.grad is not None]  # sparse ones as well
+        return not sums or bool(torch.isfinite(torch.stack(sums)).all())
 
     def _contribute(self) -> None:
         """Gives the node how far this round's steps have moved the weights."""
@@ -311,7 +320,7 @@ class Swarm:
             for moved, base, parameter in self._parts():
                 moved.copy_(parameter)
                 torch.sub(base, moved, out=moved)
-        if not bool(torch.isfinite(self._memory.moved).all()):
+        if not math.isfinite(torch.linalg.vector_norm(self._memory.moved)):  # each by itself takes far longer
             self._drop(TrainingError("a weight", step=len(self._losses) - 1, positions=[]))
         losses, seconds = self._losses, perf_counter() - self._began
         self._work = None

@@ -22,6 +22,7 @@ NO_SIZES: Final[dict[str, str | int]] = {
     "preset": "custom", "dim": 8, "layers": 1, "heads": 1, "kv_heads": 1, "ffn_dim": 8, "rope_theta": 10_000,
 }  # fmt: skip
 BELONGS = {"config": '"transformers"', "plugin": '"plugin"', "settings": '"plugin"', "parameters": '"own"'}
+BELONGS["frozen"] = '"own"'
 BELONGS["shapes"] = '"transformers", "plugin" or "own"'
 
 
@@ -48,6 +49,9 @@ class ModelConfig(Section):
     )
     parameters: tuple[ParameterText, ...] = Field(
         (), max_length=PARAMETERS_MAX, strict=False, description="kind own: name and shape of each trained parameter"
+    )
+    frozen: DigestOrEmpty = Field(
+        "", description="kind own: digest of the parameters that do not train, with their names, shapes and types"
     )
     preset: str = Field("custom", description="sizes by name: 1m, 5m, 10m, 30m, 100m, 300m, 1b; custom: all given here")
     vocab_size: int = Field(256, ge=2, le=2**20, description="tokens the model knows")

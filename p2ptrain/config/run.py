@@ -37,6 +37,7 @@ PROTOCOL_VERSION: Final = 2
 # Keys that came after the first release with this protocol version, by section and name, each with the neutral value at
 # which a run behaves as one without the key. A key is added here whenever it is added to a section.
 LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
+    ("model", "frozen"): "",
     ("model", "parameters"): [],
     ("recipe", "inner"): "adamw",
     ("recipe", "local_steps_min"): 0,

@@ -9,7 +9,7 @@ built-in one names the digest of that list, so that two versions of a library th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from math import prod
 
@@ -141,6 +141,23 @@ def _maker(config: ModelConfig) -> str:
 def shapes_digest(shapes: NamedShapes) -> str:
     """Returns the digest of all parameters' names and shapes, in their order."""
     return digest("model shapes", json.dumps(shapes, separators=(",", ":")).encode()).hex()
+
+
+@torch.no_grad()
+def frozen_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Returns the digest of parameters that do not train: names, types, shapes and bytes; empty without any."""
+    parts = []
+    for name, each in sorted(named, key=lambda pair: pair[0]):
+        if each.is_meta:
+            fix = "Load its weights: whoever trains with you needs to have the same"
+            raise ConfigError(f"{name} is on the device meta, and has no numbers", key="model", fix=fix)
+        what = json.dumps([name, str(each.dtype), list(each.shape)], separators=(",", ":")).encode()
+        parts.append(digest("frozen parameter", what, _bytes_of(each)))
+    return digest("frozen parameters", *parts).hex() if parts else ""
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def shapes_of(config: ModelConfig) -> list[Shape]:

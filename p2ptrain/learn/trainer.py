@@ -19,6 +19,7 @@ applied. `apply` takes the number of the round to apply, counted from 0.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -193,7 +194,7 @@ class Trainer:
     def take_steps(self, round_number: int, moved: Tensor) -> None:
         """Takes how far a round's local steps, taken elsewhere, have moved the weights, in place of `train`."""
         assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
-        if not _is_finite(moved):
+        if not math.isfinite(torch.linalg.vector_norm(moved)):  # each by itself takes far longer
             raise TrainingError("how far the weights moved", step=self.run.recipe.local_steps - 1, positions=[])
         self.recipe.take(moved)
         self._trained = round_number
@@ -216,7 +217,11 @@ class Trainer:
         assert round_number not in self.recipe.residual.kept, "a round's contribution is made once, and kept as bytes"
         self._trained = None
         with blamed_in_run(self.run, "made a contribution"), told("making a contribution", self.device):
-            return pack(self.recipe.contribute(round_number), self.form)
+            contribution = self.recipe.contribute(round_number)
+            payload = pack(contribution, self.form)
+        if not self.run.recipe.plugin:  # whose own contribution may not be what others read in its payload
+            self._keep_unpacked(payload, contribution)
+        return payload
 
     # A trainer that loaded an older state may not know a contribution that was announced after that state was saved.
     # Then it has not left the residual: there is nothing to restore, and a part that a manifest took may be sent again
@@ -240,11 +245,15 @@ class Trainer:
             contribution = unpack(payload, self.form)
         except RemoteProtocolError as error:
             return error.why
+        self._keep_unpacked(payload, contribution)
+        return None
+
+    def _keep_unpacked(self, payload: bytes, contribution: Contribution) -> None:
+        """Keeps a contribution for `apply`, so that it need not unpack it."""
         with self._lock:
             self._unpacked[payload] = self.round, contribution
             while len(self._unpacked) * self.form.contribution_bytes > UNPACKED_BYTES:
                 self._unpacked.popitem(last=False)
-        return None
 
     @torch.no_grad()
     def apply(

@@ -33,6 +33,7 @@ class Begin(Struct, frozen=True, tag="begin"):
     run: dict[str, object]  # what the script says of a run that it starts
     options: dict[str, object]  # of the node's config, by "section.key"
     parameters: tuple[tuple[str, tuple[int, ...]], ...]  # of the script's model
+    frozen: str = ""  # digest of the rest of it
     run_file: str = ""
     config_file: str = ""
     data: str = ""

@@ -69,6 +69,9 @@ from p2ptrain.node.device import StoppedError
 from p2ptrain.node.directories import data_directory
 from p2ptrain.observe.build import complaints_of
 
+FROZEN_FIX = (
+    "Load the same ones, in the same types, or freeze the same; what each machine computes for itself is to be a buffer"
+)
 NOTE_SECONDS = 20.0  # between notes to a script that waits
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -105,6 +108,10 @@ class ScriptLoop:
         if more := sorted(ours.keys() - theirs.keys()):
             what = f"the run does not train {more[0]}, which trains in the script's model"
             raise ConfigError(what, key="model", fix="Make the model that the run was begun with, or freeze it")
+        if run.model.kind == "own" and run.model.frozen != self._begin.frozen:
+            here, there = (each[:16] or "none" for each in (self._begin.frozen, run.model.frozen))
+            what = f"the parameters that do not train are others than in the run (digest {here} instead of {there})"
+            raise ConfigError(what, key="model", fix=FROZEN_FIX)
 
     @asynccontextmanager
     async def attached(self) -> AsyncIterator[None]:
@@ -248,7 +255,8 @@ def _run_of(begin: Begin) -> tuple[dict[str, object], RunConfig]:
     model = dict(said.get("model", {}))
     if "kind" not in model and "preset" not in model:
         texts = [" ".join([name, *map(str, shape)]) for name, shape in begin.parameters]
-        said = {"name": "mine", **said, "model": {**model, "kind": "own", "parameters": texts}}
+        frozen = {"frozen": begin.frozen} if begin.frozen else {}
+        said = {"name": "mine", **said, "model": {**model, "kind": "own", "parameters": texts, **frozen}}
     return said, run_config_of(said, path or Path("the script"))
 
 

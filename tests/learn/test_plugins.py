@@ -339,6 +339,14 @@ def test_contributions_of_a_recipe_plugin_are_applied_as_ours(dataset: TokenData
 
 
 @pytest.mark.usefixtures("example")
+def test_what_a_recipe_plugin_has_packed_is_applied_as_others_read_it(dataset: TokenDataset) -> None:
+    trainer = noisy(dataset, "0.1")
+    trainer.train(0, 0, 1)
+    trainer.contribute(0)
+    assert not trainer._unpacked, "it may be something else than its payload says"
+
+
+@pytest.mark.usefixtures("example")
 def test_what_a_recipe_plugin_needs_more_of_is_counted() -> None:
     ours, theirs = (need_of(run_of(ModelConfig(**TINY), **more)) for more in ({}, {"plugin": RECIPE}))
     assert theirs.optimizer == ours.optimizer + ours.state

@@ -251,6 +251,19 @@ def test_a_payload_that_was_checked_is_not_unpacked_again_and_gives_the_same_wei
     assert not first._unpacked, "it is of no more use"
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_node_has_packed_itself_it_does_not_unpack_to_apply_it(
+    dataset: TokenDataset, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make(dataset, name), make(dataset, name)
+    first.train(0, 0, 1)
+    payload = first.contribute(0)
+    second.apply(0, [payload])
+    monkeypatch.delattr("p2ptrain.learn.aggregate.unpack")
+    first.apply(0, [payload], {0: payload})
+    assert first.root() == second.root()
+
+
 def test_no_more_unpacked_payloads_are_kept_than_there_is_room_for(
     dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:

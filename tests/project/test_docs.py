@@ -280,6 +280,22 @@ def test_what_is_read_first_is_short(name: str, lines: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
 
 
+@pytest.mark.parametrize("name", ["own_loop.py", "hf_trainer.py"])
+def test_an_example_is_short(name: str) -> None:
+    assert len((ROOT / "examples" / name).read_text().splitlines()) < 60
+
+
+def test_a_training_script_takes_part_with_less_than_fifteen_lines_more() -> None:
+    code = (ROOT / "examples" / "own_loop.py").read_text().split('"""')[2].splitlines()
+    added = [line for line in code if line.endswith("# +")]
+    assert 5 < len(added) < 15
+    assert all(line in added for line in code if "p2ptrain" in line or "swarm.step" in line)
+
+
+def test_the_package_tells_mypy_that_it_is_typed() -> None:
+    assert (ROOT / "p2ptrain" / "py.typed").exists()
+
+
 def test_every_entry_of_the_log_opens_with_its_result_in_one_line() -> None:
     entries = (ROOT / "LOG.md").read_text(encoding="utf-8").split("\n## ")[1:]
     assert [entry.splitlines()[0] for entry in entries if not re.match(r".+\n\nResult: .{10,112}\n\n", entry)] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from p2ptrain.learn.given_weights import read_weights
 from p2ptrain.node.saved import find_model
 from tests.helpers.daemons import TEST_SECONDS, Daemon, Swarm, p2ptrain
 from tests.helpers.hf_models import raw_config
+from tests.helpers.scripts import script
 
 RUN = """\
 name = "mine"
@@ -38,6 +40,20 @@ staleness_rounds_max = 1
 
 [admission]
 probation_rounds = 1
+"""
+# The same model in a script, from weights of its own.
+SCRIPT = """\
+import json, sys
+import torch
+import p2ptrain
+from transformers import AutoConfig, AutoModelForCausalLM
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(sys.argv[3])))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+with p2ptrain.join(sys.argv[2], model, optimizer, directory=sys.argv[1]) as swarm:
+    for batch in swarm.batches():
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        swarm.step(loss)
 """
 # A program on the same machine, whose Python has everything but transformers.
 WITHOUT = """\
@@ -89,6 +105,24 @@ def _refuses_without_transformers(swarm: Swarm, address: str) -> None:
     assert "model.kind: this run trains a transformers model: pip install 'p2ptrain[hf]'" in poor.text
     assert not list(poor.directory.glob("**/manifest*")), "nothing was fetched"
     assert not list(poor.directory.glob("runs/*/checkpoints"))
+
+
+def test_a_script_with_the_same_model_joins(swarm: Swarm, transformers: Any) -> None:
+    weights, file, code = (swarm.directory / name for name in ("my-model", "mine.toml", "script.py"))
+    raw = raw_config("llama", max_position_embeddings=128)
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).save_pretrained(weights)
+    (weights / "config.json").write_text(json.dumps(raw))
+    file.write_text(RUN)
+    code.write_text(SCRIPT)
+    first = swarm.add("first", "start", file, "--weights", weights).start().until_up()
+    second = script(swarm, "second", first.address, json.dumps(raw), example=str(code))
+    second.start()
+    for node in (first, second):
+        node.until(lambda node=node: node.is_member and int(node.status()["mine"]["applied"]) > 8)
+    assert len(first.status()["roster"]) == 2
+    assert swarm.compared() > 4
+    second.signal(signal.SIGINT)
+    second.until_left()
 
 
 def test_what_a_start_cannot_use_is_told_in_a_line(swarm: Swarm, transformers: Any) -> None:

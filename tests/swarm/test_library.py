@@ -168,6 +168,20 @@ def test_in_the_middle_of_a_round_what_is_told_is_of_the_agreed_weights(here: Pa
             swarm.load_agreed()
 
 
+def test_gradients_may_be_sparse(here: Path) -> None:
+    net = nn.Embedding(256, 8, sparse=True)
+    optimizer = torch.optim.SparseAdam(net.parameters(), lr=0.01)
+    with p2ptrain.start(net, optimizer, directory=here, run=RUN) as swarm:
+        tokens = torch.tensor([1, 2, 2])
+        while swarm.round < 2:
+            loss = net(tokens).square().mean()
+            loss.backward()
+            swarm.step(loss)
+        (net(tokens) * math.inf).sum().backward()
+        with pytest.raises(TrainingError, match="the gradient is not finite"):
+            swarm.step(1.0)
+
+
 def test_a_gradient_that_is_not_finite_does_not_stay_in_the_optimizer(here: Path) -> None:
     net = Net()
     with started(here, net) as swarm:
@@ -236,6 +250,21 @@ def test_what_a_node_refuses_is_raised_where_it_was_asked_for(here: Path, tmp_pa
         train(swarm, 1)
 
 
+def test_what_does_not_train_is_the_same_everywhere(here: Path, tmp_path: Path) -> None:
+    def with_base(value: float) -> Net:
+        net = Net()
+        net.base = nn.Linear(3, 3).requires_grad_(False)
+        nn.init.constant_(net.base.weight, value)
+        nn.init.zeros_(net.base.bias)
+        return net
+
+    with started(here, with_base(1.0)) as swarm:
+        train(swarm, 1)
+        assert swarm.model.base.weight[0, 0] == 1.0
+        with pytest.raises(ConfigError, match="the parameters that do not train are others than in the run"):
+            p2ptrain.join(swarm.address, with_base(2.0), directory=tmp_path / "b")
+
+
 @pytest.mark.parametrize(
     ("run", "what"),
     [
@@ -257,8 +286,10 @@ def test_a_run_that_cannot_be_begun_is_refused(here: Path, run: Any, what: str) 
         (lambda: Net().half(), r"model: scale is float16\. Keep the weights in float32"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "BatchNorm1d 1 keeps running averages"),
         (lambda: Net().requires_grad_(False), "no parameter trains"),
+        (lambda: nn.ModuleDict({"a b": nn.Linear(2, 2)}), r"'a b\.weight' has other characters than letters, digits"),
+        (lambda: nn.Linear(0, 2), r"weight has no elements\. Remove it"),
     ],
-    ids=["half precision", "running averages", "frozen"],
+    ids=["half precision", "running averages", "frozen", "a name with a blank", "an empty parameter"],
 )
 def test_a_model_that_cannot_be_agreed_on_is_refused_before_a_node_is_started(here: Path, net: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):

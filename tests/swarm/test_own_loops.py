@@ -7,10 +7,40 @@ from time import monotonic
 
 import pytest
 
-from tests.helpers.daemons import LISTEN, STOP_SECONDS, TEST_SECONDS, Swarm, p2ptrain
+from tests.helpers.daemons import LISTEN, STOP_SECONDS, TEST_SECONDS, TINY_MODEL, Swarm, p2ptrain
 from tests.helpers.scripts import script
 
 LATE = 50
+BUILTIN_RUN = f"""\
+name = "builtin"
+
+{TINY_MODEL}
+[recipe]
+local_steps = 4
+sequences_per_pass = 8
+
+[agreement]
+staleness_rounds_max = 1
+
+[admission]
+probation_rounds = 1
+"""
+BUILTIN_SCRIPT = """\
+import sys
+import torch
+import p2ptrain
+from p2ptrain.config import ModelConfig
+from p2ptrain.learn.model import Transformer
+sizes = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 64, "sequence_length": 64}
+model = Transformer(ModelConfig(**sizes))
+model.initialise(4711)  # not the run's
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+with p2ptrain.join(sys.argv[2], model, optimizer, directory=sys.argv[1]) as swarm:
+    for batch in swarm.batches():
+        loss = model.loss(batch)
+        loss.backward()
+        swarm.step(loss)
+"""
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
@@ -68,3 +98,20 @@ def test_a_command_cannot_train_a_model_that_only_scripts_have(swarm: Swarm) -> 
     assert status == 2
     assert "trains a model that only its members' own scripts have" in error
     assert "p2ptrain.join" in error
+
+
+def test_a_script_and_a_command_train_the_built_in_model_together(swarm: Swarm) -> None:
+    file, code = swarm.directory / "builtin.toml", swarm.directory / "builtin.py"
+    file.write_text(BUILTIN_RUN)
+    code.write_text(BUILTIN_SCRIPT)
+    first = swarm.add("first", "start", file).start().until_up()
+    second = script(swarm, "second", first.address, example=str(code))
+    second.start()
+    for node in (first, second):
+        node.until(lambda node=node: node.is_member and int(node.status()["mine"]["applied"]) > 8)
+    assert len(first.status()["roster"]) == 2
+    assert swarm.compared() > 4
+    second.signal(signal.SIGINT)
+    second.until_left()
+    number = first.applied
+    first.until_applied(number + 3)

@@ -1,0 +1,69 @@
+"""Which run a script may take part in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import ConfigError
+from p2ptrain.learn.models import frozen_digest
+from p2ptrain.loop.channel import Begin
+from p2ptrain.loop.node_side import ScriptLoop, _run_of
+
+WEIGHT = (("weight", (3, 4)),)
+FROZEN, OTHERS = "ab" * 32, "cd" * 32
+
+
+def check(begin: Begin, run: RunConfig) -> None:
+    ScriptLoop(None, None, begin).check(run)  # type: ignore[arg-type]  # nothing is said yet
+
+
+def begun(frozen: str = "", **said: Any) -> Begin:
+    return Begin((), {"name": "mine", **said}, {}, WEIGHT, frozen)
+
+
+def run_of(begin: Begin) -> RunConfig:
+    return _run_of(begin)[1]
+
+
+def test_a_run_names_what_does_not_train_and_is_written_as_before_without_it() -> None:
+    assert run_of(begun(FROZEN)).model.frozen == FROZEN
+    assert run_of(begun()).model.frozen == ""
+    assert b"frozen" not in run_of(begun()).canonical()
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(OTHERS, FROZEN), ("", FROZEN), (OTHERS, "")])
+def test_a_script_with_other_frozen_parameters_than_the_run_s_is_refused(mine: str, theirs: str) -> None:
+    run = run_of(begun(theirs))
+    check(begun(theirs), run)
+    digests = f"digest {mine[:16] or 'none'} instead of {theirs[:16] or 'none'}"
+    with pytest.raises(ConfigError, match=rf"do not train are others than in the run \({digests}\)\. Load the same"):
+        check(begun(mine), run)
+
+
+def test_a_run_whose_steps_are_a_plug_in_s_is_refused() -> None:
+    run = run_of(begun(recipe={"plugin": "p2ptrain-noise 0.1.0"}))
+    with pytest.raises(ConfigError, match=r"recipe\.plugin: the run's steps are those of the plug-in p2ptrain-noise"):
+        check(begun(), run)
+
+
+def test_the_digest_of_frozen_parameters_is_of_names_types_shapes_and_numbers() -> None:
+    one, two = torch.arange(6.0).view(2, 3), torch.tensor(1.5, dtype=torch.bfloat16)
+    named: list[tuple[str, Tensor]] = [("one", one), ("two", two)]
+    found = frozen_digest(named)
+    assert frozen_digest(reversed(named)) == found, "their order in the model is its author's"
+    assert frozen_digest([("one", one.T.contiguous().T), ("two", two)]) == found
+    changed = one.clone()
+    changed[1, 2] += 1e-6
+    others: list[list[tuple[str, Tensor]]] = [
+        [("other", one), ("two", two)], [("one", one.T), ("two", two)], [("one", one), ("two", two.float())],
+        [("one", changed), ("two", two)], [("one", one)],
+    ]  # fmt: skip
+    assert len({found, *map(frozen_digest, others)}) == 1 + len(others)
+    assert frozen_digest([]) == ""
+    with pytest.raises(ConfigError, match="bias is on the device meta, and has no numbers"):
+        frozen_digest(nn.Linear(2, 2, device="meta").named_parameters())

@@ -1,0 +1,116 @@
+"""The script's side of a round: how many steps it takes, with a stand-in for its node and a clock of the test's own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import p2ptrain
+from p2ptrain import Swarm
+from p2ptrain import swarm as swarm_module
+from p2ptrain.loop import channel
+from p2ptrain.loop.channel import Begin, Memory, RoundTrained, ScriptRequest
+
+LEAST, MOST, STEP_SECONDS = 2, 10, 1.0
+
+
+class Node:
+    """Answers a script as its node would, and keeps what it is told of each round."""
+
+    returncode = 0
+
+    def __init__(self, theirs: socket.socket, descriptor: int, _: Path) -> None:
+        self.trained: list[RoundTrained] = []
+        self._socket, self._descriptor = theirs.dup(), os.dup(descriptor)
+        self.memory: Memory
+        self._thread = Thread(target=self._answer_until_it_leaves)
+        self._thread.start()
+
+    def wait(self, _: float | None = None) -> None:
+        self._thread.join()
+
+    def _answer_until_it_leaves(self) -> None:
+        decoder, number = msgspec.msgpack.Decoder(ScriptRequest), 0
+        with self._socket, self._socket.makefile("rb") as file:
+            while head := file.read(4):
+                asked = decoder.decode(file.read(int.from_bytes(head, "big")))
+                answer: channel.Answer = channel.Done()
+                match asked.body:
+                    case Begin(parameters=((name, shape),)):
+                        self.memory = Memory(self._descriptor, torch.Size(shape).numel())
+                        answer = channel.NodeReady("run", "nowhere", ("/ip4/127.0.0.1",), (name,), MOST, LEAST)
+                    case channel.NextRound():
+                        number += 1
+                        answer = channel.RoundToTrain(number, 8)
+                    case RoundTrained():
+                        self.trained.append(asked.body)
+                self._socket.sendall(channel.framed(channel.NodeAnswer(asked.number, answer)))
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in (swarm_module, channel):
+        monkeypatch.setattr(module, "perf_counter", made)
+    return made
+
+
+@pytest.fixture
+def swarm(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Swarm]:
+    monkeypatch.setattr(swarm_module, "_spawn", Node)
+    with p2ptrain.start(nn.Linear(4, 3, bias=False), directory=tmp_path) as made:
+        yield made
+
+
+def steps_of_a_round(swarm: Swarm, clock: Clock) -> int:
+    """Takes steps until the round ends, and returns how many the node is told of."""
+    ended = False
+    while not ended:
+        clock.now += STEP_SECONDS
+        ended = swarm.step(1.0)
+    assert isinstance(swarm._node, Node)
+    return swarm._node.trained[-1].steps
+
+
+def keep_pace(swarm: Swarm, usual: float, last: float, number: int | None = None) -> None:
+    assert isinstance(swarm._node, Node)
+    swarm._node.memory.keep_pace(swarm.round if number is None else number, usual, last)
+
+
+@pytest.mark.parametrize(
+    ("usual", "last", "steps"),
+    [(10.5, 11.0, MOST), (9.0, 10.5, MOST), (4.5, 5.0, 4), (0.0, 0.0, LEAST)],
+    ids=["as fast as the others", "little slower", "half as fast", "late from the start"],
+)
+def test_a_script_takes_as_many_steps_as_fit_the_pace(
+    swarm: Swarm, clock: Clock, usual: float, last: float, steps: int
+) -> None:
+    keep_pace(swarm, usual, last)
+    assert steps_of_a_round(swarm, clock) == steps
+    assert steps_of_a_round(swarm, clock) == MOST, "the next round has a pace of its own, not known yet"
+
+
+def test_a_pace_may_become_known_within_a_round_and_another_round_s_is_none(swarm: Swarm, clock: Clock) -> None:
+    keep_pace(swarm, 0.0, 0.0, number=swarm.round - 1)
+    for _ in range(4):
+        clock.now += STEP_SECONDS
+        assert not swarm.step(1.0)
+    keep_pace(swarm, 1.5, 2.0)
+    assert steps_of_a_round(swarm, clock) == 5
+    told = swarm._node.trained[-1]  # type: ignore[attr-defined]
+    assert (told.steps, told.loss, told.seconds) == (5, 1.0, 5 * STEP_SECONDS)
