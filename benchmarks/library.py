@@ -4,8 +4,9 @@
 
 The built-in model in a plain loop with AdamW on one thread, and the same loop with `swarm.step`, alone in its run, in
 turns of a round of ten steps. Told are the medians of a round's time divided by its steps, and their ratio: what is
-more is copying the weights both ways, the contribution, its agreement and its application. The memory is that of the
-node's process and its p2pd; the script's own grows by the weights that both share.
+more is copying the weights both ways, the contribution, its agreement and its application: the last step of a round
+waits for them, which is told as well, because it is steadier where other programs want the cores. The memory is that of
+the node's process and its p2pd; the script's own grows by the weights that both share.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ def measure(size: str, rounds: int) -> dict[str, Any]:
     script = psutil.Process()
     run = {"name": size, "model": {"sequence_length": config.sequence_length}, "recipe": {"local_steps": STEPS}}
 
-    def of_a_round(net: Transformer, end: Callable[[torch.Tensor], object]) -> float:
+    def of_a_round(net: Transformer, end: Callable[[torch.Tensor], object]) -> tuple[float, float]:
+        """Returns the seconds of a step, and of the last one's end."""
         began = perf_counter()
         for _ in range(STEPS):
             loss = net.loss(batch)
             loss.backward()  # type: ignore[no-untyped-call]
+            before = perf_counter()
             end(loss)
-        return (perf_counter() - began) / STEPS
+        now = perf_counter()
+        return (now - began) / STEPS, now - before
 
     def end_plainly(loss: torch.Tensor) -> None:
         optimizers[1].step()
@@ -60,12 +64,14 @@ def measure(size: str, rounds: int) -> dict[str, Any]:
             turns = [(of_a_round(plain, end_plainly), of_a_round(model, swarm.step)) for _ in range(rounds)][2:]
             node = [each for each in script.children(recursive=True) if each.is_running()]
             memory = {each.name(): each.memory_info().rss / 2**20 for each in node}
-    without, with_node = (statistics.median(each) for each in zip(*turns, strict=True))
+    plain_steps, plain_ends, steps, ends = zip(*((*one, *other) for one, other in turns), strict=True)
+    end_seconds = statistics.median(ends) - statistics.median(plain_ends)
     return {
         "parameters": sum(each.numel() for each in model.parameters()),
-        "step_seconds": without,
-        "step_seconds_with_node": with_node,
-        "ratio": statistics.median(one / other for other, one in turns),
+        "step_seconds": statistics.median(plain_steps),
+        "step_seconds_with_node": statistics.median(steps),
+        "ratio": statistics.median(one / other for one, other in zip(steps, plain_steps, strict=True)),
+        "end_seconds": end_seconds,
         "memory_mib": memory,
     }
 
@@ -82,7 +88,9 @@ def main() -> int:
     for size, each in found.items():
         memory = ", ".join(f"{name} {mib:.0f} MiB" for name, mib in each["memory_mib"].items())
         alone, beside = 1e3 * each["step_seconds"], 1e3 * each["step_seconds_with_node"]
-        print(f"{size}: {alone:.1f} ms a step alone, {beside:.1f} with a node, ratio {each['ratio']:.3f}; {memory}")
+        share = each["end_seconds"] / each["step_seconds"] / STEPS
+        print(f"{size}: {alone:.1f} ms a step alone, {beside:.1f} with a node, ratio {each['ratio']:.3f}; ", end="")
+        print(f"a round's end takes {1e3 * each['end_seconds']:.0f} ms, {share:.1%} of it; {memory}")
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

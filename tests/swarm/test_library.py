@@ -287,7 +287,7 @@ def test_a_run_that_cannot_be_begun_is_refused(here: Path, run: Any, what: str) 
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "BatchNorm1d 1 keeps running averages"),
         (lambda: Net().requires_grad_(False), "no parameter trains"),
         (lambda: nn.ModuleDict({"a b": nn.Linear(2, 2)}), r"'a b\.weight' has other characters than letters, digits"),
-        (lambda: nn.Linear(0, 2), r"weight has no elements\. Remove it"),
+        (lambda: nn.ParameterDict({"weight": torch.ones(0)}), r"weight has no elements\. Remove it"),
     ],
     ids=["half precision", "running averages", "frozen", "a name with a blank", "an empty parameter"],
 )
