@@ -87,7 +87,7 @@ def data_dir_of(data_dir: Path | None, file: Path | None = None) -> Path:
 
 
 def start(  # noqa: PLR0913, PLR0917  # a command has many options
-    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's config; see examples/tiny.toml.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's config; `config example` prints some.")],
     data: Annotated[
         Path | None,
         typer.Option("--data", metavar="DIR", help="The data set, if the run names one; see `data prepare`."),

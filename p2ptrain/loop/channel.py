@@ -103,7 +103,7 @@ class Done(Struct, frozen=True, tag="done"):
 
 
 class NodeNote(Struct, frozen=True, tag="note"):
-    """A sentence for a script that waits, before the answer: why there is none yet."""
+    """A sentence for a script that waits, before the answer: why there is none yet. With number 0, a warning."""
 
     text: str
 

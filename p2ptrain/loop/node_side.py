@@ -13,9 +13,9 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,14 @@ class ScriptLoop:
 
     @asynccontextmanager
     async def attached(self) -> AsyncIterator[None]:
-        """Listens to the script inside the block, and ends this node with it."""
+        """Listens to the script inside the block, and ends this node with it. A script that waits hears of warnings."""
         life = asyncio.current_task()
         assert life is not None
         reader, self._writer = await asyncio.open_connection(sock=self._connection.dup())  # ours stays, to say why
         async with asyncio.TaskGroup() as group:
             self._tasks.add(group.create_task(self._listen(reader, group, life), name="the script"))
-            yield
+            with _passed_on(lambda text: self._send(0, NodeNote(text)) if self._daemon is None else None):
+                yield
             for task in self._tasks:
                 task.cancel()
 
@@ -223,6 +224,27 @@ class ScriptLoop:
                 self._send(number, NodeNote(f"waiting for round {daemon.driver.node.view().state.round + 1}: {why}"))
         finally:
             waiting.cancel()
+
+
+class _Warnings(logging.Handler):
+    """Passes warnings on to a function, in the event loop's thread."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell, self._loop = tell, asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._loop.call_soon_threadsafe(self._tell, record.getMessage())
+
+
+@contextmanager
+def _passed_on(tell: Callable[[str], None]) -> Iterator[None]:
+    handler, logger = _Warnings(tell), logging.getLogger("p2ptrain")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _node_config(begin: Begin) -> NodeConfig:

@@ -4,12 +4,13 @@ A page's boxes begin with a word that says what they are:
 
     console           commands, each on a line that begins with `$ `, and what is seen below it; a line `^C` is Ctrl-C
     console WORD      the same in another terminal; those in FRIENDS are on a machine of their own
-    toml NAME         a file that the reader writes
+    toml NAME         a file that the reader writes; so is `python NAME`
     text              nothing to type
     text WORD         something to type that no test runs, and why: see EXCEPTIONS in test_docs.py
 
-The reader has a folder with what a checkout has that the pages need. Its `examples/tiny.toml` is a smaller run, because
-tests share their cores. Ports, addresses and keys in the pages are replaced: `Reader.said` has them all.
+The reader has a folder, and p2ptrain: this checkout's, or a wheel that is yet to be installed. The run of `config
+example tiny` is made smaller, because tests share their cores. Ports, addresses, keys and digests in the pages are
+replaced: `Reader.said` has them all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,8 +40,12 @@ from tests.helpers.daemons import LISTEN, OWN, RUN, p2pds
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SECONDS = 240.0  # within which anything happens, where many others want the cores; seconds are usual
+PIP_CACHE = os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))
+INSTALL_SECONDS = 1_200.0  # for a pip that fetches torch; one minute is usual
 LOOK_SECONDS = 120.0  # within which a look sees what the page says
-STARTS = re.compile(r"p2ptrain (start|join)\b")
+STARTS = re.compile(r"p2ptrain (start|join)\b|python train\.py (?P<directory>\w+)")
+EXAMPLE = "p2ptrain config example tiny > tiny.toml"
+DIGESTS = ("digest", "manifest")  # of a tokenizer and of data, as `data prepare` prints them
 # What only looks, and so may look again until it sees what the page says.
 LOOKS = re.compile(r"p2ptrain (status|peers|runs|top|generate|checkpoint (list|verify))\b|curl\b")
 FRIENDS = {"friend": "friend", "friend2": "friend"}  # terminals that are on another machine, and on which
@@ -47,7 +53,7 @@ FRIENDS = {"friend": "friend", "friend2": "friend"}  # terminals that are on ano
 HAS = {
     "book.txt": "Once upon a time.\n" * 400,
     "more.jsonl": '{"text": "And they lived happily ever after."}\n' * 400,
-    "tiny.toml": 'name = "tiny"\n[recipe]\nname = "distro"\nk = "many"\nlearning_rte = 0.001\n',
+    "my-run.toml": 'name = "my-run"\n[recipe]\nname = "distro"\nk = "many"\nlearning_rte = 0.001\n',
 }
 FENCE = re.compile(r"^```(.*)$")
 
@@ -161,43 +167,61 @@ class Node:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
 
+    @property
+    def is_script(self) -> bool:
+        return "python" in self.command
+
     def until_ended(self) -> None:
         status = self.process.wait(SECONDS)
-        assert status == 0, f"{self.command} has ended with {status}:\n{self.text[-3_000:]}"
+        assert status == (-signal.SIGINT if self.is_script else 0), (
+            f"{self.command} has ended with {status}:\n{self.text[-3_000:]}"
+        )
 
 
 class Reader:
     """Follows pages in its own folder."""
 
-    def __init__(self, folder: Path, bootstrap: str = "") -> None:
+    def __init__(self, folder: Path, bootstrap: str = "", wheel: Path | None = None) -> None:
         self.folder, self.bootstrap = folder, bootstrap
         self.nodes: list[Node] = []
         self.ports: dict[str, int] = {}
+        self.printed: dict[str, str] = {}  # the newest of DIGESTS
         self.took: list[tuple[float, str]] = []  # seconds and command
-        binaries = folder / ".venv" / "bin"
-        binaries.mkdir(parents=True)
-        (binaries / "activate").write_text("")
-        program = binaries / "p2ptrain"
-        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m p2ptrain "$@"\n')
-        program.chmod(0o755)
-        (folder / "examples").mkdir()
-        (folder / "examples" / "tiny.toml").write_text(RUN.format(name="tiny"))
+        folder.mkdir()
         for name, content in HAS.items():
             (folder / name).write_text(content)
-        self.environment = {**os.environ, **OWN, "PATH": f"{binaries}:{os.environ['PATH']}", "COLUMNS": "200"}
+        own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        path = f"{folder / '.venv' / 'bin'}:{self._system(wheel)}:{os.environ['PATH']}"
+        self.environment = {**own, **OWN, "PATH": path, "COLUMNS": "200"}
         self.environment |= {
             "P2PTRAIN_NETWORK__LISTEN": LISTEN,
-            "PYTHONPATH": str(ROOT),
             "P2PTRAIN_LIMITS__DEVICE_PERCENT": "40",  # the commands need the cores, too
             "P2PTRAIN_LOGGING__FORMAT": "text",
         }
+        if wheel is None:
+            self.environment |= {"PYTHONPATH": str(ROOT), "PIP_NO_INDEX": "1"}
+        else:
+            self.environment |= {"PIP_CONSTRAINT": str(_locked(folder / "locked.txt")), "PIP_CACHE_DIR": PIP_CACHE}
+
+    def _system(self, wheel: Path | None) -> Path:
+        """Makes the folder with the programs that the reader has before the first page."""
+        made = {"python3": "", "python": "", "pip": "-m pip", "p2ptrain": "-m p2ptrain"}
+        if wheel is not None:
+            shutil.copy(wheel, self.folder)
+            made = {"python3": ""}
+        system = self.folder / "system"
+        system.mkdir()
+        for name, arguments in made.items():
+            (system / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
+            (system / name).chmod(0o755)
+        return system
 
     # -----------------------------------------------------------------------------------------------
     # Reading
 
     def read(self, page: Path) -> None:
         for box in boxes_of(page):
-            if box.kind == "toml" and box.word:
+            if box.kind in ("toml", "python") and box.word:
                 (self.folder / box.word).write_text(self.said("\n".join(box.lines) + "\n"))
             elif box.kind == "console":
                 for step in steps_of(box):
@@ -216,6 +240,8 @@ class Reader:
         text = re.sub(r"\bADDR\b|/ip4/203\.0\.113\.7/tcp/4001/p2p/12D3KooW\.\.\.", address or "ADDR", text)
         for port in ("4001", "4002"):
             text = re.sub(rf"(--listen /ip4/127\.0\.0\.1/tcp/){port}\b", rf"\g<1>{self.port(port)}", text)
+        for name, digest in self.printed.items():
+            text = text.replace(f'{name} = "..."', f'{name} = "{digest}"')
         return text
 
     def port(self, name: str) -> int:
@@ -255,7 +281,8 @@ class Reader:
         while True:
             done = subprocess.run(
                 ["bash", "-c", command], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
-                capture_output=True, text=True, check=False, timeout=SECONDS,
+                capture_output=True, text=True, check=False,
+                timeout=INSTALL_SECONDS if "pip install" in command else SECONDS,
             )  # fmt: skip
             is_well = done.returncode == 0 and is_seen(step.seen, done.stdout + done.stderr)
             if is_well or not LOOKS.search(command) or monotonic() - began > LOOK_SECONDS:
@@ -263,6 +290,11 @@ class Reader:
         told = f"{done.stdout}{done.stderr}"
         assert done.returncode == (2 if box.word == "refused" else 0), f"{where}: {done.returncode}:\n{told}"
         assert is_seen(step.seen, told), f"{where}: not what is said:\n{told}\n{self._logs()}"
+        self.printed |= dict(re.findall(rf'^({"|".join(DIGESTS)}) = "(\w+)"', done.stdout, re.MULTILINE))
+        if command == EXAMPLE:
+            run = self.folder / "tiny.toml"
+            assert run.read_bytes() == (ROOT / "examples" / "tiny.toml").read_bytes()
+            run.write_text(RUN.format(name="tiny"))
         if "p2ptrain leave" in command:
             next(each for each in reversed(self.nodes) if each.directory == directory).until_ended()
 
@@ -280,6 +312,8 @@ class Reader:
 
     def _directory(self, command: str, machine: str) -> Path:
         words = shlex.split(command)
+        if (script := STARTS.search(command)) and script["directory"]:
+            return self.folder / script["directory"]
         return self.folder / words[words.index("--data-dir") + 1] if "--data-dir" in words else self.kept(machine)
 
     def _logs(self) -> str:
@@ -293,12 +327,28 @@ class Reader:
         psutil.wait_procs(p2pds(self.folder), 30)
         sys.stderr.write("".join(f"{took:5.1f} s  {what}\n" for took, what in self.took))
         for node in self.nodes:
-            assert "Traceback" not in node.text, node.text[-5_000:]
+            was_interrupted = node.is_script and node.text.endswith("\nKeyboardInterrupt\n")
+            assert was_interrupted or "Traceback" not in node.text, node.text[-5_000:]
+
+
+def _locked(file: Path) -> Path:
+    """Writes the versions of constraints.txt, without hashes, which a wheel built here has not."""
+    found = re.findall(r"^[\w.-]+==[^\s;]+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    file.write_text("\n".join(found))
+    return file
+
+
+def wheel_in(folder: Path) -> Path:
+    """Builds the wheel as `make dist` does."""
+    options = ("--quiet", "--no-deps", "--build-constraint", ROOT / "constraints.txt", "--wheel-dir", folder)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, ROOT], check=True)
+    (wheel,) = folder.glob("p2ptrain-*.whl")
+    return wheel
 
 
 @contextmanager
-def reader_in(folder: Path, bootstrap: str = "") -> Iterator[Reader]:
-    reader = Reader(folder, bootstrap)
+def reader_in(folder: Path, bootstrap: str = "", wheel: Path | None = None) -> Iterator[Reader]:
+    reader = Reader(folder, bootstrap, wheel)
     try:
         yield reader
     finally:

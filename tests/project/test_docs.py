@@ -9,34 +9,39 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from urllib.request import urlopen
 
 import pytest
 import typer
 
+from p2ptrain import __version__
 from p2ptrain.cli import app, exits
 from p2ptrain.core.complaints import MEANINGS
 from tests.helpers.daemons import TEST_SECONDS, swarm_in
-from tests.helpers.docs import PAGES, ROOT, boxes_of, is_seen, outside_boxes, reader_in
+from tests.helpers.docs import (
+    INSTALL_SECONDS,
+    PAGES,
+    ROOT,
+    SECONDS,
+    boxes_of,
+    is_seen,
+    outside_boxes,
+    reader_in,
+    wheel_in,
+)
+from tests.helpers.hf_models import raw_config
+from tests.helpers.tokenizers import tokenizer_json
 
 DOCS = ROOT / "docs"
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 # Boxes with commands that no test runs, and why. A new one is a decision.
 EXCEPTIONS: dict[tuple[str, str], list[str]] = {
-    ("README.md", "minutes"): ["make demo", "make test"],
-    ("README.md", "yours"): [".venv/bin/p2ptrain start my-run.toml --data my-data"],
-    ("docs/tutorial.md", "network"): ["make setup"],
-    ("docs/how-to/continue-a-checkpoint.md", "hf"): [
-        "pip install 'p2ptrain[hf]'",
-        "p2ptrain data prepare my-data book.txt --tokenizer my-model/tokenizer.json",
-        "p2ptrain start mine.toml --data my-data --weights my-model",
-    ],
-    ("docs/how-to/continue-a-checkpoint.md", "runs"): [
-        "p2ptrain checkpoint export copy --data-dir theirs",
-        "p2ptrain start next.toml --from copy",
-    ],
+    ("README.md", "minutes"): ["p2ptrain demo"],
+    ("README.md", "yours"): ["p2ptrain start my-run.toml --data my-data"],
     ("docs/how-to/write-a-plug-in.md", "plugin"): [
         "pip install ./examples/plugin-model",
         "python -m p2ptrain_digits > digits.jsonl",
@@ -74,11 +79,8 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
         "mv ~/.local/share/p2ptrain/runs/RUN runs.old",
         "p2ptrain join --bootstrap ADDR --trust HEAD",
     ],
-}
-# Pages that are read one after the other by one reader, and whether somebody else has a run already.
+}  # Pages that are read one after the other by one reader, and whether somebody else has a run already.
 SITTINGS: dict[str, tuple[bool, list[str]]] = {
-    "readme": (False, ["README.md"]),
-    "tutorial": (False, ["docs/tutorial.md"]),
     "invitations": (False, ["docs/how-to/invite-only-runs.md"]),
     "how-to": (
         True,
@@ -92,6 +94,8 @@ SITTINGS: dict[str, tuple[bool, list[str]]] = {
         ],
     ),
 }
+FROM_THE_WHEEL = ["docs/tutorial.md", "README.md"]  # by a reader who has nothing else
+WITH_TRANSFORMERS = ["docs/how-to/continue-a-checkpoint.md"]
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +191,7 @@ def test_every_box_says_what_it_is_and_every_command_that_is_not_run_is_listed()
 
 
 def test_every_page_with_commands_is_read_in_a_sitting() -> None:
-    read = [name for _, names in SITTINGS.values() for name in names]
+    read = [*FROM_THE_WHEEL, *WITH_TRANSFORMERS, *(name for _, names in SITTINGS.values() for name in names)]
     assert len(read) == len(set(read))
     assert sorted(read) == sorted({box.page for page in PAGES for box in boxes_of(page) if box.kind == "console"})
 
@@ -352,9 +356,56 @@ def test_the_pictures_are_small() -> None:
 @pytest.mark.parametrize("sitting", SITTINGS)
 def test_what_the_pages_say_works(sitting: str, tmp_path: Path) -> None:
     needs_run, names = SITTINGS[sitting]
-    folder = tmp_path / "checkout"
     with swarm_in(tmp_path) as swarm:
         address = swarm.first("theirs").start().until_up().address if needs_run else ""
-        with reader_in(folder, address) as reader:
+        with reader_in(tmp_path / "reader", address) as reader:
             for name in names:
                 reader.read(ROOT / name)
+
+
+@pytest.mark.docs
+@pytest.mark.timeout(TEST_SECONDS + INSTALL_SECONDS)
+def test_the_wheel_alone_gives_what_the_tutorial_and_the_readme_say(tmp_path: Path) -> None:
+    wheel = wheel_in(tmp_path)
+    with reader_in(tmp_path / "reader", wheel=wheel) as reader:
+        for name in FROM_THE_WHEEL:
+            reader.read(ROOT / name)
+        with urlopen(reader.nodes[-1].status["http"], timeout=SECONDS) as page:
+            assert b"<title>p2ptrain" in page.read()
+        (package,) = (reader.folder / ".venv" / "lib").glob("python3*/site-packages/p2ptrain")
+        shipped = {str(file.relative_to(ROOT / "examples")) for file in (ROOT / "examples").rglob("*.*")}
+        assert {"own_loop.py", "notebook.ipynb", "tiny.toml"} <= shipped
+        found = {str(file.relative_to(package / "examples")) for file in (package / "examples").rglob("*.*")}
+        assert {name for name in shipped if "__pycache__" not in name} <= found
+        _uv_gives_the_command(reader.environment, wheel, package)
+
+
+def _uv_gives_the_command(environment: dict[str, str], wheel: Path, package: Path) -> None:
+    """Installs the wheel as a tool. What it depends on is lent from another environment: torch is large."""
+    folder, pip = wheel.parent, package.parents[3] / "bin" / "pip"
+    pinned = re.findall(r"^[\w.-]+(?===)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    (folder / "lent.txt").write_text("\n".join(pinned))
+    own = environment | {"HOME": str(folder), "PYTHONPATH": str(package.parent)}
+    for command in (
+        [pip, "install", "--quiet", "--target", folder / "uv", "uv"],
+        [folder / "uv" / "bin" / "uv", "tool", "install", "--excludes", folder / "lent.txt", wheel],
+    ):
+        subprocess.run(command, env=own, check=True, timeout=INSTALL_SECONDS)
+    done = subprocess.run(
+        [folder / ".local" / "bin" / "p2ptrain", "--version"],
+        env=own, capture_output=True, text=True, check=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert done.stdout.split() == ["p2ptrain", __version__]
+
+
+@pytest.mark.hf
+@pytest.mark.timeout(TEST_SECONDS)
+def test_what_the_pages_say_works_with_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
+    with reader_in(tmp_path / "reader") as reader:
+        raw = raw_config("llama", vocab_size=512, max_position_embeddings=512)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
+        model.save_pretrained(reader.folder / "my-model")
+        (reader.folder / "my-model" / "tokenizer.json").write_bytes(tokenizer_json())
+        for name in WITH_TRANSFORMERS:
+            reader.read(ROOT / name)

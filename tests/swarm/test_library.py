@@ -30,6 +30,7 @@ NAMES = [
 ]  # fmt: skip
 RUN = {"name": "lib", "model": {"sequence_length": 32}, "recipe": {"local_steps": 3, "k": 64, "learning_rate": 0.7}}
 IMPORT_SECONDS = 0.2
+NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWM87ULyCQ4p5uagyH3ypi1uA1kM2paeTuzQhvQtzAb3C9"
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
@@ -306,6 +307,19 @@ def test_a_script_that_ends_without_a_word_leaves(here: Path) -> None:
         with started(here, nn.Linear(64, 64), run=None):  # waits for nobody: the directory is free, or soon is
             pass
     assert (here / "node.log").read_text().count("left: ended") == 4
+
+
+def test_a_script_that_waits_for_an_address_is_told_why(here: Path) -> None:
+    code = (
+        "import sys, p2ptrain; from torch import nn; p2ptrain.join(sys.argv[2], nn.Linear(4, 4), directory=sys.argv[1])"
+    )
+    command = [sys.executable, "-c", code, str(here), NOBODY]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as script:
+        assert script.stderr is not None
+        told = next(script.stderr)
+        script.send_signal(signal.SIGINT)
+    assert told.startswith(f"cannot connect to {NOBODY}: nobody listens there")
+    assert script.returncode == -signal.SIGINT
 
 
 def test_the_page_about_it_works(tmp_path: Path) -> None:
