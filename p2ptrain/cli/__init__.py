@@ -244,8 +244,8 @@ def prepare(
 ) -> None:
     """Turn text into a data set for training.
 
-    The data set consists of pieces of tokens and a manifest of their digests. Files may end with .gz or .zst, too. If
-    this is interrupted, the same command goes on where it was.
+    The data set consists of pieces of tokens and a manifest of their digests. Text and JSON
+    lines may end with .gz or .zst, too. If this is interrupted, the same command goes on where it was.
     """
     share = _percent(held_out)
     from p2ptrain.capacity import cores

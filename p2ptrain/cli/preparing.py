@@ -24,7 +24,8 @@ class Preparing:
         self._bar = Progress(*columns, console=self._terminal, transient=True, disable=not self._terminal.is_terminal)
         self._task = self._bar.add_task("reading", total=None, pace="")
         self._began: tuple[float, int] | None = None
-        self._skipped: dict[str, None] = {}  # as a set: short of two sides, the text is read twice
+        self._named: set[str] = set()
+        self._skipped, self._done = 0, 0
 
     def __enter__(self) -> Preparing:
         self._bar.start()
@@ -32,17 +33,21 @@ class Preparing:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._bar.stop()
-        if len(self._skipped) > NAMED_MAX:
-            typer.echo(f"{len(self._skipped) - NAMED_MAX} more were left out", err=True)
+        if self._skipped > len(self._named):
+            typer.echo(f"{self._skipped - len(self._named)} more were left out", err=True)
 
     def progress(self, done: int, total: int, tokens: int) -> None:
         now = monotonic()
+        if done < self._done:  # short of two sides, the text is read once more
+            self._skipped = 0
+        self._done = done
         began, before = self._began = self._began or (now, tokens)
         pace = f"{(tokens - before) / (now - began):,.0f} tokens/s" if now > began else ""
         self._bar.update(self._task, completed=done, total=total, pace=pace)
 
     def skip(self, error: ConfigError) -> None:
         text = f"{error.source}: {error.problem}"
-        if text not in self._skipped and len(self._skipped) < NAMED_MAX:
-            self._bar.console.print(visible(f"left out: {text}"), markup=False, highlight=False)
-        self._skipped[text] = None
+        if text not in self._named and len(self._named) < NAMED_MAX:
+            self._named.add(text)
+            self._bar.console.print(visible(f"left out: {text}"), markup=False, highlight=False, soft_wrap=True)
+        self._skipped += 1

@@ -93,7 +93,7 @@ class History(Struct, frozen=True, array_like=True):
 
 class _Pieces(Struct, frozen=True, array_like=True):
     """A `History` whose steps are still encoded: msgspec lets no other thread run while it encodes or decodes, and a
-    long history takes it half a second, but a step no more than a few milliseconds."""
+    long history takes it up to half a second, but a step no more than a few milliseconds."""
 
     lineage: Annotated[tuple[BranchStart, ...], Meta(min_length=1, max_length=STAGES_MAX)]
     round: Number

@@ -106,6 +106,10 @@ def _sources_at(path: Path, status: os.stat_result) -> Iterator[SourceFile]:
         raise ConfigError("not a file", source=str(path), fix=NAMES)
     else:
         form, packed = _form_of(path)
+        if form in TABLE_SUFFIXES:
+            _library("pyarrow", str(path))
+        if packed == ".zst":
+            _library("zstandard", str(path))
         yield SourceFile(str(path), status.st_size, _opener(path), form, packed, status.st_mtime_ns)
 
 
@@ -117,7 +121,8 @@ def _files_below(directory: Path) -> Iterator[Path]:
 
     for place, folders, names in os.walk(directory, onerror=failed):
         folders[:] = [each for each in folders if not each.startswith(".")]
-        yield from (Path(place, name) for name in names if not name.startswith("."))
+        found = (Path(place, name) for name in names if not name.startswith("."))
+        yield from (path for path in found if path.is_file())  # not what leads nowhere
 
 
 def _form_of(path: Path) -> tuple[str, str]:
@@ -182,7 +187,7 @@ def _unpacked(file: BinaryIO, source: SourceFile) -> BinaryIO:
     if source.packed == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=file))
     if source.packed == ".zst":
-        return cast(BinaryIO, io.BufferedReader(_Zstandard(file, _library("zstandard", source)), 2**17))
+        return cast(BinaryIO, io.BufferedReader(_Zstandard(file, _library("zstandard", source.name)), 2**17))
     return file
 
 
@@ -261,16 +266,25 @@ def _text(block: bytes, name: str, offset: int) -> str:
 
 
 def _lines(file: BinaryIO, name: str, how: Reading) -> Iterator[str]:
-    kind = msgspec.defstruct("JsonDocument", [("text", str, msgspec.field(name=how.column))])
+    try:
+        kind = msgspec.defstruct("JsonDocument", [("text", str, msgspec.field(name=how.column))])
+    except ValueError as error:
+        raise ConfigError(f'"{how.column}" is no key', key="--column", fix="Name the key with the text") from error
     decoder = msgspec.json.Decoder(kind)
     number = 0
     while line := file.readline(LINE_BYTES_MAX + 1):
         number += 1
         where = f"{name}, line {number}"
         if len(line) > LINE_BYTES_MAX:
-            raise ConfigError(
+            problem = ConfigError(
                 f"longer than {LINE_BYTES_MAX} bytes", source=where, fix="Put each document on its own line"
             )
+            if how.skipped is None:
+                raise problem
+            how.skipped(problem)
+            while not line.endswith(b"\n") and (line := file.readline(LINE_BYTES_MAX)):
+                pass
+            continue
         content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if not content.strip():
             continue
@@ -310,12 +324,15 @@ def _others(line: bytes) -> str:
 
 
 def _rows(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document]:
-    pyarrow = _library("pyarrow", source)
+    pyarrow = _library("pyarrow", source.name)
     try:
         for texts, share in _columns(pyarrow, file, source, how.column):
             each = int(share * source.size / max(1, len(texts)))
-            yield from (Document(text, each) for text in texts.to_pylist() if text)
-    except pyarrow.ArrowException as error:
+            texts.validate(full=True)  # what is damaged would end the process
+            for start in range(0, len(texts), ROWS_AT_ONCE):
+                some = texts.slice(start, ROWS_AT_ONCE).to_pylist()
+                yield from (Document(text, each) for text in some if text)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"damaged: {error}", source=source.name, fix="Make or fetch the file again") from error
 
 
@@ -350,8 +367,9 @@ def _columns(pyarrow: Any, file: BinaryIO, source: SourceFile, column: str) -> I
 
 def _check_column(pyarrow: Any, schema: Any, source: SourceFile, column: str) -> None:
     has = f"it has {', '.join(schema.names[:KEYS_SHOWN])}"
-    if column not in schema.names:
-        raise ConfigError(f'no column "{column}"', source=source.name, fix=f"Name one with --column: {has}")
+    if schema.names.count(column) != 1:
+        problem = f'no column "{column}"' if column not in schema.names else f'two columns "{column}"'
+        raise ConfigError(problem, source=source.name, fix=f"Name one with --column: {has}")
     kind = schema.field(column).type
     types = pyarrow.types
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
@@ -366,7 +384,7 @@ def _check_column(pyarrow: Any, schema: Any, source: SourceFile, column: str) ->
 
 def _token_documents(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> Iterator[Document]:
     """Cuts a stream of tokens after each end of a document, or where there is none for long."""
-    kind = _token_type(file, source, tokenizer)
+    kind, count = _token_type(file, source, tokenizer)
     carry, done = np.zeros(0, dtype=kind), 0
     while chunk := file.read(BLOCK_TOKENS_MAX * kind.itemsize):
         if len(chunk) % kind.itemsize:
@@ -379,6 +397,10 @@ def _token_documents(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -
         if len(carry) >= BLOCK_TOKENS_MAX:
             whole, carry = [*whole, carry], carry[:0]
         yield from (_token_document(each, tokenizer) for each in whole if len(each) > 1)
+    if count is not None and done != count:
+        raise ConfigError(
+            f"it is cut off: {done} of {count} tokens", source=source.name, fix="Make or fetch the file again"
+        )
     if len(carry):
         yield _token_document(carry, tokenizer)
 
@@ -388,10 +410,12 @@ def _token_document(tokens: Tokens, tokenizer: Tokenizer) -> Document:
     return Document("", tokens.nbytes, ended.astype(token_type(tokenizer.vocab_size)))
 
 
-def _token_type(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> np.dtype[Any]:
-    """Returns the type of the tokens that follow: what a .npy tells, or nanoGPT's 16 bits; 32 if those are too few."""
+def _token_type(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int | None]:
+    """Returns the type of the tokens that follow, and their count if the file tells: what a .npy says, or nanoGPT's 16
+    bits; 32 if those are too few.
+    """
     if source.form == ".bin":
-        return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4"), None
     try:
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
@@ -402,7 +426,7 @@ def _token_type(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> np.
         raise ConfigError(
             f"an array of {kind} and shape {shape}", source=source.name, fix="Save one row of whole numbers"
         )
-    return kind
+    return kind, shape[0]
 
 
 def _check_tokens(tokens: Tokens, done: int, source: SourceFile, tokenizer: Tokenizer) -> None:
@@ -419,12 +443,12 @@ def _check_tokens(tokens: Tokens, done: int, source: SourceFile, tokenizer: Toke
 # Files
 
 
-def _library(name: str, source: SourceFile) -> Any:
+def _library(name: str, source: str) -> Any:
     try:
         return __import__(name)
     except ImportError as error:
         fix = "Run: pip install 'p2ptrain[data]'"
-        raise ConfigError(f"needs {name} to be read", source=source.name, fix=fix) from error
+        raise ConfigError(f"needs {name} to be read", source=source, fix=fix) from error
 
 
 def _opener(path: Path) -> Callable[[], BinaryIO]:

@@ -27,6 +27,7 @@ MUON_RMS = 0.2  # of an update at rate 1, like AdamW's
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's: they push every singular value to between 0.7 and 1.2
 NEWTON_SCHULZ_STEPS = 5
 NORM_LEAST = 1e-7
+BLOCK = 2**22  # numbers of a flat tensor at a time
 BATCH_ELEMENTS = 2**20  # matrices of one shape are orthogonalised together up to this size: small products are slow
 
 
@@ -52,7 +53,10 @@ class AdamW:
     def step(self, rate: float) -> None:
         self.steps += 1
         live = self.live
-        adamw(live.weights, live.gradient, self.mean, self.square, int(self.steps), rate, self.config)
+        # In blocks, of which bf16 takes a copy.
+        flat = (torch.split(each, BLOCK) for each in (live.weights, live.gradient, self.mean, self.square))
+        for weights, gradient, mean, square in zip(*flat, strict=True):
+            adamw(weights, gradient, mean, square, int(self.steps), rate, self.config)
 
     def state(self) -> dict[str, Tensor]:
         return {"inner_mean": self.mean, "inner_square": self.square, "inner_steps": self.steps}
@@ -101,7 +105,7 @@ def adamw(
     mean.lerp_(gradient.to(mean.dtype), 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     bias1, bias2 = 1 - beta1**steps, 1 - beta2**steps
-    # Overwrites the gradient: this allocates nothing, so no step can fail halfway.
+    # Overwrites the gradient: in fp32 this allocates nothing, so no step can fail halfway.
     denominator = torch.sqrt(square, out=gradient).div_(bias2**0.5).add_(ADAM_EPSILON)
     weights.mul_(1 - rate * float(config.inner_weight_decay))
     weights.addcdiv_(mean, denominator, value=-rate / bias1)

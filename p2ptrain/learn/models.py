@@ -152,7 +152,12 @@ def frozen_digest(named: Iterable[tuple[str, Tensor]]) -> str:
             fix = "Load its weights: whoever trains with you needs to have the same"
             raise ConfigError(f"{name} is on the device meta, and has no numbers", key="model", fix=fix)
         what = json.dumps([name, str(each.dtype), list(each.shape)], separators=(",", ":")).encode()
-        parts.append(digest("frozen parameter", what, _bytes_of(each)))
+        try:
+            content = _bytes_of(each)
+        except RuntimeError as error:
+            fix = "Make it a plain tensor"
+            raise ConfigError(f"{name} cannot be read as bytes: {error}", key="model", fix=fix) from error
+        parts.append(digest("frozen parameter", what, content))
     return digest("frozen parameters", *parts).hex() if parts else ""
 
 

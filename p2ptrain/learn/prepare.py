@@ -50,7 +50,7 @@ Progress = Callable[[int, int, int], None]
 
 READABLE = 0o644  # a data set is not secret; the user's umask still applies
 BATCH_BYTES = 2**20  # text tokenized at a time: enough to keep every core busy
-UNFINISHED_NAME = "unfinished"  # how far an interrupted call had got
+UNFINISHED_NAME = ".p2ptrain-unfinished"  # how far an interrupted call had got
 SAVED_BYTES = 64 * 2**20  # of text read between two times that this is saved: half a minute
 
 
@@ -77,8 +77,8 @@ def prepare(
 ) -> DatasetSummary:
     """Makes a data set in the directory `out` from the embedded corpus, if requested, and `files`, in this order.
 
-    The text may have any size; memory grows only with the longest JSON line. The same call goes on where an interrupted
-    one had got to; a directory with a data set or anything else in it is refused.
+    The text may have any size: memory grows only with the longest JSON line, and the largest row group of a table. The
+    same call goes on where an interrupted one had got to. A directory that has a data set or anything else is refused.
 
     With little text, the fraction may hold out nothing, or everything. Then the document nearest to the
     border goes to the empty side, which takes a second reading: with at least two different documents, one is
@@ -312,7 +312,7 @@ def _refuse_contents(out: Path, tokenizer: Tokenizer) -> None:
             strange = entry if entry.read_bytes() != tokenizer.file_bytes else None
         else:
             names = [name + PARTIAL_SUFFIX for name in (MANIFEST_NAME, TOKENIZER_NAME, UNFINISHED_NAME)]
-            strange = None if entry.name in (UNFINISHED_NAME, *names) else entry
+            strange = None if entry.name in (UNFINISHED_NAME, *names) and entry.is_file() else entry
         if strange:
             raise _unusable(out, f"it holds other files ({strange.relative_to(out)})")
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from multiprocessing.pool import AsyncResult
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
@@ -27,22 +29,26 @@ def in_processes(tokenizer: Tokenizer, batches: Iterable[list[Document]], proces
         yield from ((batch, _tokens_of(batch, tokenizer.encode_batch(_texts_of(batch)))) for batch in batches)
         return
     kind = token_type(tokenizer.vocab_size)
-    waiting: deque[tuple[list[Document], AsyncResult[list[bytes] | str]]] = deque()
+    waiting: deque[tuple[list[Document], Future[list[bytes]]]] = deque()
 
     def first() -> Batch:
         batch, result = waiting.popleft()
-        found = result.get()
-        if isinstance(found, str):
-            raise DataError(found)
-        return batch, _tokens_of(batch, [np.frombuffer(each, kind) for each in found])
+        return batch, _tokens_of(batch, [np.frombuffer(each, kind) for each in result.result()])
 
-    with multiprocessing.get_context("spawn").Pool(processes, _begin, (tokenizer.file_bytes,)) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin, initargs=(tokenizer.file_bytes,))
+    try:
         for batch in batches:
-            waiting.append((batch, pool.apply_async(_encode, (_texts_of(batch),))))
+            waiting.append((batch, pool.submit(_encode, _texts_of(batch))))
             if len(waiting) > AHEAD * processes:
                 yield first()
         while waiting:
             yield first()
+    except BrokenProcessPool as error:
+        what = "a process that tokenizes was ended, perhaps for want of memory"
+        raise DataError(f"{what}. Type the command again to go on, with fewer --processes") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _texts_of(batch: Sequence[Document]) -> list[str]:
@@ -62,14 +68,19 @@ _tokenizer: JsonTokenizer | None = None
 
 def _begin(file_bytes: bytes) -> None:
     global _tokenizer  # noqa: PLW0603  (a process has one)
+    threading.Thread(target=_end_with_the_first_one, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
     _tokenizer = JsonTokenizer(file_bytes)
 
 
-def _encode(texts: list[str]) -> list[bytes] | str:
-    """Returns the tokens of each text, or what is wrong with the tokenizer."""
+def _end_with_the_first_one() -> None:
+    """Ends this process once the one that began it has been killed: its siblings keep the queue open."""
+    first = multiprocessing.parent_process()
+    assert first is not None, "another process has begun this one"
+    first.join()
+    os._exit(1)
+
+
+def _encode(texts: list[str]) -> list[bytes]:
     assert _tokenizer is not None, "the process has begun"
-    try:
-        return [tokens.tobytes() for tokens in _tokenizer.encode_batch(texts)]
-    except DataError as error:
-        return str(error)
+    return [tokens.tobytes() for tokens in _tokenizer.encode_batch(texts)]

@@ -429,7 +429,7 @@ class Trainer:
         kept = self._read_kept(path, {name: tensor for name, tensor in tensors.items() if name not in own})
         for name, tensor in own.items():
             found = tensors.get(name)
-            is_private = tensor.is_floating_point() and not name.startswith("weights.")
+            is_private = tensor.dtype in STATE_TYPES and not name.startswith("weights.")
             types = STATE_TYPES if is_private else (tensor.dtype,)  # device.half_state may have changed
             if found is None or found.shape != tensor.shape or found.dtype not in types:
                 raise DataError(f"{path}: {name} is missing or not of shape {tuple(tensor.shape)}, {tensor.dtype}")

@@ -100,6 +100,23 @@ def test_a_damaged_table_is_named(tmp_path: Path, name: str) -> None:
     assert "Parquet compresses by itself" in refused(written(tmp_path / f"{name}.gz", gzip.compress(b"PAR1")))
 
 
+def test_an_arrow_file_with_a_changed_byte_is_named_and_ends_nothing(tmp_path: Path) -> None:
+    path = arrow_file(tmp_path / "a.arrow", ipc.new_file, text=[f"text {number}" for number in range(40)])
+    whole, draw, told = path.read_bytes(), np.random.default_rng(0), 0
+    for place in draw.integers(8, len(whole), 300):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xC3]) + whole[place + 1 :])
+        try:
+            read(path)
+        except ConfigError:
+            told += 1
+    assert told > 20
+    latin = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 4], "<i4")), pa.py_buffer(b"caf\xe9"))
+    assert "damaged" in refused(arrow_file(tmp_path / "b.arrow", ipc.new_file, text=latin))
+    twice = pa.table([["a"], ["b"]], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    assert 'two columns "text"' in refused(tmp_path / "twice.parquet")
+
+
 @pytest.mark.parametrize(("name", "missing"), [("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard")])
 def test_who_lacks_a_library_is_told_what_to_install(
     tmp_path: Path, name: str, missing: str, monkeypatch: pytest.MonkeyPatch
@@ -114,12 +131,14 @@ def test_who_lacks_a_library_is_told_what_to_install(
     monkeypatch.setattr(builtins, "__import__", without)
     said = refused(written(tmp_path / name, b""))
     assert f"{name}: needs {missing} to be read. Run: pip install 'p2ptrain[data]'" in said
+    assert said == refused(tmp_path / name, skipped=lambda error: None), "that is no broken file"
 
 
 def test_a_key_of_json_lines_can_be_named(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", '{"id": 1, "body": "one"}\n{"body": "two", "text": 3}\n')
     assert read(path, column="body") == ["one", "two"]
     assert "--column names another: this line has id, body" in refused(path)
+    assert "is no key" in refused(path, column='a"b')
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -161,6 +180,9 @@ def test_tokens_that_cannot_be_are_named(tmp_path: Path) -> None:
     assert "a.bin, token number 2: token 50256, but the tokenizer has only 256 tokens" in said
     assert "--tokenizer" in said
     assert "its last token is cut off" in refused(written(tmp_path / "odd.bin", b"\x01\x00\x02"))
+    np.save(tmp_path / "cut.npy", np.array([3, 4, 5]))
+    written(tmp_path / "cut.npy", (tmp_path / "cut.npy").read_bytes()[:-8])
+    assert "cut.npy: it is cut off: 2 of 3 tokens" in refused(tmp_path / "cut.npy")
     np.save(tmp_path / "negative.npy", np.array([3, -1]))
     assert "token number 1: token -1" in refused(tmp_path / "negative.npy")
     for header in ("'<i8', 'shape': (2, 3)", "'<f8', 'shape': (3,)", "'|O', 'shape': (3,)"):  # the last: pickled
@@ -184,6 +206,7 @@ def test_a_directory_gives_its_files_in_order(tmp_path: Path) -> None:
     written(elsewhere / "far.txt", "far")
     (place / "link").symlink_to(elsewhere)
     (place / "near.txt").symlink_to(elsewhere / "far.txt")
+    (place / "nowhere.txt").symlink_to(elsewhere / "gone.txt")
     found = [str(Path(source.name).relative_to(place)) for source in file_sources([place])]
     assert found == ["a.md", "b/one.TXT", "b/two.txt", "c.jsonl", "near.txt"]
     (tmp_path / "none").mkdir()
@@ -221,3 +244,11 @@ def test_a_table_is_read_in_bounded_memory(tmp_path: Path) -> None:
         if number % 500 == 0:
             most = max(most, pa.total_allocated_bytes() - before)
     assert most < 20 * 10**6  # of 200 MB
+
+
+def test_a_line_that_is_too_long_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "LINE_BYTES_MAX", 40)
+    path = json_lines(tmp_path / "a.jsonl", ["one", "x" * 500, "two"])
+    left_out: list[ConfigError] = []
+    assert read(path, skipped=left_out.append) == ["one", "two"]
+    assert [error.source for error in left_out] == [f"{path}, line 2"]

@@ -15,12 +15,13 @@ import pytest
 
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn import prepare as prepare_module
+from p2ptrain.learn import tokenize_in_processes as module
 from p2ptrain.learn.corpus import Document, Reading
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.prepare import DatasetSummary, prepare
 from p2ptrain.learn.tokenize_in_processes import in_processes
 from p2ptrain.learn.tokenizer import BytesTokenizer, JsonTokenizer, Tokenizer
-from tests.helpers.tokenizers import json_lines, tokenizer_json, written
+from tests.helpers.tokenizers import ends, json_lines, raises, tokenizer_json, written
 
 TOKENIZER = JsonTokenizer(tokenizer_json())
 SECONDS = 60.0
@@ -54,18 +55,11 @@ def test_no_more_is_read_ahead_than_the_processes_will_soon_need() -> None:
     assert read == 100
 
 
-def test_a_tokenizer_that_fails_in_another_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text has a character that no token stands for, which makes this tokenizer panic."""
-    bare = JsonTokenizer(tokenizer_json(pre_tokenizer=None, decoder=None))
-    texts = [Document("\x00" * 10 + "語", 13)]
-    try:
-        alone = [tokens.tolist() for _, each in in_processes(bare, [texts], 1) for tokens in each]
-    except DataError as error:
-        with pytest.raises(DataError, match="tokenizers library failed"):
-            list(in_processes(bare, [texts], 2))
-        assert "tokenizers library failed" in str(error)
-    else:
-        assert [tokens.tolist() for _, each in in_processes(bare, [texts], 2) for tokens in each] == alone
+@pytest.mark.parametrize(("fails", "said"), [(ends, "was ended"), (raises, "the tokenizers library failed")])
+def test_a_process_that_fails_or_is_ended_is_told(fails: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_encode", fails)
+    with pytest.raises(DataError, match=said):
+        list(in_processes(TOKENIZER, [[Document("text", 4)]] * 20, 2))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -127,7 +121,7 @@ def test_what_was_left_and_is_not_whole_is_not_gone_on_with(tmp_path: Path, spoi
     file, out = lines(tmp_path / "a.jsonl", 6_000), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         made(out, file, tokenizer=Counted(5_500))
-    unfinished = out / "unfinished"
+    unfinished = out / ".p2ptrain-unfinished"
     if spoil == "cut":
         unfinished.write_bytes(unfinished.read_bytes()[:-100])
     else:
