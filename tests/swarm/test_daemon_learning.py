@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.config import DeviceConfig, RunConfig
+from p2ptrain.learn.corpus import Document
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.prepare import _fraction_of
 from p2ptrain.learn.trainer import Trainer
@@ -28,7 +29,8 @@ def prepared(directory: Path) -> str:
     """Prepares a data set of two documents, the smaller of which is held out; returns the manifest's digest."""
     large = "The swarm keeps what it has agreed on, and whoever comes later reads it.\n" * 400
     smaller = (f"{n}. Whoever comes later reads what is agreed on.\n" * 9 for n in range(1_000))
-    small = next(text for each in smaller if _fraction_of(text := each[: 64 * SEQUENCES + 1]) < _fraction_of(large))
+    border = _fraction_of(Document(large, 0))
+    small = next(text for each in smaller if _fraction_of(Document(text := each[: 64 * SEQUENCES + 1], 0)) < border)
     texts = directory / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": each}) + "\n" for each in (large, small)))
     status, out, _ = p2ptrain("data", "prepare", directory / "data", texts, "--held-out", "0.0001")
