@@ -192,7 +192,7 @@ def _unpacked(file: BinaryIO, source: SourceFile) -> BinaryIO:
 
 
 class _Zstandard(io.RawIOBase):
-    """What is in a zstd file. The library's own reader takes a file that is cut off for a whole one."""
+    """Reads a zstd file's content. The library's own reader takes a file that is cut off for a whole one."""
 
     def __init__(self, file: BinaryIO, library: Any) -> None:
         self._file, self._library = file, library

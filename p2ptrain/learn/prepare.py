@@ -150,7 +150,7 @@ def _fraction_of(document: Document) -> int:
 
 
 class _Kept(msgspec.Struct, array_like=True):
-    """What a split has so far: its pieces, and the bytes of the one that is not full."""
+    """A split so far: its pieces, and the bytes of the one that is not full."""
 
     pieces: list[str] = []
     tokens: int = 0

@@ -38,7 +38,7 @@ from p2ptrain.store.store import PayloadLostError
 EFFECTS_MAX = 4_096  # waiting for a failing disk; beyond it, no more events are handled
 EVENTS_IN_A_ROW = 32  # before other tasks on the loop get their turn
 DISK_SECONDS = 5.0  # between attempts to write to a failing disk
-HISTORIES_MAX = 16  # being encoded, or waiting for that; beyond it only for members, which wait a second at most
+HISTORIES_MAX = 16  # being encoded, or waiting for that, a second for all; beyond it only for members
 SHUN_SECONDS = 60.0  # before a peer that we disconnected from is dialled again
 DATA_SECONDS = 120.0  # to fetch a round's training data
 CATCH_UP_SECONDS = 3_600.0  # to fetch a state; a stalled fetch ends sooner

@@ -51,3 +51,11 @@ def script(swarm: Swarm, name: str, *arguments: str, example: str = "own_loop.py
     made.example = example
     swarm.daemons.append(made)
     return made
+
+
+def until_both_contributed(swarm: Swarm, *nodes: Daemon) -> None:
+    """Waits until both are members that have contributed to rounds, and expects that their roots are the same."""
+    for node in nodes:
+        node.until(lambda node=node: node.is_member and int(node.status()["mine"]["applied"]) > 8)
+    assert len(nodes[0].status()["roster"]) == 2
+    assert swarm.compared() > 4

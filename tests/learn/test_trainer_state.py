@@ -237,8 +237,7 @@ def test_a_payload_that_was_checked_is_not_unpacked_again_and_gives_the_same_wei
     dataset: TokenDataset, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make(dataset, name), make(dataset, name)
-    first.train(0, 0, 1)
-    payload = first.contribute(0)
+    payload = contribution(first, 0)
     second.apply(0, [payload])
     assert first.check(payload) is None
 
@@ -256,8 +255,7 @@ def test_what_a_node_has_packed_itself_it_does_not_unpack_to_apply_it(
     dataset: TokenDataset, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make(dataset, name), make(dataset, name)
-    first.train(0, 0, 1)
-    payload = first.contribute(0)
+    payload = contribution(first, 0)
     second.apply(0, [payload])
     monkeypatch.delattr("p2ptrain.learn.aggregate.unpack")
     first.apply(0, [payload], {0: payload})

@@ -21,7 +21,7 @@ from p2ptrain.learn.given_weights import read_weights
 from p2ptrain.node.saved import find_model
 from tests.helpers.daemons import TEST_SECONDS, Daemon, Swarm, p2ptrain
 from tests.helpers.hf_models import raw_config
-from tests.helpers.scripts import script
+from tests.helpers.scripts import script, until_both_contributed
 
 RUN = """\
 name = "mine"
@@ -117,10 +117,7 @@ def test_a_script_with_the_same_model_joins(swarm: Swarm, transformers: Any) -> 
     first = swarm.add("first", "start", file, "--weights", weights).start().until_up()
     second = script(swarm, "second", first.address, json.dumps(raw), example=str(code))
     second.start()
-    for node in (first, second):
-        node.until(lambda node=node: node.is_member and int(node.status()["mine"]["applied"]) > 8)
-    assert len(first.status()["roster"]) == 2
-    assert swarm.compared() > 4
+    until_both_contributed(swarm, first, second)
     second.signal(signal.SIGINT)
     second.until_left()
 

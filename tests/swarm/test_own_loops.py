@@ -8,7 +8,7 @@ from time import monotonic
 import pytest
 
 from tests.helpers.daemons import LISTEN, STOP_SECONDS, TEST_SECONDS, TINY_MODEL, Swarm, p2ptrain
-from tests.helpers.scripts import script
+from tests.helpers.scripts import script, until_both_contributed
 
 LATE = 50
 BUILTIN_RUN = f"""\
@@ -107,10 +107,7 @@ def test_a_script_and_a_command_train_the_built_in_model_together(swarm: Swarm) 
     first = swarm.add("first", "start", file).start().until_up()
     second = script(swarm, "second", first.address, example=str(code))
     second.start()
-    for node in (first, second):
-        node.until(lambda node=node: node.is_member and int(node.status()["mine"]["applied"]) > 8)
-    assert len(first.status()["roster"]) == 2
-    assert swarm.compared() > 4
+    until_both_contributed(swarm, first, second)
     second.signal(signal.SIGINT)
     second.until_left()
     number = first.applied
