@@ -17,6 +17,9 @@ all-reduce sends almost twice that; bf16 would halve it): all ratios have that b
 the steps at 0.3 s each, and in every round a payload for each of the others, up and down at the line's rate; dense ones
 in a ring. A method of which fewer than three rates have run is not in the table; a star marks a best rate beyond which
 none was tried.
+
+Whether documents that share a sequence should see each other is tried on a corpus of short ones, in no order. Their
+loss is that of documents by themselves, as they are read afterwards, whichever way they were learned.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -37,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import msgspec
 import numpy as np
 import torch
 from matplotlib import pyplot
@@ -45,14 +50,16 @@ from simulated import FullySynchronised, Swarm
 
 from p2ptrain.config import ModelConfig, RecipeConfig
 from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.corpus import Reading
+from p2ptrain.learn.corpus import Reading, documents, embedded_sources
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.model import Transformer, initialise
+from p2ptrain.learn.packing import PLAIN, Packing
 from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.tokenizer import load_tokenizer
+from p2ptrain.learn.tokenizer import BytesTokenizer
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-learning-{os.getpid()}"
+SHORT = "short"  # the corpus of short documents, in CACHE
 RUN_SEED = 11  # of the data's order; a run's own seed makes its first weights and draws its shards
 EVALUATED = 64  # sequences of each half of the held-out documents
 POINTS = 8  # of a curve
@@ -93,6 +100,7 @@ class Setting:
     delay: int = 0
     slow: int = 0  # peers ten times slower, which take a tenth of the steps
     half_state: bool = False  # residual and momentum in bf16
+    documents: str = ""  # together or apart, in a corpus of short ones
     rate: str = "1/1000"  # of the inner optimizer where there is one
     seed: int = 0
     size: str = "quick"
@@ -111,6 +119,7 @@ class Setting:
         """What is compared with another: of each, the best goes on."""
         name = f"local {self.inner}" if self.system == "local" else f"{self.system} {self.inner}".removesuffix(" adamw")
         parts = [name, "one round late" * bool(self.delay), "some slow" * bool(self.slow), "bf16" * self.half_state]
+        parts += [f"documents {self.documents}" * bool(self.documents)]
         return ", ".join([*filter(None, parts), f"{self.peers} peers"])
 
     @property
@@ -130,6 +139,7 @@ class Setting:
         parts += ["one round late"] if self.delay else []
         parts += [f"{self.slow} take a tenth of them"] if self.slow else []
         parts += ["bf16 residual and momentum"] if self.half_state else []
+        parts += [f"short documents {self.documents}"] if self.documents else []
         return ", ".join([*parts, f"{self.peers} peers"])
 
 
@@ -160,6 +170,7 @@ def grid() -> list[Setting]:
     found += [replace(muon, k=k, local_steps=steps) for k, steps in ((128, 5), (256, 5), (512, 8), (256, 30))]
     found += [replace(muon, k=256, decay=decay) for decay in ("9/10", "1")]
     found += [replace(muon, k=k, half_state=True) for k in (64, 256)]
+    found += [replace(muon, k=256, documents=how) for how in ("together", "apart")]
     found += [replace(muon, k=k, chunk=32) for k in (16, 64)]
     found += [replace(muon, k=k, peers=16) for k in (64, 256)]
     found += [replace(muon, k=256, peers=peers, slow=slow) for peers, slow in ((8, 5), (8, 3), (3, 0))]
@@ -197,10 +208,13 @@ def run(setting: Setting) -> dict[str, Any]:
     size = SIZES[setting.size]
     model_config = ModelConfig(**({"heads": 4, "kv_heads": 2} | size.model))
     recipe = recipe_of(setting, size.steps)
-    dataset = TokenDataset.open(CACHE, (CACHE / "digest").read_text())
+    directory = CACHE / SHORT if setting.documents else CACHE
+    dataset = TokenDataset.open(directory, (directory / "digest").read_text())
     model = Transformer(model_config)
     initialise(model, setting.seed)
-    live = LiveModel(model, autocast=False, half_state=setting.half_state)
+    apart = Packing(document_end=BytesTokenizer.end_of_document)
+    packing = apart if setting.documents == "apart" else PLAIN
+    live = LiveModel(model, autocast=False, half_state=setting.half_state, packing=packing)
     length, rounds = model_config.sequence_length, size.steps // setting.local_steps
     half = min(EVALUATED, dataset.held_out_sequences(length) // 2)
     last = dataset.held_out_sequences(length)
@@ -216,7 +230,10 @@ def run(setting: Setting) -> dict[str, Any]:
     def losses() -> list[float]:
         """Returns the loss on the first half, by which rates are chosen, and on the second."""
         halves = np.arange(half), np.arange(last - half, last)
-        return [float(live.model.loss(torch.from_numpy(dataset.held_out_batch(each, length)))) for each in halves]
+        batches = (torch.from_numpy(dataset.held_out_batch(each, length)) for each in halves)
+        if setting.documents:
+            return [float(live.model.packed_loss(*apart.split(batch))) for batch in batches]
+        return [float(live.model.loss(batch)) for batch in batches]
 
     swarm: Any
     if setting.system == "full":
@@ -310,17 +327,22 @@ def setting_of(result: dict[str, Any]) -> Setting:
     return Setting(**{name: result[name] for name in Setting.__dataclass_fields__ if name in result})
 
 
-def prepare_corpus() -> None:
-    if not (CACHE / "digest").exists():
-        made = prepare(
-            CACHE,
-            [],
-            embedded=True,
-            how=Reading(tokenizer=load_tokenizer(None)),
-            held_out=Fraction(4, 100),
-            progress=lambda *_: None,
-        )
-        (CACHE / "digest").write_text(made.digest)
+def prepare_corpus(has_short: bool) -> None:
+    _prepare(CACHE, None)
+    if has_short:
+        texts = [document.text for source in embedded_sources() for document in documents(source)]
+        paragraphs = [each for text in texts for each in text.split("\n\n") if 20 < len(each) < 150]
+        random.Random(RUN_SEED).shuffle(paragraphs)  # noqa: S311
+        (CACHE / f"{SHORT}.jsonl").write_bytes(b"\n".join(msgspec.json.encode({"text": each}) for each in paragraphs))
+        _prepare(CACHE / SHORT, CACHE / f"{SHORT}.jsonl")
+
+
+def _prepare(out: Path, source: Path | None) -> None:
+    if not (out / "digest").exists():
+        sources = [] if source is None else [source]
+        share = Fraction(4, 100)
+        made = prepare(out, sources, embedded=source is None, how=Reading(), held_out=share, progress=lambda *_: None)
+        (out / "digest").write_text(made.digest)
 
 
 def _use_cache(directory: Path) -> None:
@@ -419,11 +441,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    prepare_corpus()
-    start = time.perf_counter()
-    runs = Runs(arguments.json, arguments.processes)
     only = arguments.only or [""]
     settings = [replace(one, size=arguments.size) for one in grid() if any(word in one.method for word in only)]
+    prepare_corpus(any(one.documents for one in settings))
+    start = time.perf_counter()
+    runs = Runs(arguments.json, arguments.processes)
     families: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for winner in runs.tuned(settings):
         families[setting_of(winner).family].append(winner)

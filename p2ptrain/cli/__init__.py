@@ -226,19 +226,25 @@ def _percent(text: str) -> Fraction:
 
 
 @data_app.command()
-def prepare(
+def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
     out: Annotated[Path, typer.Argument(help="Directory to create; it must be empty if it exists.")],
     files: Annotated[
         list[Path] | None, typer.Argument(help="Directories, text, JSON lines, Parquet, Arrow, .npy or .bin.")
     ] = None,
     embedded: Annotated[bool, typer.Option("--embedded", help="Also use the texts that ship with Python.")] = False,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json of the tokenizers library; by default, tokens are bytes.")
+        Path | None, typer.Option(help="A tokenizer.json, or a model's directory; by default, tokens are bytes.")
     ] = None,
     held_out: Annotated[
         str, typer.Option(metavar="PERCENT", help="Share of documents to keep for validation, never trained on.")
     ] = "1",
-    column: Annotated[str, typer.Option(metavar="NAME", help="The key or column with the text.")] = "text",
+    column: Annotated[
+        str, typer.Option(metavar="NAME", help="The key or column to read; by default text, or messages of chats.")
+    ] = "",
+    chat: Annotated[bool, typer.Option("--chat", help="Chats, of which the assistant's words are learned.")] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Writes chats as text; by default, the tokenizer's own.")
+    ] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Name what is broken, and leave it out.")] = False,
     processes: Annotated[int, typer.Option(min=0, max=1_024, help="That tokenize; 0: one for each core.")] = 0,
 ) -> None:
@@ -250,17 +256,22 @@ def prepare(
     share = _percent(held_out)
     from p2ptrain.capacity import cores
     from p2ptrain.cli.preparing import Preparing
+    from p2ptrain.learn.chats import load_template
     from p2ptrain.learn.corpus import Reading
     from p2ptrain.learn.prepare import prepare as make
     from p2ptrain.learn.tokenizer import load_tokenizer
 
     chosen = load_tokenizer(tokenizer)
+    if chat_template is not None and not chat:
+        raise ConfigError("a template is for chats", key="--chat-template", fix="Add --chat, or leave it out")
+    template = load_template(chat_template, tokenizer, chosen.special) if chat else None
+    column = column or ("messages" if chat else "text")
     with Preparing() as shown:
         prepared = make(
             out,
             files or [],
             embedded=embedded,
-            how=Reading(column, chosen, shown.skip if skip_bad else None),
+            how=Reading(column, chosen, shown.skip if skip_bad else None, template),
             held_out=share,
             progress=shown.progress,
             processes=processes or cores(),

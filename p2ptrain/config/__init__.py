@@ -31,17 +31,15 @@ from p2ptrain.config.node import (
     StorageConfig,
     TrackingConfig,
 )
+from p2ptrain.config.recipe import RECIPES, RecipeConfig, RecipeSpec
 from p2ptrain.config.run import (
     BASIS_PEAK,
     CONFIG_BYTES_MAX,
     EXACT_MAX,
     PROTOCOL_VERSION,
-    RECIPES,
     AdmissionConfig,
     AgreementConfig,
     DataConfig,
-    RecipeConfig,
-    RecipeSpec,
     RunConfig,
     StateConfig,
     TokenizerConfig,

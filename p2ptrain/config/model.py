@@ -138,6 +138,11 @@ class ModelConfig(Section):
         return tuple((name, tuple(map(int, sizes))) for name, *sizes in split)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the model reads tokens, and can tell documents and words that are not learned from others."""
+        return self.kind in ("builtin", "transformers")
+
+    @property
     def hf(self) -> HfConfig | None:
         """The checked config.json of a model of transformers; None for any other."""
         return read_hf_config(self.config) if self.kind == "transformers" else None

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import Annotated, Final, Literal, NamedTuple, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 from pydantic_core import from_json, to_json
@@ -23,13 +21,10 @@ from p2ptrain.config.fields import (
     Digest,
     DigestOrEmpty,
     FromArray,
-    PluginOrEmpty,
-    PluginSettings,
-    Rational,
     Section,
-    Settings,
 )
 from p2ptrain.config.model import ModelConfig
+from p2ptrain.config.recipe import RecipeConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 
@@ -37,6 +32,7 @@ PROTOCOL_VERSION: Final = 2
 # Keys that came after the first release with this protocol version, by section and name, each with the neutral value at
 # which a run behaves as one without the key. A key is added here whenever it is added to a section.
 LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
+    ("data", "documents"): "together",
     ("model", "frozen"): "",
     ("model", "parameters"): [],
     ("recipe", "inner"): "adamw",
@@ -54,7 +50,6 @@ CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 o
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
-ROUND_SEQUENCES_MAX = 2**20  # a node's in a round; at 1,024 tokens more than its machine computes in days
 
 
 class TokenizerConfig(Section):
@@ -84,172 +79,9 @@ class DataConfig(Section):
     ] = Field(
         "embedded", description="digest that `p2ptrain data prepare` printed; embedded: text that every Python has"
     )
-
-
-class Limit(NamedTuple):
-    """The largest value that a recipe accepts for a setting."""
-
-    most: int
-    why: str
-    fix: str
-
-
-@dataclass(frozen=True)
-class RecipeSpec:
-    """All that is special about a recipe; no other code looks at a recipe's name."""
-
-    kind: Literal["gradient", "local"]  # names its class in learn/recipes.py, so that no config needs torch
-    is_scaled: bool  # whether its contributions carry a power-of-two scale per tensor
-    defaults: Mapping[str, object] = field(default_factory=dict)  # where they differ from those of `local`
-    adamw_defaults: Mapping[str, object] = field(default_factory=dict)  # and these, if the inner optimizer is AdamW
-    limits: Mapping[str, Limit] = field(default_factory=dict)  # the largest values that work with it
-    copies: int = 0  # of the weights in memory, besides the live ones, their gradient and the inner optimizer's state
-
-
-_SIGNS_ALONE = Limit(1, "sends only signs", "use 1 or recipe demo")
-_FOUR_BITS = Limit(4, "sends at most four bits", "use 4 or recipe local")
-_ONE_STEP = Limit(1, "takes one step per round", "use passes_per_step or recipe local")
-_ONE_GRADIENT: dict[str, object] = {  # retuned on small models (LOG.md); their authors have 0.999, 64 and 32
-    "decay": Fraction(99, 100),
-    "chunk": 32,
-    "k": 8,
-    "local_steps": 1,
-    "local_steps_min": 0,
-    "inner": "adamw",
-    "learning_rate": Fraction(1, 1000),
-}
-_NO_FEWER = Limit(0, "takes one step per round, never fewer", "use 0 or recipe local")
-RECIPES: dict[str, RecipeSpec] = {
-    "distro": RecipeSpec(
-        kind="gradient",
-        is_scaled=False,
-        defaults=_ONE_GRADIENT | {"value_bits": 1, "outer": "sign"},
-        limits={"value_bits": _SIGNS_ALONE, "local_steps": _ONE_STEP, "local_steps_min": _NO_FEWER},
-    ),
-    "demo": RecipeSpec(
-        kind="gradient",
-        is_scaled=True,
-        defaults=_ONE_GRADIENT | {"value_bits": 3, "outer": "normalised"},
-        limits={"value_bits": _FOUR_BITS, "local_steps": _ONE_STEP, "local_steps_min": _NO_FEWER},
-    ),
-    "local": RecipeSpec(
-        kind="local",
-        is_scaled=True,
-        adamw_defaults={"inner_learning_rate": Fraction(3, 1000)},  # its best rate is lower (LOG.md)
-        copies=1,  # the agreed weights
-    ),
-}
-SCALE_ROOM_BITS = 5  # at least: how far below the measure's root mean square votes of a round are told apart
-SCALE_TOP_BITS = 3  # and how far above it a single one counts (learn/scales.py)
-
-
-class RecipeConfig(Section):
-    """How steps become a contribution, and contributions an update. The recipe supplies the defaults."""
-
-    name: str = Field("local", description=", ".join(RECIPES))
-    plugin: PluginOrEmpty = Field(
-        "", description="package that makes the contributions in the recipe's place; each node's owner has to allow it"
+    documents: Literal["together", "apart"] = Field(
+        "together", description="apart: documents in one sequence do not see each other, and positions restart"
     )
-    settings: Settings = Field(PluginSettings(), description="the settings of that plug-in")
-    outer: Literal["normalised", "mean", "sign"] = Field("mean", description="how summed votes become an update")
-    chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
-    k: int = Field(256, ge=1, le=512, description="coefficients kept of each chunk")
-    value_bits: int = Field(
-        1, ge=1, le=8, description="bits of a coefficient's value, including its sign; 1: only the sign"
-    )
-    decay: Rational = Field(Fraction(95, 100), ge=0, le=1, description="share of the residual that stays each round")
-    clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
-    sequences_per_pass: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")
-    passes_per_step: int = Field(1, ge=1, le=65_536, description="passes whose gradients make one step")
-    local_steps: int = Field(10, ge=1, le=65_536, description="steps of a round, at most")
-    local_steps_min: int = Field(
-        1, ge=0, le=65_536, description="fewest steps of a round, on a machine slower than most; 0: always local_steps"
-    )
-    inner: Literal["muon", "adamw"] = Field("muon", description="optimizer of the local steps")
-    inner_learning_rate: Rational = Field(
-        Fraction(1, 100), ge=0, description="highest rate of the local steps; with adamw 3/1000 by default"
-    )
-    inner_beta1: Rational = Field(
-        Fraction(9, 10), ge=0, lt=1, description="AdamW's memory of gradients, for recipes with local steps"
-    )
-    inner_beta2: Rational = Field(
-        Fraction(95, 100), ge=0, lt=1, description="AdamW's memory of their squares, for recipes with local steps"
-    )
-    inner_weight_decay: Rational = Field(Fraction(0), ge=0, description="weight decay of the local steps")
-    learning_rate: Rational = Field(Fraction(1), ge=0, description="highest learning rate of the outer update")
-    schedule: Literal["constant", "linear", "wsd"] = Field(
-        "constant", description="after the warm-up: constant, linear to the end, or stable and then linear decay (wsd)"
-    )
-    warmup_rounds: int = Field(0, ge=0, le=2**40, description="rounds in which the rate rises linearly from zero")
-    rounds: int = Field(
-        0, ge=0, le=2**40, description="round at which the rate reaches its last value; 0 with constant: no end"
-    )
-    decay_rounds: int = Field(0, ge=0, le=2**40, description="length of wsd's decay")
-    final_ratio: Rational = Field(Fraction(0), ge=0, le=1, description="last learning rate over the highest")
-    weight_decay: Rational = Field(Fraction(0), ge=0, description="share of a weight that an update at rate 1 removes")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_recipe(cls, data: object) -> object:
-        if not isinstance(data, dict):
-            return data
-        name = data.get("name", "local")
-        if not isinstance(name, str) or name not in RECIPES:
-            return data
-        spec = RECIPES[name]
-        return {**spec.defaults, **(spec.adamw_defaults if data.get("inner") == "adamw" else {}), **data}
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.name not in RECIPES:  # never anything to import: a config comes from strangers
-            raise ValueError(f"unknown recipe {self.name!r}: use one of {', '.join(RECIPES)}")
-        if self.settings and not self.plugin:
-            raise ValueError("settings belong to a plug-in: remove them, or name it as plugin")
-        area = self.chunk**2
-        if self.k > area // 2:
-            raise ValueError(
-                f"k = {self.k} is more than half of the {area} coefficients of a chunk: choose at most {area // 2}"
-            )
-        sequences = self.sequences_per_pass * self.passes_per_step * self.local_steps
-        if sequences > ROUND_SEQUENCES_MAX:
-            raise ValueError(
-                f"sequences_per_pass * passes_per_step * local_steps = {sequences}: "
-                f"keep it at {ROUND_SEQUENCES_MAX} or below"
-            )
-        for key, limit in self.spec.limits.items():
-            if (value := getattr(self, key)) > limit.most:
-                raise ValueError(f"{key} = {value}: recipe {self.name} {limit.why}, {limit.fix}")
-        if self.local_steps_min > self.local_steps:
-            raise ValueError(
-                f"local_steps_min = {self.local_steps_min} is above local_steps = {self.local_steps}: lower it"
-            )
-        if self.learning_rate * self.weight_decay > 1:
-            raise ValueError("learning_rate * weight_decay is above 1: weights would change sign, lower weight_decay")
-        if self.schedule == "constant" and (self.decay_rounds or self.rounds):
-            raise ValueError(
-                'rounds and decay_rounds shape a rate that ends: remove them or set schedule = "linear" or "wsd"'
-            )
-        if self.schedule == "linear" and (self.decay_rounds or self.rounds <= self.warmup_rounds):
-            raise ValueError('schedule = "linear" needs rounds > warmup_rounds, and no decay_rounds')
-        if self.schedule == "wsd" and (not self.decay_rounds or self.warmup_rounds + self.decay_rounds > self.rounds):
-            raise ValueError('schedule = "wsd" needs decay_rounds > 0 and rounds >= warmup_rounds + decay_rounds')
-        return self
-
-    @property
-    def spec(self) -> RecipeSpec:
-        return RECIPES[self.name]
-
-    @property
-    def vote_max(self) -> int:
-        """The largest integer that one contribution can add to one coefficient's votes."""
-        if not self.spec.is_scaled:
-            return 1 << (self.value_bits - 1)
-        return 1 << (self.room_bits + (SCALE_TOP_BITS if self.value_bits > 1 else 0))  # signs are all of one size
-
-    @property
-    def room_bits(self) -> int:
-        """How far the unit of scaled votes lies below their measure's root mean square: no further than they need."""
-        return max(SCALE_ROOM_BITS, self.value_bits)
 
 
 class StateConfig(Section):
@@ -387,6 +219,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        if self.data.documents == "apart" and not self.model.is_packed:
+            raise ValueError(
+                f'data.documents = "apart": a model of kind {self.model.kind} sees whole sequences, set "together"'
+            )
         if self.model.hf is not None and self.model.vocab_size < 256 and self.tokenizer.kind == "bytes":
             raise ValueError(
                 f"model.config has {self.model.vocab_size} tokens: the bytes tokenizer has 256, name another"

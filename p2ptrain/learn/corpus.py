@@ -33,7 +33,8 @@ import msgspec
 import numpy as np
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.learn.tokenizer import BytesTokenizer, Tokenizer, Tokens, token_type
+from p2ptrain.learn.chats import ChatTemplate
+from p2ptrain.learn.tokenizer import BytesTokenizer, Marked, Tokenizer, Tokens, token_type
 
 BLOCK_BYTES_MAX = 16 * 2**10  # a few pages: small enough to hold out a hundredth of a megabyte
 BLOCK_TOKENS_MAX = 2**16  # of a stream of tokens that ends no document
@@ -68,6 +69,7 @@ class Document:
     text: str
     source_bytes: int  # its size where it was read
     tokens: Tokens | None = None  # another program has made them, and there is no text
+    marked: Marked | None = None  # of a chat, that text with what is learned of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,24 @@ class Reading:
     column: str = "text"  # of JSON lines and tables
     tokenizer: Tokenizer = BytesTokenizer()  # noqa: RUF009  (it has no state)
     skipped: Callable[[ConfigError], None] | None = None  # told of what is broken, which is left out; None: an error
+    chats: ChatTemplate | None = None  # by which the column's values, which are chats, become text
+
+    def document(self, value: Any, source_bytes: int, where: str) -> Document | None:
+        """Makes a document of what stands under the column; None if it is empty, or broken and left out."""
+        if self.chats is None:
+            return Document(value, source_bytes) if value else None
+        try:
+            marked = self.chats.write(value, where)
+        except ConfigError as error:
+            self.leave_out(error)
+            return None
+        return Document(marked.text, source_bytes, marked=marked)
+
+    def leave_out(self, error: ConfigError) -> None:
+        """Tells that something broken is left out, or raises the error if nothing is."""
+        if self.skipped is None:
+            raise error
+        self.skipped(error)
 
 
 def file_sources(files: Sequence[Path]) -> list[SourceFile]:
@@ -153,9 +173,7 @@ def documents(source: SourceFile, how: Reading = Reading()) -> Iterator[Document
         with source.open() as file:
             yield from _documents_in(file, source, how)
     except ConfigError as error:
-        if how.skipped is None:
-            raise
-        how.skipped(error)
+        how.leave_out(error)
     except (OSError, EOFError, zlib.error) as error:
         problem = ConfigError(
             f"cannot be read: {getattr(error, 'strerror', None) or error}",
@@ -175,9 +193,11 @@ def _documents_in(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[
     if source.form in TOKENS_SUFFIXES:
         yield from _token_documents(content, source, how.tokenizer)
         return
-    is_lines = source.form in LINES_SUFFIXES
+    if source.form in LINES_SUFFIXES:
+        yield from _lines(content, file, source.name, how)
+        return
     done = 0
-    for text in _lines(content, source.name, how) if is_lines else _blocks(content, source.name):
+    for text in _blocks(content, source.name):
         now = file.tell()  # of what is packed, so many bytes at a time
         yield Document(text, now - done)
         done = now
@@ -265,49 +285,37 @@ def _text(block: bytes, name: str, offset: int) -> str:
 # JSON lines
 
 
-def _lines(file: BinaryIO, name: str, how: Reading) -> Iterator[str]:
+def _lines(content: BinaryIO, file: BinaryIO, name: str, how: Reading) -> Iterator[Document]:
+    kind: Any = str if how.chats is None else list[dict[str, Any]]
     try:
-        kind = msgspec.defstruct("JsonDocument", [("text", str, msgspec.field(name=how.column))])
+        line_type = msgspec.defstruct("Line", [("value", kind, msgspec.field(name=how.column))])
     except ValueError as error:
         raise ConfigError(f'"{how.column}" is no key', key="--column", fix="Name the key with the text") from error
-    decoder = msgspec.json.Decoder(kind)
-    number = 0
-    while line := file.readline(LINE_BYTES_MAX + 1):
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(line_type)
+    number, done = 0, 0
+    while line := content.readline(LINE_BYTES_MAX + 1):
         number += 1
         where = f"{name}, line {number}"
         if len(line) > LINE_BYTES_MAX:
-            problem = ConfigError(
-                f"longer than {LINE_BYTES_MAX} bytes", source=where, fix="Put each document on its own line"
-            )
-            if how.skipped is None:
-                raise problem
-            how.skipped(problem)
-            while not line.endswith(b"\n") and (line := file.readline(LINE_BYTES_MAX)):
+            what = f"longer than {LINE_BYTES_MAX} bytes"
+            how.leave_out(ConfigError(what, source=where, fix="Put each document on its own line"))
+            while not line.endswith(b"\n") and (line := content.readline(LINE_BYTES_MAX)):
                 pass
             continue
-        content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-        if not content.strip():
+        line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        if not line.strip():
             continue
         try:
-            text = _line_text(decoder, content, where, how.column)
-        except ConfigError as error:
-            if how.skipped is None:
-                raise
-            how.skipped(error)
-        else:
-            if text:
-                yield text
-
-
-def _line_text(decoder: msgspec.json.Decoder[Any], line: bytes, where: str, column: str) -> str:
-    try:
-        return cast(str, decoder.decode(line).text)
-    except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
-        raise ConfigError(
-            str(error),
-            source=where,
-            fix=f'Each line must be a JSON object with a string under "{column}"{_others(line)}',
-        ) from error
+            value = decoder.decode(line).value
+        except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+            what = "a string" if how.chats is None else "a list of messages"
+            fix = f'Each line must be a JSON object with {what} under "{how.column}"{_others(line)}'
+            how.leave_out(ConfigError(str(error), source=where, fix=fix))
+            continue
+        now = file.tell()
+        if document := how.document(value, now - done, where):
+            yield document
+            done = now
 
 
 def _others(line: bytes) -> str:
@@ -325,18 +333,21 @@ def _others(line: bytes) -> str:
 
 def _rows(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document]:
     pyarrow = _library("pyarrow", source.name)
+    row = 0
     try:
-        for texts, share in _columns(pyarrow, file, source, how.column):
+        for texts, share in _columns(pyarrow, file, source, how):
             each = int(share * source.size / max(1, len(texts)))
             texts.validate(full=True)  # what is damaged would end the process
             for start in range(0, len(texts), ROWS_AT_ONCE):
-                some = texts.slice(start, ROWS_AT_ONCE).to_pylist()
-                yield from (Document(text, each) for text in some if text)
+                for value in texts.slice(start, ROWS_AT_ONCE).to_pylist():
+                    row += 1
+                    if document := how.document(value, each, f"{source.name}, row {row}"):
+                        yield document
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"damaged: {error}", source=source.name, fix="Make or fetch the file again") from error
 
 
-def _columns(pyarrow: Any, file: BinaryIO, source: SourceFile, column: str) -> Iterator[tuple[Any, float]]:
+def _columns(pyarrow: Any, file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[tuple[Any, float]]:
     """Yields the texts of some rows at a time, and what share of the file these are."""
     if source.packed:
         raise ConfigError("a compressed table", source=source.name, fix="Unpack it: Parquet compresses by itself")
@@ -344,8 +355,8 @@ def _columns(pyarrow: Any, file: BinaryIO, source: SourceFile, column: str) -> I
         from pyarrow import parquet  # noqa: PLC0415  (an extra)
 
         table = parquet.ParquetFile(file)
-        _check_column(pyarrow, table.schema_arrow, source, column)
-        for batch in table.iter_batches(ROWS_AT_ONCE, columns=[column]):
+        _check_column(pyarrow, table.schema_arrow, source, how)
+        for batch in table.iter_batches(ROWS_AT_ONCE, columns=[how.column]):
             yield batch.column(0), len(batch) / table.metadata.num_rows
         return
     from pyarrow import ipc  # noqa: PLC0415  (an extra)
@@ -353,28 +364,31 @@ def _columns(pyarrow: Any, file: BinaryIO, source: SourceFile, column: str) -> I
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
     reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
-    _check_column(pyarrow, reader.schema, source, column)
+    _check_column(pyarrow, reader.schema, source, how)
     if is_file:
         count = reader.num_record_batches
-        yield from ((reader.get_batch(number).column(column), 1 / count) for number in range(count))
+        yield from ((reader.get_batch(number).column(how.column), 1 / count) for number in range(count))
         return
     done = 0
     for batch in reader:
         now = file.tell()
-        yield batch.column(column), (now - done) / source.size
+        yield batch.column(how.column), (now - done) / source.size
         done = now
 
 
-def _check_column(pyarrow: Any, schema: Any, source: SourceFile, column: str) -> None:
+def _check_column(pyarrow: Any, schema: Any, source: SourceFile, how: Reading) -> None:
+    column = how.column
     has = f"it has {', '.join(schema.names[:KEYS_SHOWN])}"
     if schema.names.count(column) != 1:
         problem = f'no column "{column}"' if column not in schema.names else f'two columns "{column}"'
         raise ConfigError(problem, source=source.name, fix=f"Name one with --column: {has}")
     kind = schema.field(column).type
-    types = pyarrow.types
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+    types, what = pyarrow.types, "text" if how.chats is None else "chats"
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    is_chat = (types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type)
+    if not (is_text if how.chats is None else is_chat):
         raise ConfigError(
-            f'column "{column}" holds {kind}, not text', source=source.name, fix=f"Name another with --column: {has}"
+            f'column "{column}" holds {kind}, not {what}', source=source.name, fix=f"Name another with --column: {has}"
         )
 
 

@@ -9,8 +9,9 @@ A data set is a directory:
 It holds two splits: `training`, and `held_out`, which is never trained on and has its own
 methods so that this cannot happen by mistake. A piece is named by its digest: anyone may serve it, and
 anyone can check it. Tokens are little-endian and one, two or four bytes wide, depending on the size of the
-vocabulary; a piece holds a whole number of them. The manifest has exactly one encoding: sorted keys, no white
-space, no floats.
+vocabulary; a piece holds a whole number of them. In a data set with a loss mask they are signed, and a token that is
+not to be learned is stored as its complement (learn/packing.py). The manifest has exactly one encoding: sorted keys, no
+white space, no floats.
 
 A sequence of length L at position i is the tokens from i*L to i*L + L, both included: L inputs and, shifted
 by one, L targets. Neighbours share one token, the last target of one and the first input of the next, so
@@ -72,12 +73,13 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, msgspec.Meta(ge=0, le=PIECES_MAX * PIECE_BYTES)]
 
 
-class DatasetIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DatasetIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     held_out: Split
     token_bytes: Literal[1, 2, 4]
     tokenizer: TokenizerName
     training: Split
     version: Literal[1]
+    masked: bool = False  # tokens are signed, and what is not to be learned is stored as its complement
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self, order="sorted")
@@ -102,7 +104,7 @@ def decode_manifest(encoded: bytes) -> DatasetIndex:
     tokenizer = manifest.tokenizer
     if (tokenizer.kind == "json") != bool(tokenizer.digest):
         raise ValueError(f"tokenizer of kind {tokenizer.kind} with digest {tokenizer.digest!r}")
-    if token_type(tokenizer.vocab_size).itemsize != manifest.token_bytes:
+    if token_type(tokenizer.vocab_size, manifest.masked).itemsize != manifest.token_bytes:
         raise ValueError(f"{manifest.token_bytes} bytes per token do not fit {tokenizer.vocab_size} tokens")
     for name, split in (("training", manifest.training), ("held_out", manifest.held_out)):
         expected = -(-split.tokens * manifest.token_bytes // PIECE_BYTES)
@@ -158,7 +160,7 @@ class TokenDataset:
         self.directory = directory
         self.manifest = manifest
         self._sizes = _piece_sizes(manifest)
-        self._type = token_type(manifest.tokenizer.vocab_size)
+        self._type = token_type(manifest.tokenizer.vocab_size, manifest.masked)
         self._checked: set[str] = set()
         self._damaged: set[str] = set()
         self._open: OrderedDict[str, Tokens] = OrderedDict()  # least recently used first
@@ -178,6 +180,11 @@ class TokenDataset:
     @property
     def tokenizer(self) -> TokenizerName:
         return self.manifest.tokenizer
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether tokens that are not to be learned are complements, and negative (learn/packing.py)."""
+        return self.manifest.masked
 
     @property
     def size_bytes(self) -> int:
@@ -363,8 +370,8 @@ class TokenDataset:
             self._remove(name)
             raise DataError(f"piece {self._path(name)} is damaged: its bytes do not have this digest")
         # The digest proves that these are the creator's bytes, not that the creator made valid ones.
-        if (largest := int(tokens.max())) >= self.tokenizer.vocab_size:
-            vocab_size = self.tokenizer.vocab_size
+        vocab_size = self.tokenizer.vocab_size
+        if (largest := max(int(tokens.max()), ~int(tokens.min()))) >= vocab_size:
             raise DataError(
                 f"piece {self._path(name)} contains token {largest}, but the tokenizer has only {vocab_size} tokens"
             )

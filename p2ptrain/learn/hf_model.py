@@ -25,7 +25,7 @@ from torch.nn import functional
 from p2ptrain.config import ModelConfig
 from p2ptrain.config.hf import HfConfig
 from p2ptrain.errors import ConfigError, DeviceError
-from p2ptrain.learn.model import FusedLoss, Model
+from p2ptrain.learn.model import Model, cross_entropy, learned_alone
 
 INSTALL = "pip install 'p2ptrain[hf]'"
 
@@ -69,6 +69,11 @@ def class_name(config: HfConfig) -> str:
         return type(make_net(config)).__name__
 
 
+def _read(inputs: Tensor, positions: Tensor | None) -> dict[str, Any]:
+    """Returns what a model of transformers is called with. It tells documents apart by positions that restart."""
+    return {"input_ids": inputs, "use_cache": False} | ({} if positions is None else {"position_ids": positions})
+
+
 class HfModel(Model):
     """A causal language model of transformers; its parameters have the names that it gives them."""
 
@@ -104,9 +109,18 @@ class HfModel(Model):
         inputs, targets = sequences[:, :-1], sequences[:, 1:].flatten()
         if not self.hf.architecture.is_head_plain:
             return functional.cross_entropy(self(inputs).flatten(0, 1).float(), targets)
-        hidden = self.net.base_model(input_ids=inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        loss: Tensor = FusedLoss.apply(hidden, self._head(), targets, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
-        return loss
+        return cross_entropy(self._hidden(inputs, None).flatten(0, 1), self._head(), targets)
+
+    def packed_loss(self, inputs: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
+        if self.hf.architecture.is_head_plain:
+            hidden, kept = learned_alone(self._hidden(inputs, positions), targets)
+            return cross_entropy(hidden, self._head(), kept)
+        logits, kept = learned_alone(self.net(**_read(inputs, positions)).logits, targets)
+        return functional.cross_entropy(logits.float(), kept, reduction="sum") / max(1, len(kept))
+
+    def _hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:  # -> [batch, length, dim]
+        hidden: Tensor = self.net.base_model(**_read(inputs, positions)).last_hidden_state
+        return hidden
 
     def _head(self) -> Tensor:  # [vocab, dim]
         weight: Tensor = self.net.get_output_embeddings().weight

@@ -17,6 +17,7 @@ from torch import Tensor
 from p2ptrain.config import RecipeConfig
 from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.learn.model import Model
+from p2ptrain.learn.packing import PLAIN, Packing
 from p2ptrain.learn.shortage import SETTINGS_THAT_HELP, SMALLER, is_out_of_memory, memory_taken
 
 log = logging.getLogger("p2ptrain.learn")
@@ -35,11 +36,19 @@ class LiveModel:
     """A model whose parameters are views of `weights` and whose gradients are views of `gradient`.
 
     sequences_per_pass: this device's limit, if the recipe asks for more; halved when memory runs out. 0: no limit
-    half_state: whether a recipe keeps what no other node sees in bf16
+    half_state: whether a recipe keeps what no other node sees in bf16; packing: how a batch is read
     """
 
-    def __init__(self, model: Model, *, autocast: bool, sequences_per_pass: int = 0, half_state: bool = False) -> None:
-        self.model, self.autocast, self.sequences_per_pass = model, autocast, sequences_per_pass
+    def __init__(
+        self,
+        model: Model,
+        *,
+        autocast: bool,
+        sequences_per_pass: int = 0,
+        half_state: bool = False,
+        packing: Packing = PLAIN,
+    ) -> None:
+        self.model, self.autocast, self.sequences_per_pass, self.packing = model, autocast, sequences_per_pass, packing
         self.state_type = torch.bfloat16 if half_state else torch.float32
         parameters = list(model.parameters())
         self.names = [name for name, _ in model.named_parameters()]
@@ -68,7 +77,9 @@ class LiveModel:
     def loss(self, batch: Tensor) -> Tensor:
         # A pass uses each weight only once, so a cache of cast weights would only take memory.
         with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
-            return self.model.loss(batch)
+            if self.packing.is_plain:
+                return self.model.loss(batch)
+            return self.model.packed_loss(*self.packing.split(batch))
 
     def gradient_step(self, step: int, batch: Tensor, positions: Sequence[int], recipe: RecipeConfig) -> StepResult:
         """Computes the clipped gradient of the mean loss over `batch` [sequences, length + 1] in `gradient`.
@@ -102,8 +113,9 @@ class LiveModel:
         self.gradient.zero_()
         try:
             total = torch.zeros((), device=batch.device)
+            learned = max(1, self.packing.learned(batch))
             for part in torch.split(batch, sequences):
-                loss = self.loss(part) * (len(part) / len(batch))
+                loss = self.loss(part) * (self.packing.learned(part) / learned)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
             return float(total)  # waits for the device

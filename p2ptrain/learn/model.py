@@ -30,6 +30,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from p2ptrain.config import ModelConfig
+from p2ptrain.learn.packing import within_documents
 
 NORM_EPSILON = 1e-5  # Llama's
 INITIAL_DEVIATION = 0.02  # GPT-2's and Llama's
@@ -96,7 +97,9 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim)
         self.o_proj = Linear(config.dim, config.dim)
 
-    def forward(self, stream: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # [batch, length, dim]
+    def forward(  # stream: [batch, length, dim]; mask: [batch, 1, length, length] bool, None: what stands before
+        self, stream: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         def split(projected: Tensor) -> Tensor:  # -> [batch, heads or kv_heads, length, head_dim]
             batch, length, _ = projected.shape
             return projected.view(batch, length, -1, self.head_dim).transpose(1, 2)
@@ -110,7 +113,9 @@ class Attention(nn.Module):
             if shared > 1:
                 keys, values = (each.repeat_interleave(shared, dim=1) for each in (keys, values))
         # Query head h uses key and value head h // (heads / kv_heads).
-        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
         return output
 
@@ -139,8 +144,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=NORM_EPSILON, dtype=torch.float32)
         self.mlp = FeedForward(config)
 
-    def forward(self, stream: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # [batch, length, dim]
-        stream = stream + self.self_attn(self.input_layernorm(stream), cosine, sine)
+    def forward(self, stream: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor | None = None) -> Tensor:
+        stream = stream + self.self_attn(self.input_layernorm(stream), cosine, sine, mask)
         output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
         return output
 
@@ -182,12 +187,27 @@ class FusedLoss(torch.autograd.Function):
                     del gradient
                 del logits  # before the next block computes its own
         ctx.save_for_backward(to_hidden, to_weight)
-        return total / count
+        return total / max(1, count)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         to_hidden, to_weight = ctx.saved_tensors
         return to_hidden * gradient.to(to_hidden.dtype), to_weight * gradient, None, None
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean cross entropy of linear(hidden, weight).
+
+    hidden: [tokens, dim]; weight: [vocab, dim] fp32; targets: [tokens] int64
+    """
+    loss: Tensor = FusedLoss.apply(hidden, weight, targets, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return loss
+
+
+def learned_alone(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what is to be learned: hidden [tokens, dim] and targets [tokens] of [batch, length, ...]."""
+    is_learned = targets >= 0
+    return hidden[is_learned], targets[is_learned]
 
 
 class Model(nn.Module):
@@ -201,6 +221,14 @@ class Model(nn.Module):
 
     def loss(self, sequences: Tensor) -> Tensor:  # [batch, length + 1] int64 -> scalar fp32
         """Returns the mean loss of a batch."""
+        raise NotImplementedError
+
+    def packed_loss(self, inputs: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:  # -> scalar fp32
+        """Returns the mean loss of the targets that are not negative; 0 if all are.
+
+        inputs, targets: [batch, length] int64; positions: the inputs' places in their documents, which do not see each
+        other; None: they do (learn/packing.py)
+        """
         raise NotImplementedError
 
     def initialise(self, seed: int) -> None:
@@ -246,16 +274,18 @@ class Transformer(Model):
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, length] int64 -> [batch, length, vocab]
         return functional.linear(self.hidden(tokens), self.embed_tokens.weight)
 
-    def hidden(self, tokens: Tensor) -> Tensor:  # [batch, length] int64 -> [batch, length, dim]
-        """Returns the residual stream that the output matrix turns into logits."""
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:  # [batch, length] int64
+        """Returns the residual stream [batch, length, dim] that the output matrix turns into logits."""
         config = self.config
+        # Only distances between positions count (RoPE), so these need not restart.
+        mask = None if positions is None else within_documents(positions)
         cosine, sine = rotary_tables(tokens.shape[1], config.dim // config.heads, config.rope_theta, tokens.device)
         stream = self.embed_tokens(tokens)
         for block in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                stream = checkpoint(block, stream, cosine, sine, use_reentrant=False, preserve_rng_state=False)
+                stream = checkpoint(block, stream, cosine, sine, mask, use_reentrant=False, preserve_rng_state=False)
             else:
-                stream = block(stream, cosine, sine)
+                stream = block(stream, cosine, sine, mask)
         output: Tensor = self.norm(stream)
         return output
 
@@ -267,9 +297,11 @@ class Transformer(Model):
     def loss(self, sequences: Tensor) -> Tensor:  # [batch, length + 1] int64 -> scalar fp32
         """Returns the mean cross entropy, in nats, of every token but the first, given those before it."""
         hidden, targets = self.hidden(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten()
-        with_gradient = torch.is_grad_enabled()
-        loss: Tensor = FusedLoss.apply(hidden, self.embed_tokens.weight, targets, with_gradient)  # type: ignore[no-untyped-call]
-        return loss
+        return cross_entropy(hidden, self.embed_tokens.weight, targets)
+
+    def packed_loss(self, inputs: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
+        hidden, kept = learned_alone(self.hidden(inputs, positions), targets)
+        return cross_entropy(hidden, self.embed_tokens.weight, kept)
 
     def initialise(self, seed: int) -> None:
         initialise(self, seed)

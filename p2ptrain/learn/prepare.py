@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -103,10 +103,11 @@ def prepare(
             )
         manifest = DatasetIndex(
             held_out=reading.held_out,
-            token_bytes=cast(Literal[1, 2, 4], token_type(tokenizer.vocab_size).itemsize),
+            token_bytes=cast(Literal[1, 2, 4], _type_of(how).itemsize),
             tokenizer=TokenizerName(tokenizer.digest, tokenizer.kind, tokenizer.vocab_size),
             training=reading.training,
             version=1,
+            masked=how.chats is not None,
         )
         encoded = manifest.encode()
         decode_manifest(encoded)  # an index that cannot be opened would be our bug, and must not be written
@@ -174,17 +175,19 @@ def _write_splits(
 ) -> _Reading:
     done = _unfinished(out, _name_of(sources, how, border))
     training, held_out = (_SplitWriter(out / PIECES_NAME, each) for each in (done.training, done.held_out))
-    end = np.array([how.tokenizer.end_of_document], dtype=token_type(how.tokenizer.vocab_size))
+    kind = _type_of(how)
+    end = np.array([how.tokenizer.end_of_document], dtype=kind)
     total, since_saved = sum(source.size for source in sources), 0
     found = (document for source in sources for document in documents(source, how))
     progress(min(done.bytes_read, total), total, training.tokens + held_out.tokens)
-    for batch, encoded in in_processes(how.tokenizer, _batches(islice(found, done.documents, None)), processes):
+    for batch, encoded in in_processes(how.tokenizer, kind, _batches(islice(found, done.documents, None)), processes):
         for document, tokens in zip(batch, encoded, strict=True):
             fraction = _fraction_of(document)
             done.lowest, done.highest = min(done.lowest, fraction), max(done.highest, fraction)
             writer = held_out if fraction < border else training
             writer.append(tokens)
-            writer.append(end)
+            is_learned = not len(tokens) or tokens[-1] >= 0
+            writer.append(end if is_learned else ~end)
         done.documents += len(batch)
         done.bytes_read += sum(document.source_bytes for document in batch)
         since_saved += sum(map(_size_of, batch))
@@ -196,10 +199,15 @@ def _write_splits(
     return _Reading(training.finish(), held_out.finish(), done.lowest, done.highest)
 
 
+def _type_of(how: Reading) -> np.dtype[np.integer[Any]]:
+    return token_type(how.tokenizer.vocab_size, is_masked=how.chats is not None)
+
+
 def _name_of(sources: Sequence[SourceFile], how: Reading, border: int) -> str:
     """Returns a digest of what is read and how: the same call makes the same data set, if the files are the same."""
     files = [(source.name, source.size, source.changed) for source in sources]
-    kind = how.tokenizer.kind, how.tokenizer.digest, how.column, how.skipped is None, str(border)
+    template = "" if how.chats is None else how.chats.digest
+    kind = how.tokenizer.kind, how.tokenizer.digest, how.column, how.skipped is None, str(border), template
     return digest("data prepare", msgspec.msgpack.encode((files, kind))).hex()
 
 

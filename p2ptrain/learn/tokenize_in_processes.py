@@ -11,32 +11,35 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import numpy as np
 
 from p2ptrain.errors import DataError
 from p2ptrain.learn.corpus import Document
-from p2ptrain.learn.tokenizer import JsonTokenizer, Tokenizer, Tokens, token_type
+from p2ptrain.learn.tokenizer import JsonTokenizer, Marked, Tokenizer, Tokens
 
 AHEAD = 3  # batches a process that are read before they are needed
 
 Batch = tuple[list[Document], list[Tokens]]
 
 
-def in_processes(tokenizer: Tokenizer, batches: Iterable[list[Document]], processes: int) -> Iterator[Batch]:
-    """Yields each batch with its tokens, in order. A tokenizer without a file needs no processes."""
+def in_processes(
+    tokenizer: Tokenizer, kind: np.dtype[Any], batches: Iterable[list[Document]], processes: int
+) -> Iterator[Batch]:
+    """Yields each batch with its tokens, of type `kind`, in order. A tokenizer without a file needs no processes."""
     if processes < 2 or not tokenizer.file_bytes:
-        yield from ((batch, _tokens_of(batch, tokenizer.encode_batch(_texts_of(batch)))) for batch in batches)
+        for batch in batches:
+            yield batch, _tokens_of(batch, _encoded(tokenizer, _texts_of(batch)), kind)
         return
-    kind = token_type(tokenizer.vocab_size)
     waiting: deque[tuple[list[Document], Future[list[bytes]]]] = deque()
 
     def first() -> Batch:
         batch, result = waiting.popleft()
-        return batch, _tokens_of(batch, [np.frombuffer(each, kind) for each in result.result()])
+        return batch, _tokens_of(batch, (np.frombuffer(each, kind) for each in result.result()), kind)
 
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin, initargs=(tokenizer.file_bytes,))
+    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin, initargs=(tokenizer.file_bytes, kind))
     try:
         for batch in batches:
             waiting.append((batch, pool.submit(_encode, _texts_of(batch))))
@@ -51,26 +54,34 @@ def in_processes(tokenizer: Tokenizer, batches: Iterable[list[Document]], proces
         pool.shutdown(cancel_futures=True)
 
 
-def _texts_of(batch: Sequence[Document]) -> list[str]:
-    return [document.text for document in batch if document.tokens is None]
+def _texts_of(batch: Sequence[Document]) -> list[str | Marked]:
+    return [document.marked or document.text for document in batch if document.tokens is None]
 
 
-def _tokens_of(batch: Sequence[Document], encoded: Iterable[Tokens]) -> list[Tokens]:
+def _tokens_of(batch: Sequence[Document], encoded: Iterable[Tokens], kind: np.dtype[Any]) -> list[Tokens]:
     made = iter(encoded)
-    return [next(made) if document.tokens is None else document.tokens for document in batch]
+    found = (next(made) if document.tokens is None else document.tokens for document in batch)
+    return [tokens.astype(kind, copy=False) for tokens in found]
+
+
+def _encoded(tokenizer: Tokenizer, texts: Sequence[str | Marked]) -> list[Tokens]:
+    plain = iter(tokenizer.encode_batch([each for each in texts if isinstance(each, str)]))
+    marked = iter(tokenizer.encode_marked([each for each in texts if isinstance(each, Marked)]))
+    return [next(plain if isinstance(each, str) else marked) for each in texts]
 
 
 # ---------------------------------------------------------------------------------------------------
 # In the other processes
 
 _tokenizer: JsonTokenizer | None = None
+_kind: np.dtype[Any] | None = None
 
 
-def _begin(file_bytes: bytes) -> None:
-    global _tokenizer  # noqa: PLW0603  (a process has one)
+def _begin(file_bytes: bytes, kind: np.dtype[Any]) -> None:
+    global _tokenizer, _kind
     threading.Thread(target=_end_with_the_first_one, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
-    _tokenizer = JsonTokenizer(file_bytes)
+    _tokenizer, _kind = JsonTokenizer(file_bytes), kind
 
 
 def _end_with_the_first_one() -> None:
@@ -81,6 +92,6 @@ def _end_with_the_first_one() -> None:
     os._exit(1)
 
 
-def _encode(texts: list[str]) -> list[bytes]:
-    assert _tokenizer is not None, "the process has begun"
-    return [tokens.tobytes() for tokens in _tokenizer.encode_batch(texts)]
+def _encode(texts: list[str | Marked]) -> list[bytes]:
+    assert _tokenizer is not None and _kind is not None, "the process has begun"
+    return [tokens.astype(_kind, copy=False).tobytes() for tokens in _encoded(_tokenizer, texts)]

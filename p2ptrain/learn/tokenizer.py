@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -31,12 +32,13 @@ from p2ptrain.learn.tokenizer_rules import judged
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryTokenizer
 
-Tokens = npt.NDArray[np.unsignedinteger[Any]]
-"""Tokens as they are stored: little-endian, in the narrowest unsigned type that fits the vocabulary."""
+Tokens = npt.NDArray[np.integer[Any]]
+"""Tokens as they are stored: little-endian, in the narrowest type that fits the vocabulary."""
 
 TOKENIZER_BYTES_MAX = 64 * 2**20  # the largest in common use (262,144 tokens) has 33 MB; each newcomer fetches it
 VOCAB_SIZE_MAX = 2**20  # the bound of RunConfig.model.vocab_size
 WHY_MAX = 300  # characters kept of the library's message, which quotes the file
+FILE_NAME = "tokenizer.json"
 PANIC = "PanicException"  # pyo3_runtime's, which cannot be imported; each Rust library has its own
 END_OF_DOCUMENT_NAMES = (  # the end tokens of common tokenizers, in order of preference
     "<|endoftext|>",
@@ -46,6 +48,14 @@ END_OF_DOCUMENT_NAMES = (  # the end tokens of common tokenizers, in order of pr
     "<｜end▁of▁sentence｜>",
     "[SEP]",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A text in which special tokens stand, and the places in it that are learned; the rest is only read."""
+
+    text: str
+    learned: tuple[tuple[int, int], ...]  # first character, and the one after the last
 
 
 class Tokenizer(Protocol):
@@ -75,11 +85,20 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes several texts at once, each as `encode` would."""
 
+    def encode_marked(self, texts: Sequence[Marked]) -> list[Tokens]:
+        """Encodes texts with their special tokens; what is not learned becomes its complement."""
+
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str: ...
 
+    @property
+    def special(self) -> tuple[str, ...]:
+        """The names of the special tokens."""
 
-def token_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Returns the integer type that stores tokens below `vocab_size`."""
+
+def token_type(vocab_size: int, is_masked: bool = False) -> np.dtype[np.integer[Any]]:
+    """Returns the integer type that stores tokens below `vocab_size`; with a mask also their complements."""
+    if is_masked:
+        return np.dtype("<i1" if vocab_size <= 2**7 else "<i2" if vocab_size <= 2**15 else "<i4")
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -95,12 +114,22 @@ class BytesTokenizer:
     digest = ""
     file_bytes = b""
     end_of_document = 0
+    special = ()
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), dtype=token_type(self.vocab_size))
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         return [self.encode(text) for text in texts]
+
+    def encode_marked(self, texts: Sequence[Marked]) -> list[Tokens]:
+        encoded = []
+        for marked in texts:
+            codes = np.frombuffer(marked.text.encode("utf-32-le"), dtype="<u4")
+            sizes = 1 + (codes >= 2**7) + (codes >= 2**11) + (codes >= 2**16)  # bytes of a character
+            places = np.repeat(np.arange(len(codes)), sizes)
+            encoded.append(_masked(self.encode(marked.text), places, places + 1, marked, self.vocab_size))
+        return encoded
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
         # A model may write bytes that are not UTF-8; the others are shown.
@@ -157,14 +186,33 @@ class JsonTokenizer:
             encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=token_type(self.vocab_size)) for encoding in encodings]
 
+    def encode_marked(self, texts: Sequence[Marked]) -> list[Tokens]:
+        self._library.encode_special_tokens = False
+        try:
+            with WithoutPanic(self.source):
+                encodings = self._library.encode_batch([each.text for each in texts], add_special_tokens=False)
+        finally:
+            self._library.encode_special_tokens = True
+        encoded = []
+        for marked, encoding in zip(texts, encodings, strict=True):
+            places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            encoded.append(_masked(np.array(encoding.ids), places[:, 0], places[:, 1], marked, self.vocab_size))
+        return encoded
+
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
         with WithoutPanic(self.source):
             return self._library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
-    def _find_end_of_document(self, source: str) -> int:
-        # It must be a special token: any other could occur in a text and end it early.
+    @property
+    def special(self) -> tuple[str, ...]:
+        return tuple(self._special())
+
+    def _special(self) -> dict[str, int]:
         added = self._library.get_added_tokens_decoder()
-        special = {token.content: number for number, token in added.items() if token.special}
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def _find_end_of_document(self, source: str) -> int:
+        special = self._special()  # any other token could occur in a text and end it early
         for name in END_OF_DOCUMENT_NAMES:
             if name in special:
                 return special[name]
@@ -175,10 +223,22 @@ class JsonTokenizer:
         )
 
 
+def _masked(
+    tokens: npt.NDArray[Any], begins: npt.NDArray[Any], ends: npt.NDArray[Any], marked: Marked, vocab_size: int
+) -> Tokens:
+    """Returns tokens, those that do not lie in a learned place as their complements."""
+    is_learned = np.zeros(len(tokens), dtype=bool)
+    for first, last in marked.learned:
+        is_learned |= (begins < last) & (ends > first)
+    tokens = tokens.astype(token_type(vocab_size, True))
+    return np.where(is_learned, tokens, ~tokens)
+
+
 def load_tokenizer(path: Path | None) -> JsonTokenizer | BytesTokenizer:
-    """Loads the tokenizer in the file at `path`, or the bytes tokenizer without a file."""
+    """Loads the tokenizer in a file, or in a model's directory; without a path the bytes tokenizer."""
     if path is None:
         return BytesTokenizer()
+    path = path / FILE_NAME if path.is_dir() else path
     try:
         with path.open("rb") as file:
             file_bytes = file.read(min(os.fstat(file.fileno()).st_size, TOKENIZER_BYTES_MAX) + 1)

@@ -47,6 +47,7 @@ from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
 from p2ptrain.learn.models import build, first_model
+from p2ptrain.learn.packing import Packing
 from p2ptrain.learn.plugins import blamed_in_run
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, LocalRecipe, Withdrawal, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
@@ -88,9 +89,18 @@ def check_data(run: RunConfig, dataset: TokenDataset) -> None:
         if run.model.hf is not None:
             fix = f"The model has {run.model.vocab_size}: prepare the data with its own tokenizer.json"
         raise ConfigError(f"the data has {made.vocab_size} tokens", key="model.vocab_size", fix=fix)
+    if dataset.is_masked and not run.model.is_packed:
+        what = f"the data has words that are not to be learned, and a model of kind {run.model.kind} would learn them"
+        raise ConfigError(what, key="model.kind", fix="Prepare it without --chat")
     if not dataset.sequences(run.model.sequence_length):
         fix = "Add data, or train on shorter sequences"
         raise ConfigError("the data is shorter than one sequence", key="model.sequence_length", fix=fix)
+
+
+def packing_of(run: RunConfig, dataset: TokenDataset) -> Packing:
+    """Returns how the run's sequences are read."""
+    is_apart = run.data.documents == "apart"
+    return Packing(dataset.is_masked, dataset.open_tokenizer().end_of_document if is_apart else None)
 
 
 @dataclass(frozen=True)
@@ -137,6 +147,7 @@ class Trainer:
             autocast=autocast,
             sequences_per_pass=device.sequences_per_pass,
             half_state=device.half_state,
+            packing=packing_of(run, dataset),
         )
         self.layout = Layout(self.live.shapes, run.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, run.recipe)
@@ -365,14 +376,18 @@ class Trainer:
         count = min(sequences, self.dataset.held_out_sequences(length))
         if not count:
             raise DataError(f"the held-out slice is shorter than one sequence of {length + 1} tokens")
-        total = 0.0
+        total, learned = 0.0, 0
         with self._agreed_weights():
             step = self.live.sequences_at_a_time(self.run.recipe)
             for start in range(0, count, step):
                 positions = np.arange(start, min(start + step, count))
                 batch = torch.from_numpy(self.dataset.held_out_batch(positions, length)).to(self.device)
-                total += float(self.live.loss(batch)) * len(positions)
-        return total / count
+                targets = self.live.packing.learned(batch)
+                total += float(self.live.loss(batch)) * targets
+                learned += targets
+        if not learned:
+            raise DataError("the held-out slice has nothing to be learned")
+        return total / learned
 
     # -----------------------------------------------------------------------------------------------
     # Saved state

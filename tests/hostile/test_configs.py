@@ -17,7 +17,7 @@ import pytest
 
 from p2ptrain.config import RunConfig
 from p2ptrain.config.node import LimitsConfig, NodeConfig, StorageConfig
-from p2ptrain.config.run import ROUND_SEQUENCES_MAX
+from p2ptrain.config.recipe import ROUND_SEQUENCES_MAX
 from p2ptrain.config.text import to_toml
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, P2ptrainError, RemoteProtocolError, TooLargeError

@@ -50,7 +50,7 @@ def test_no_more_is_read_ahead_than_the_processes_will_soon_need() -> None:
         for read in range(1, 101):  # noqa: B007  (the number of batches so far)
             yield [Document("text", 4)]
 
-    for number, _ in enumerate(in_processes(TOKENIZER, batches(), 2)):
+    for number, _ in enumerate(in_processes(TOKENIZER, np.dtype("<u2"), batches(), 2)):
         assert read <= number + 8
     assert read == 100
 
@@ -59,7 +59,7 @@ def test_no_more_is_read_ahead_than_the_processes_will_soon_need() -> None:
 def test_a_process_that_fails_or_is_ended_is_told(fails: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_encode", fails)
     with pytest.raises(DataError, match=said):
-        list(in_processes(TOKENIZER, [[Document("text", 4)]] * 20, 2))
+        list(in_processes(TOKENIZER, np.dtype("<u2"), [[Document("text", 4)]] * 20, 2))
 
 
 # ---------------------------------------------------------------------------------------------------

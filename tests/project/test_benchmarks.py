@@ -63,6 +63,7 @@ def test_the_learning_benchmark_compares_every_recipe_with_every_rival_and_basel
         {"system": "full", "inner": "muon", "rate": "1/100"},
         {"system": "distro", "outer": "sign"},
         {"system": "local", "inner": "muon", "rate": "1/100", "k": 64, "local_steps": 5, "delay": 1},
+        {"system": "local", "inner": "muon", "rate": "1/100", "k": 64, "local_steps": 5, "documents": "apart"},
         {"system": "demo32"},
         {"system": "diloco", "rate": "3/1000", "local_steps": 5},
         {"system": "diloco4", "rate": "3/1000", "local_steps": 5},
@@ -78,7 +79,7 @@ def test_a_simulated_run_learns_and_reports(
     monkeypatch.setattr(learning, "CACHE", tmp_path / "corpus")
     size = learning.SIZES["quick"]
     monkeypatch.setitem(learning.SIZES, "quick", replace(size, steps=30))
-    learning.prepare_corpus()
+    learning.prepare_corpus(bool(changes.get("documents")))
     result = learning.run(learning.Setting(**changes))
     named = {"system", "outer", "k", "rate", "seed", "steps", "bytes_per_peer_step", "tuning_loss", "validation_loss"}
     assert named <= set(result)

@@ -86,6 +86,7 @@ SITTINGS: dict[str, tuple[bool, list[str]]] = {
         True,
         [
             "docs/how-to/prepare-data.md",
+            "docs/how-to/chats.md",
             "docs/how-to/join-from-home.md",
             "docs/how-to/run-a-bootstrap.md",
             "docs/how-to/behind-nat.md",

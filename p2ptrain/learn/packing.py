@@ -1,0 +1,59 @@
+"""Sequences that hold several documents, and words that are not to be learned.
+
+A sequence is cut from a stream of documents, so several may stand in it. The token that ends one begins the next: there
+the model reads it at position 0, as it does when it is asked for a text, and what follows is predicted from there on
+alone. Where a run keeps documents apart (`data.documents`), attention stays within a document and positions restart;
+where it does not, a document sees those before it.
+
+In a data set with a loss mask, such as chats, a token that is read but not learned is stored as its complement, which
+is negative. So what is to be learned travels with the token, and a piece stays one array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a data set's sequences are read."""
+
+    is_masked: bool = False  # whether some tokens are complements
+    document_end: int | None = None  # the token that ends a document, if documents are kept apart
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a sequence is tokens to be learned, and nothing else."""
+        return not self.is_masked and self.document_end is None
+
+    def split(self, sequences: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns inputs, targets (negative where nothing is to be learned) and positions, each [batch, length].
+
+        sequences: [batch, length + 1] int64; positions: each input's place in its document; None: in its sequence
+        """
+        inputs, targets = sequences[:, :-1], sequences[:, 1:]
+        if self.is_masked:
+            inputs = torch.where(inputs < 0, ~inputs, inputs)
+        if self.document_end is None:
+            return inputs, targets, None
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        starts = torch.where(inputs == self.document_end, places, 0).cummax(dim=1).values
+        return inputs, targets, places - starts
+
+    def learned(self, sequences: Tensor) -> int:
+        """Counts the tokens of a batch that are targets."""
+        targets = sequences[:, 1:]
+        return int((targets >= 0).sum()) if self.is_masked else targets.numel()
+
+
+PLAIN = Packing()
+
+
+def within_documents(positions: Tensor) -> Tensor:  # [batch, length] -> [batch, 1, length, length] bool
+    """Returns what each input may attend to: itself and what stands before it in its document."""
+    places = torch.arange(positions.shape[1], device=positions.device)
+    starts = places - positions
+    return ((places <= places[:, None]) & (places >= starts[:, :, None]))[:, None]
