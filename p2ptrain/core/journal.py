@@ -16,11 +16,12 @@ from typing import Literal, Self
 
 from p2ptrain.core.events import Certified, Halted, Observed, Record, Said, Saved, Silence, Trunk
 from p2ptrain.core.history import Beginning, Entry
-from p2ptrain.core.messages import Message, Regroup
+from p2ptrain.core.messages import Announcement, Message, Regroup
 from p2ptrain.core.state import AgreedState
 
 SILENCES_KEPT = 64  # branches; as many as the core remembers
 REGROUPS_KEPT = 64  # own signatures under regroups
+OFFERS_KEPT = 8  # own announcements of past rounds; as many as the core has on offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,18 @@ class Journal:
         number = record.state.round
         regroups = [pair for pair in self.said if isinstance(pair[0], Regroup)][-REGROUPS_KEPT:]
         later = [pair for pair in self.said if getattr(pair[0], "round", -1) > number]
-        self.said = regroups + later
+        self.said = regroups + self._on_offer(record) + later
+
+    def _on_offer(self, record: Certified) -> list[tuple[Message, Said]]:
+        """Returns the announcements of past rounds that a later one may take: their payloads are needed until then."""
+        taken = {each.payload for each in record.step.manifest.taken} if isinstance(record.step, Entry) else set()
+        kept: list[tuple[Message, Said]] = []
+        for message, said in self.said:
+            if not isinstance(message, Announcement) or message.round > record.state.round:
+                continue
+            if message.branch == record.state.branch and message.payload not in taken:
+                kept.append((message, said))
+        return kept[-OFFERS_KEPT:]
 
     def saved_at(self, applied_round: int, applied_root: bytes) -> Saved:
         """Returns the state for a startup, with the trainer's state of this round and root."""

@@ -162,7 +162,7 @@ class Round:
         self._ask_for_what_it_holds(message)
         if len(mine) == 1:
             self._count_availabilities()
-        if asked_for:
+        if asked_for or len(mine) > 1:  # the member has restarted, and may now attest what is still here
             self.advance()
         return True
 
@@ -258,7 +258,9 @@ class Round:
             lacks = lacking[message.held] + sum(name not in requests for name in message.requests)
             return lacks, -len(message.held) - len(message.requests), message.author
 
-        chosen = sorted((received[0] for received in self.available.values()), key=rank)[: self.roster.quorum]
+        # Of a member that restarted there are several: what the first attests may be gone, if all restarted at once.
+        best = (min(of_one, key=rank) for of_one in self.available.values())
+        chosen = sorted(best, key=rank)[: self.roster.quorum]
         names = tuple(sorted(received.digest for received in chosen))
         if self.draft is None or self.draft[0] != names:
             manifest = self._manifest(names)

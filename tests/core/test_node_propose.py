@@ -58,6 +58,22 @@ def test_a_proposer_does_not_wait_for_a_member_whose_last_word_decided_the_round
     assert bench.node.here.agreement.views[0].proposal is not None
 
 
+def test_a_proposer_names_what_members_attest_since_they_restarted() -> None:
+    """All had attested a payload that their restarts have lost, and whose author has gone."""
+    bench, offers = collecting(me=0)
+    bench.train()
+    lost = announced(KEYS[2], which=b"unknown")
+    first = [bench.available(key, (*offers, lost)) for key in sorted(bench.founders[1:])]
+    bench.hear_all(*first)
+    assert bench.node.here.agreement.views[0].proposal is None
+    again = bench.available(first[2].author, offers)
+    effects = bench.hear(again)
+    mine = bench.node.here.mine
+    assert mine is not None
+    proposal, manifest = bench.proposed([mine.message, again, first[0]], offers)
+    assert effects == [*bench.said(proposal), *bench.said(voted(bench.me, PREVOTE, manifest.digest), manifest=manifest)]
+
+
 def test_a_proposer_names_only_what_it_can_work_out() -> None:
     bench, offers = collecting(me=0)
     bench.train()
