@@ -4,7 +4,7 @@ A page's boxes begin with a word that says what they are:
 
     console           commands, each on a line that begins with `$ `, and what is seen below it; a line `^C` is Ctrl-C
     console WORD      the same in another terminal; those in FRIENDS are on a machine of their own
-    toml NAME         a file that the reader writes; so is `python NAME`
+    toml NAME         a file that the reader writes; so are `python NAME`, `json NAME` and `jinja NAME`
     text              nothing to type
     text WORD         something to type that no test runs, and why: see EXCEPTIONS in test_docs.py
 
@@ -55,6 +55,7 @@ HAS = {
     "more.jsonl": '{"text": "And they lived happily ever after."}\n' * 400,
     "my-run.toml": 'name = "my-run"\n[recipe]\nname = "distro"\nk = "many"\nlearning_rte = 0.001\n',
 }
+FILES = ("toml", "python", "json", "jinja")
 FENCE = re.compile(r"^```(.*)$")
 
 
@@ -221,7 +222,7 @@ class Reader:
 
     def read(self, page: Path) -> None:
         for box in boxes_of(page):
-            if box.kind in ("toml", "python") and box.word:
+            if box.kind in FILES and box.word:
                 (self.folder / box.word).write_text(self.said("\n".join(box.lines) + "\n"))
             elif box.kind == "console":
                 for step in steps_of(box):

@@ -23,6 +23,7 @@ from p2ptrain.cli import app, exits
 from p2ptrain.core.complaints import MEANINGS
 from tests.helpers.daemons import TEST_SECONDS, swarm_in
 from tests.helpers.docs import (
+    FILES,
     INSTALL_SECONDS,
     PAGES,
     ROOT,
@@ -183,7 +184,7 @@ def test_every_box_says_what_it_is_and_every_command_that_is_not_run_is_listed()
     left: dict[tuple[str, str], list[str]] = {}
     for box in (box for page in PAGES for box in boxes_of(page)):
         where = f"{box.page}:{box.line}"
-        assert box.kind in ("console", "text", "toml", "python"), where  # tests run Python from its pages
+        assert box.kind in ("console", "text", *FILES), where  # tests run Python from its pages
         assert box.kind != "console" or box.commands or "^C" in box.lines, f"{where}: nothing to do"
         if box.kind == "text" and (box.commands or box.word):
             assert box.word, f"{where}: commands, and no word on why nobody runs them"
