@@ -63,6 +63,7 @@ for command in (
     node.demo,
     model.export,
     model.generate,
+    model.evaluate,
     audit,
     report,
     simulation.simulate,

@@ -1,8 +1,12 @@
-"""`p2ptrain export` and `p2ptrain generate`: use the trained model."""
+"""`p2ptrain export`, `generate` and `evaluate`: use the trained model."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import isnan
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Annotated
@@ -85,6 +89,72 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has many options
     node = node_config(config, data_dir)
     text, why_not = _from_daemon(node, run, request) if checkpoint is None and number is None else (None, "")
     _show(_from_checkpoint(node, run, number, checkpoint, request, why_not) if text is None else text)
+
+
+def evaluate(  # a command has many options
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A data set whose held-out text is taken instead of the run's.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=0, help="Only so many held-out sequences; 0: all.")] = 0,
+    checkpoint: Directory = None,
+    number: Round = None,
+    run: Run = None,
+    config: NodeFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Measure the trained model's loss on held-out text.
+
+    Takes the newest certified checkpoint of this node, or the one that is named.
+    """
+    from p2ptrain.learn.evaluate import Evaluation
+    from p2ptrain.learn.evaluate import evaluate as measure
+    from p2ptrain.learn.export import load_model
+    from p2ptrain.learn.trainer import open_device, packing_of
+    from p2ptrain.node.saved import find_model, held_out_of, reading, though_pruned
+
+    node = node_config(config, data_dir)
+    device, _ = open_device(node.device)
+
+    def look() -> tuple[SavedModel, Model]:
+        found = find_model(node, run, number, checkpoint)
+        with reading(found.checkpoint):
+            return found, load_model(found.weights, device)
+
+    found, model = though_pruned(look)
+    config_of_run = found.run
+    dataset, count = held_out_of(node, config_of_run, data, sequences)
+    packing = packing_of(config_of_run, dataset)
+    typer.echo(_which(found), err=True)
+    length = config_of_run.model.sequence_length
+    at_a_time = node.device.sequences_per_pass or config_of_run.recipe.sequences_per_pass
+    with _measuring() as progress:
+        result: Evaluation = measure(
+            partial(packing.loss, model),
+            dataset,
+            packing,
+            length,
+            sequences=count,
+            at_a_time=at_a_time,
+            device=device,
+            on_pass=progress,
+        )
+    error = "" if isnan(result.error) else f" (standard error {result.error:.4f})"
+    typer.echo(
+        f"held-out loss {result.loss:.4f} nats a token{error}, perplexity {result.perplexity:.2f}: "
+        f"{result.tokens:,} tokens of {result.sequences:,} sequences"
+    )
+
+
+@contextmanager
+def _measuring() -> Iterator[Callable[[int, int], None]]:
+    """Shows on a terminal how far it is."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    terminal = Console(stderr=True)
+    with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _text(content: bytes) -> str:

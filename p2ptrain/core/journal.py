@@ -21,7 +21,6 @@ from p2ptrain.core.state import AgreedState
 
 SILENCES_KEPT = 64  # branches; as many as the core remembers
 REGROUPS_KEPT = 64  # own signatures under regroups
-OFFERS_KEPT = 8  # own announcements of past rounds; as many as the core has on offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,7 @@ class Journal:
 
     base: AgreedState  # the state before the history
     kept: int  # rounds of history
+    staleness: int = 0  # of the run: non-empty manifests that may lie between a contribution's base and its round
     history: list[Certified] = field(default_factory=list)
     said: list[tuple[Message, Said]] = field(default_factory=list)
     trunk: Trunk | None = None
@@ -63,11 +63,12 @@ class Journal:
     halted: Halted | None = None
 
     @classmethod
-    def restored(cls, saved: Saved, kept: int, read: Callable[[bytes], Message]) -> Self:
+    def restored(cls, saved: Saved, kept: int, read: Callable[[bytes], Message], staleness: int = 0) -> Self:
         """Restores the journal from the output of `saved_at`; `read` decodes the envelope of a message."""
         return cls(
             base=saved.base,
             kept=kept,
+            staleness=staleness,
             history=list(saved.history),
             said=[(read(said.envelope), said) for said in saved.said],
             trunk=saved.trunk,
@@ -81,6 +82,7 @@ class Journal:
         return Journal(
             self.base,
             self.kept,
+            self.staleness,
             list(self.history),
             list(self.said),
             self.trunk,
@@ -146,18 +148,17 @@ class Journal:
         number = record.state.round
         regroups = [pair for pair in self.said if isinstance(pair[0], Regroup)][-REGROUPS_KEPT:]
         later = [pair for pair in self.said if getattr(pair[0], "round", -1) > number]
-        self.said = regroups + self._on_offer(record) + later
+        self.said = regroups + self._on_offer(record.state) + later
 
-    def _on_offer(self, record: Certified) -> list[tuple[Message, Said]]:
-        """Returns the announcements of past rounds that a later one may take: their payloads are needed until then."""
-        taken = {each.payload for each in record.step.manifest.taken} if isinstance(record.step, Entry) else set()
+    def _on_offer(self, state: AgreedState) -> list[tuple[Message, Said]]:
+        """Returns the announcements of past rounds that the next one may take: their payloads are needed until then."""
         kept: list[tuple[Message, Said]] = []
         for message, said in self.said:
-            if not isinstance(message, Announcement) or message.round > record.state.round:
+            if not isinstance(message, Announcement) or message.round > state.round:
                 continue
-            if message.branch == record.state.branch and message.payload not in taken:
+            if state.may_take(message, self.staleness):
                 kept.append((message, said))
-        return kept[-OFFERS_KEPT:]
+        return kept
 
     def saved_at(self, applied_round: int, applied_root: bytes) -> Saved:
         """Returns the state for a startup, with the trainer's state of this round and root."""

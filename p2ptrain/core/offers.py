@@ -127,12 +127,12 @@ class Offers:
         return tuple(sorted(held)), tuple(sorted(refused))
 
     def holders(self, payload: bytes, available: dict[bytes, list[Received]]) -> list[bytes]:
-        """Returns the members whose availability says that they hold a payload."""
+        """Returns the members one of whose availabilities says that they hold a payload."""
         names = [offer.name for offer in self.by_payload.get(payload, ())]
         return [
             author
-            for author, received in available.items()
-            if any(name in read(received[0], Availability).held for name in names)
+            for author, several in available.items()
+            if any(name in read(received, Availability).held for name in names for received in several)
         ]
 
     def prune(self, state: AgreedState) -> None:

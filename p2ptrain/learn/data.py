@@ -218,6 +218,14 @@ class TokenDataset:
         count = min(sequences, self.held_out_sequences(length))
         return self._absent(self._pieces_of(self.manifest.held_out, np.arange(count), length))
 
+    def held_out_here(self, length: int) -> int:
+        """Returns how many of the first held-out sequences have all their pieces here."""
+        absent = {digest.hex() for digest in self._absent(self.manifest.held_out.pieces)}
+        whole = next((at for at, name in enumerate(self.manifest.held_out.pieces) if name in absent), None)
+        if whole is None:
+            return self.held_out_sequences(length)
+        return max(0, whole * PIECE_BYTES // self._type.itemsize - 1) // length
+
     def missing_anywhere(self) -> list[bytes]:
         """Digests of all missing pieces of the data set."""
         return self._absent(self._sizes)

@@ -77,9 +77,7 @@ class LiveModel:
     def loss(self, batch: Tensor) -> Tensor:
         # A pass uses each weight only once, so a cache of cast weights would only take memory.
         with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
-            if self.packing.is_plain:
-                return self.model.loss(batch)
-            return self.model.packed_loss(*self.packing.split(batch))
+            return self.packing.loss(self.model, batch)
 
     def gradient_step(self, step: int, batch: Tensor, positions: Sequence[int], recipe: RecipeConfig) -> StepResult:
         """Computes the clipped gradient of the mean loss over `batch` [sequences, length + 1] in `gradient`.

@@ -12,9 +12,13 @@ is negative. So what is to be learned travels with the token, and a piece stays 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from p2ptrain.learn.model import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,10 @@ class Packing:
         places = torch.arange(inputs.shape[1], device=inputs.device)
         starts = torch.where(inputs == self.document_end, places, 0).cummax(dim=1).values
         return inputs, targets, places - starts
+
+    def loss(self, model: Model, sequences: Tensor) -> Tensor:
+        """Returns a model's mean loss of a batch."""
+        return model.loss(sequences) if self.is_plain else model.packed_loss(*self.split(sequences))
 
     def learned(self, sequences: Tensor) -> int:
         """Counts the tokens of a batch that are targets."""

@@ -44,6 +44,7 @@ from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.assignment import Positions, shard
 from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.evaluate import evaluate
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
 from p2ptrain.learn.models import build, first_model
@@ -78,6 +79,14 @@ def _check_compiler() -> None:
 
 
 def check_data(run: RunConfig, dataset: TokenDataset) -> None:
+    """Refuses a data set that the run's model cannot train on."""
+    check_tokens(run, dataset)
+    if not dataset.sequences(run.model.sequence_length):
+        fix = "Add data, or train on shorter sequences"
+        raise ConfigError("the data is shorter than one sequence", key="model.sequence_length", fix=fix)
+
+
+def check_tokens(run: RunConfig, dataset: TokenDataset) -> None:
     """Refuses a data set made with another tokenizer: no other check would notice the wrong tokens."""
     made = dataset.tokenizer
     if (made.kind, made.digest) != (run.tokenizer.kind, run.tokenizer.digest):
@@ -92,9 +101,6 @@ def check_data(run: RunConfig, dataset: TokenDataset) -> None:
     if dataset.is_masked and not run.model.is_packed:
         what = f"the data has words that are not to be learned, and a model of kind {run.model.kind} would learn them"
         raise ConfigError(what, key="model.kind", fix="Prepare it without --chat")
-    if not dataset.sequences(run.model.sequence_length):
-        fix = "Add data, or train on shorter sequences"
-        raise ConfigError("the data is shorter than one sequence", key="model.sequence_length", fix=fix)
 
 
 def packing_of(run: RunConfig, dataset: TokenDataset) -> Packing:
@@ -369,25 +375,18 @@ class Trainer:
         with self._agreed_weights():
             return sample(self.live.model, tokenizer, request, on_token)
 
-    @torch.no_grad()
     def evaluate(self, sequences: int = EVALUATED_SEQUENCES) -> float:
         """Returns the agreed weights' mean loss, in nats per token, on the first held-out sequences."""
-        length = self.run.model.sequence_length
-        count = min(sequences, self.dataset.held_out_sequences(length))
-        if not count:
-            raise DataError(f"the held-out slice is shorter than one sequence of {length + 1} tokens")
-        total, learned = 0.0, 0
         with self._agreed_weights():
-            step = self.live.sequences_at_a_time(self.run.recipe)
-            for start in range(0, count, step):
-                positions = np.arange(start, min(start + step, count))
-                batch = torch.from_numpy(self.dataset.held_out_batch(positions, length)).to(self.device)
-                targets = self.live.packing.learned(batch)
-                total += float(self.live.loss(batch)) * targets
-                learned += targets
-        if not learned:
-            raise DataError("the held-out slice has nothing to be learned")
-        return total / learned
+            return evaluate(
+                self.live.loss,
+                self.dataset,
+                self.live.packing,
+                self.run.model.sequence_length,
+                sequences=sequences,
+                at_a_time=self.live.sequences_at_a_time(self.run.recipe),
+                device=self.device,
+            ).loss
 
     # -----------------------------------------------------------------------------------------------
     # Saved state

@@ -22,9 +22,10 @@ from p2ptrain.core.journal import HistoryVerdict, Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.files import make_directory, read_regular, trouble, write_atomically
-from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset
+from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.learn.export import Weights
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
+from p2ptrain.learn.trainer import check_tokens
 from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import choose_run, find_dataset
 from p2ptrain.store.checkpoints import LOOKS_MAX, STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp
@@ -258,6 +259,29 @@ def _run_in(path: Path) -> RunConfig | None:
 
 def _dataset(config: NodeConfig, run: RunConfig) -> TokenDataset:
     return TokenDataset.open(find_dataset(config, run.data.manifest), run.data.manifest)
+
+
+def held_out_of(config: NodeConfig, run: RunConfig, directory: Path | None, sequences: int) -> tuple[TokenDataset, int]:
+    """Opens the data set in `directory`, or without one the run's; returns it and how many sequences to measure.
+
+    sequences: how many are wanted; 0: as many as are here
+    """
+    if run.model.kind == "own":
+        fix = "Call swarm.evaluate(loss) in the script"
+        raise ConfigError("only the script that trains this model can compute its loss", key="model.kind", fix=fix)
+    if directory is None:
+        dataset = _dataset(config, run)
+    else:
+        dataset = TokenDataset.open(directory, manifest_digest(read_manifest(directory)))
+    check_tokens(run, dataset)
+    length = run.model.sequence_length
+    here, count = dataset.held_out_here(length), dataset.held_out_sequences(length)
+    if here < min(sequences or 1, count):
+        fix = "Name the data set's directory with --data, or measure fewer"
+        raise DataError(f"{here:,} of {count:,} held-out sequences are here: the rest has not been fetched. {fix}")
+    if not sequences and here < count:
+        log.warning("%s of %s held-out sequences are here, and measured", f"{here:,}", f"{count:,}")
+    return dataset, min(sequences or here, here)
 
 
 def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer:

@@ -25,8 +25,10 @@ class SavedState(NamedTuple):
 class Disk(Journal):
     """One node's disk."""
 
-    def __init__(self, first: SavedState, base: AgreedState, kept: int, is_forgetful: bool = False) -> None:
-        super().__init__(base, kept)
+    def __init__(
+        self, first: SavedState, base: AgreedState, kept: int, staleness: int, is_forgetful: bool = False
+    ) -> None:
+        super().__init__(base, kept, staleness)
         self.first = first  # the initial weights, which everyone has
         self.is_forgetful = is_forgetful  # the disk before this one was lost, and nothing was written since
         self.checkpoints: list[SavedState] = []

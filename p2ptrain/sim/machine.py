@@ -268,7 +268,7 @@ class SimNode:
 
     def _drop_disk(self) -> None:
         """Keeps only the agreed state: nobody reads the rest again."""
-        self.disk = Disk(self.disk.first, self.disk.state, self.disk.kept)
+        self.disk = Disk(self.disk.first, self.disk.state, self.disk.kept, self.disk.staleness)
         self.held_payloads.keep(())
 
     def lie(self, liar: Liar | None) -> None:

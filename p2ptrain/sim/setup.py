@@ -45,8 +45,9 @@ class Setup:
 
     def new_disk(self, is_forgetful: bool = False) -> Disk:
         start = self.genesis
-        kept = self.run_config.agreement.history_rounds
-        return Disk(SavedState(0, start.root, start.head), start, kept, is_forgetful)
+        agreement = self.run_config.agreement
+        first = SavedState(0, start.root, start.head)
+        return Disk(first, start, agreement.history_rounds, agreement.staleness_rounds_max, is_forgetful)
 
     def machine(self, index: int, claim: bytes = b"") -> SimNode:
         """Makes a machine whose process has not started; `claim` is what the node shows of an invitation."""

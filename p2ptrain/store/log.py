@@ -57,10 +57,12 @@ _log = structlog.get_logger("p2ptrain.store")
 class Log:
     """A node's write-ahead log. Only one process may have it open."""
 
-    def __init__(self, directory: Path, base: AgreedState, kept: int, is_forgetful: bool = False) -> None:
+    def __init__(
+        self, directory: Path, base: AgreedState, kept: int, is_forgetful: bool = False, staleness: int = 0
+    ) -> None:
         """Opens the log, or begins it from state `base`; `is_forgetful` if a log existed before and has been lost."""
         self.directory = directory
-        self.journal = Journal(base, kept)
+        self.journal = Journal(base, kept, staleness)
         self.is_forgetful = is_forgetful
         self.number = self.size = self.limit = 0  # of the segment
         self._descriptor = -1
@@ -170,7 +172,7 @@ class Log:
     def _open(self, found: list[int]) -> None:
         self.number = found[-1]
         data = read(self.path) or b""
-        segment = _folded(self.path, data, self.journal.kept)
+        segment = _folded(self.path, data, self.journal.kept, self.journal.staleness)
         self.journal, self.is_forgetful, end = segment.journal, segment.is_forgetful, segment.end
         if end < len(data):
             _log.warning("end of the log cut off", path=str(self.path), offset=end, bytes=len(data) - end)
@@ -190,14 +192,14 @@ class _Segment:
     snapshot_bytes: int
 
 
-def _folded(path: Path, data: bytes, kept: int) -> _Segment:
+def _folded(path: Path, data: bytes, kept: int, staleness: int = 0) -> _Segment:
     bodies, end = frames_of(path, int(path.name[:8]), data)
     (at, first), *rest = bodies
     snapshot = decoded(path, at, first)
     if not isinstance(snapshot, Snapshot):
         raise damaged(path, at, "the segment does not begin with a snapshot")
     try:
-        journal = Journal.restored(snapshot.saved, kept, read_own)
+        journal = Journal.restored(snapshot.saved, kept, read_own, staleness)
         for at, body in rest:
             record = decoded(path, at, body)
             if isinstance(record, Snapshot):

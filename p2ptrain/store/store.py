@@ -74,7 +74,9 @@ class Store:
             self._claim("identity", me.hex().encode() + b"\n", f"of the identity {me.hex()[:16]}")
             spoken = beside(key_file, SPOKEN_SUFFIX) / run.run_id
             has_spoken = read(spoken) is not None
-            self.log = Log(directory / "wal", genesis, run.agreement.history_rounds, is_forgetful=has_spoken)
+            self.log = Log(
+                directory / "wal", genesis, run.agreement.history_rounds, has_spoken, run.agreement.staleness_rounds_max
+            )
             failed.callback(self.log.close)
             if not has_spoken:  # after the log: a crash in between must not make a newcomer forgetful
                 make_directory(spoken.parent)

@@ -74,6 +74,16 @@ def test_a_proposer_names_what_members_attest_since_they_restarted() -> None:
     assert effects == [*bench.said(proposal), *bench.said(voted(bench.me, PREVOTE, manifest.digest), manifest=manifest)]
 
 
+def test_members_that_attest_a_payload_since_they_restarted_are_asked_for_it() -> None:
+    bench, offers = collecting(me=0)
+    bench.train()
+    bench.hear_all(*(bench.available(key) for key in bench.founders[1:]))
+    holders, available = bench.node.context.offers.holders, bench.node.here.available
+    assert not {*holders(offers[0].payload, available)} - {bench.me}
+    bench.hear_all(*(bench.available(key, offers) for key in bench.founders[1:]))
+    assert {*holders(offers[0].payload, available)} >= {*bench.founders[1:]}
+
+
 def test_a_proposer_names_only_what_it_can_work_out() -> None:
     bench, offers = collecting(me=0)
     bench.train()

@@ -213,6 +213,20 @@ def test_missing_pieces_are_listed_and_can_be_added(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "pieces").iterdir()} == set(names)
 
 
+def test_the_first_held_out_sequences_that_are_here_are_counted(tmp_path: Path) -> None:
+    tokens = 2 * PIECE_BYTES + 500
+    dataset, _ = dataset_of(tmp_path, 1, 1_000, held_out=tokens)
+    names = dataset.manifest.held_out.pieces
+    assert dataset.held_out_here(64) == dataset.held_out_sequences(64) == (tokens - 1) // 64
+    (tmp_path / "pieces" / names[2]).unlink()
+    found = dataset.held_out_here(64)
+    assert found == (2 * PIECE_BYTES - 1) // 64
+    assert dataset.missing_held_out(found, 64) == []
+    assert dataset.missing_held_out(found + 1, 64) == [bytes.fromhex(names[2])]
+    (tmp_path / "pieces" / names[0]).unlink()
+    assert dataset.held_out_here(64) == 0
+
+
 def test_a_piece_from_a_peer_is_stored_only_if_it_is_what_it_says(tmp_path: Path) -> None:
     dataset, _ = dataset_of(tmp_path, 1, 2 * PIECE_BYTES)
     first, second = dataset.manifest.training.pieces

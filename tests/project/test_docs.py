@@ -75,6 +75,11 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
         "~/p2ptrain/bin/p2ptrain join --bootstrap ADDR",
         "sudo hwclock -s",
     ],
+    ("docs/how-to/evaluate.md", "eval"): [  # its tasks come from the hub
+        "p2ptrain export my-model",
+        "pip install lm-eval",
+        "lm_eval --model hf --model_args pretrained=my-model --tasks arc_easy",
+    ],
     ("docs/how-to/recover.md", "root"): ["sudo timedatectl set-ntp true"],
     ("docs/how-to/recover.md", "chosen"): [
         "mv ~/.local/share/p2ptrain/runs/RUN runs.old",
@@ -89,6 +94,7 @@ SITTINGS: dict[str, tuple[bool, list[str]]] = {
             "docs/how-to/prepare-data.md",
             "docs/how-to/chats.md",
             "docs/how-to/join-from-home.md",
+            "docs/how-to/evaluate.md",
             "docs/how-to/run-a-bootstrap.md",
             "docs/how-to/behind-nat.md",
             "docs/how-to/on-a-gpu-server.md",

@@ -78,8 +78,12 @@ def test_a_disk_keeps_what_is_said_for_later_rounds_only() -> None:
         received = cluster.decode(envelope)
         assert received is not None
         disk.write(ev.Said(envelope), received.message)
-    disk.write(certified(disk.state, b"1"), None)
-    assert [message.round for message, _ in disk.said] == [2]  # type: ignore[union-attr]
+    empty = certified(disk.state, b"1")  # and so the first announcement may still be taken
+    disk.write(empty, None)
+    assert [message.round for message, _ in disk.said] == [1, 2]  # type: ignore[union-attr]
+    full = certified(disk.state, b"2")
+    disk.write(replace(full, state=replace(full.state, filled=(2,))), None)
+    assert [message.round for message, _ in disk.said] == []  # type: ignore[union-attr]
 
 
 def certified(state: AgreedState, salt: bytes = b"") -> ev.Certified:
@@ -93,7 +97,7 @@ def certified(state: AgreedState, salt: bytes = b"") -> ev.Certified:
 
 def test_a_disk_replaces_what_came_after_the_state_that_a_round_follows() -> None:
     cluster, _ = scripted()
-    disk = Disk(FIRST, cluster.setup.genesis, kept=3)
+    disk = Disk(FIRST, cluster.setup.genesis, kept=3, staleness=0)
     first = certified(cluster.setup.genesis, b"1")
     second, other = certified(first.state, b"2"), certified(first.state, b"other")
     third = certified(other.state, b"3")
@@ -113,7 +117,7 @@ def test_a_disk_replaces_what_came_after_the_state_that_a_round_follows() -> Non
 
 def test_a_checkpoint_that_is_not_on_the_saved_history_is_passed_over() -> None:
     cluster, _ = scripted()
-    disk = Disk(FIRST, cluster.setup.genesis, kept=9)
+    disk = Disk(FIRST, cluster.setup.genesis, kept=9, staleness=0)
     first, second = (
         certified(cluster.setup.genesis, b"1"),
         certified(certified(cluster.setup.genesis, b"1").state, b"2"),

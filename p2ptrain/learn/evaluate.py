@@ -1,0 +1,69 @@
+"""The held-out loss of a model: the mean, in nats, over the tokens that are learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from p2ptrain.errors import DataError
+from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.packing import Packing
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A held-out loss, and what it was measured on."""
+
+    loss: float  # nats a token
+    error: float  # standard error of it, from how passes differ; nan of a single pass
+    tokens: int  # that are learned
+    sequences: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@torch.no_grad()
+def evaluate(
+    loss: Callable[[Tensor], Tensor],
+    dataset: TokenDataset,
+    packing: Packing,
+    length: int,
+    *,
+    sequences: int = 0,
+    at_a_time: int = 1,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (it has no state)
+    on_pass: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Measures the mean loss of the first held-out sequences of `length`; of all without a number."""
+    held_out = dataset.held_out_sequences(length)
+    count = min(sequences or held_out, held_out)
+    if not count:
+        raise DataError(f"the held-out slice is shorter than one sequence of {length + 1} tokens")
+    losses, weights = [], []
+    for start in range(0, count, at_a_time):
+        positions = np.arange(start, min(start + at_a_time, count))
+        batch = torch.from_numpy(dataset.held_out_batch(positions, length)).to(device)
+        if learned := packing.learned(batch):
+            losses.append(float(loss(batch)))
+            weights.append(learned)
+        on_pass(start + len(positions), count)
+    tokens = sum(weights)
+    if not tokens:
+        raise DataError("the held-out slice has nothing to be learned")
+    mean = sum(each * weight for each, weight in zip(losses, weights, strict=True)) / tokens
+    return Evaluation(mean, _error(losses, weights, mean), tokens, count)
+
+
+def _error(losses: list[float], weights: list[int], mean: float) -> float:
+    """Returns the standard error of a mean of passes that weigh differently."""
+    if len(losses) < 2:
+        return math.nan
+    spread = sum((weight * (each - mean)) ** 2 for each, weight in zip(losses, weights, strict=True))
+    return math.sqrt(spread * len(losses) / (len(losses) - 1)) / sum(weights)
