@@ -209,7 +209,7 @@ async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
     def train(number: int, *_: object) -> list[StepResult]:
         trained.live.gradient.normal_(generator=torch.Generator().manual_seed(number))
         trained._trained = number
-        return [StepResult(1.0, 1, 1.0)]
+        return [StepResult(1.0, 1, 1.0, 1)]
 
     counts: Counter[str] = Counter()
     who = ["author"]

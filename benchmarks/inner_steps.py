@@ -18,6 +18,7 @@ from p2ptrain.config import ModelConfig, RecipeConfig
 from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.model import Transformer, initialise
+from p2ptrain.learn.packing import Packing
 
 
 def measure(preset: str, sequences: int, turns: int, is_half: bool) -> dict[str, float]:
@@ -28,13 +29,18 @@ def measure(preset: str, sequences: int, turns: int, is_half: bool) -> dict[str,
     live = LiveModel(model, autocast=is_half)
     recipe = RecipeConfig(sequences_per_pass=sequences)
     batch = torch.randint(256, (sequences, config.sequence_length + 1), generator=torch.Generator().manual_seed(1))
-    seconds: dict[str, list[float]] = {"gradient": [], "adamw": [], "muon": []}
+    other = Transformer(config)
+    initialise(other, 0)
+    apart = LiveModel(other, autocast=is_half, packing=Packing(document_end=0))
+    seconds: dict[str, list[float]] = {"gradient": [], "apart": [], "adamw": [], "muon": []}
     optimizers = {name: kind(recipe, live) for name, kind in INNER_OPTIMIZERS.items()}
     for turn in range(turns + 1):
         for name, found in seconds.items():
             start = process_time()
             if name == "gradient":
                 live.gradient_step(0, batch, [], recipe)
+            elif name == "apart":
+                apart.gradient_step(0, batch, [], recipe)
             else:
                 optimizers[name].step(1e-4)
             if turn:  # the first one warms up
@@ -56,7 +62,7 @@ def main() -> None:
         gradient = found["gradient"]
         print(
             f"{found['parameters']:12,} parameters, {arguments.sequences} sequences: "
-            f"gradient {1e3 * gradient:,.0f} ms, "
+            f"gradient {1e3 * gradient:,.0f} ms, documents apart {found['apart'] / gradient:.2f}, "
             f"AdamW {1e3 * found['adamw']:,.1f} ms ({found['adamw'] / gradient:.2f}), "
             f"Muon {1e3 * found['muon']:,.1f} ms ({found['muon'] / gradient:.2f})",
             flush=True,

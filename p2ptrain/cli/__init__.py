@@ -265,7 +265,7 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
     chosen = load_tokenizer(tokenizer)
     if chat_template is not None and not chat:
         raise ConfigError("a template is for chats", key="--chat-template", fix="Add --chat, or leave it out")
-    template = load_template(chat_template, tokenizer, chosen.special) if chat else None
+    template = load_template(chat_template, tokenizer, chosen.added) if chat else None
     column = column or ("messages" if chat else "text")
     with Preparing() as shown:
         prepared = make(
@@ -277,6 +277,9 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
             progress=shown.progress,
             processes=processes or cores(),
         )
+    if prepared.parted:
+        what = f'{prepared.parted:,} chats have the token that ends documents within: keep data.documents = "together"'
+        typer.echo(what, err=True)
     typer.echo(f"# {prepared.tokens:,} tokens to train on, {prepared.held_out_tokens:,} held out: {prepared.path}")
     typer.echo(f'[data]\nmanifest = "{prepared.digest}"\n\n[tokenizer]\nkind = "{chosen.kind}"')
     if chosen.digest:

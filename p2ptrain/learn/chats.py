@@ -4,8 +4,8 @@ A chat is a list of messages, each with a `role` and a `content`, as Hugging Fac
 written in Jinja (https://huggingface.co/docs/transformers/chat_templating); it runs in Jinja's sandbox, and learns
 neither the date nor anything else of this machine, so that a chat always becomes the same text.
 
-What a message of the assistant has become is found by writing the chat once more with a mark in that message's place.
-The special token that follows ends the turn and is learned with it; after the last message everything is.
+A turn of the assistant begins where its words or, if the template asks for an answer so, the prompt for them ends. Its
+words are found by writing the chat once more with a mark in their place. The token that ends the turn is learned too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,123 +23,192 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, Marked
 
 TEMPLATE_NAME, SETTINGS_NAME = "chat_template.jinja", "tokenizer_config.json"  # where Hugging Face's models have it
+NAMES_IN = SETTINGS_NAME, "special_tokens_map.json"  # which have the names of special tokens
 NEEDED = f"Name a {TEMPLATE_NAME} or {SETTINGS_NAME} with --chat-template"
 ASSISTANT = "assistant"
 MARKS = range(0xE000, 0xF900)  # characters of private use
+MARK_OTHERWISE = "\ue000" * 9  # in a text that has all of them
+MESSAGES_MAX = 1_000  # the whole chat is written again for each answer; a thousand take seconds
 WHY_MAX = 300  # characters kept of a template's error
 # What a template may raise besides Jinja's own errors, if a chat is not what its author thought of.
-FAILURES = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+FAILURES = ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a template is, and the special tokens that it may write by name."""
+    """Where a template is."""
 
     path: Path
     text: str
-    names: Mapping[str, str]
 
 
 class ChatTemplate:
     """Writes chats as text."""
 
-    def __init__(self, text: str, names: Mapping[str, str], special: Sequence[str], source: str) -> None:
-        """names: special tokens by the names that templates use, such as bos_token; special: all of the tokenizer."""
+    def __init__(self, text: str, names: Mapping[str, str], tokens: Mapping[str, bool], source: str) -> None:
+        """names: tokens by the names that templates use, such as bos_token; tokens: all that the tokenizer has added to
+        its vocabulary, and whether they are special."""
         from jinja2 import TemplateError  # noqa: PLC0415  (only chats need it)
 
         self.source, self._names = source, dict(names)
         self._failures = TemplateError, *FAILURES
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self._kept = _any_of(name for name, is_special in tokens.items() if is_special)
+        # Some tokenizers call only a few special: then those that the template writes speak for it as well. But words
+        # of the assistant have some of them, such as <think>.
+        self._control = _any_of(name for name, is_special in tokens.items() if is_special or name in text)
+        self._ends = re.compile(rf"\s*(?:{_any_of(tokens).pattern})")
         self.digest = digest("chat template", json.dumps([text, self._names], sort_keys=True).encode()).hex()
         try:
             self._template = _environment().from_string(text)
-        except TemplateError as error:
+        except (TemplateError, SyntaxError, *FAILURES) as error:
             raise ConfigError(f"not a chat template: {str(error)[:WHY_MAX]}", source=source, fix=NEEDED) from error
 
     def write(self, messages: object, where: str) -> Marked:
         """Returns a chat's text, and the places in it that are learned."""
         chat = self._checked(messages, where)
-        text = self._written(chat, where)
-        mark = next(chr(code) for code in MARKS if chr(code) not in text)
-        return Marked(text, tuple(self._learned(chat, text, mark, where)))
+        text = self._text(chat, where)
+        learned = tuple(self._turns(chat, text, where))
+        if not learned:
+            fix = f"Look at the chat, or name another template with --chat-template: this is {self.source}"
+            raise ConfigError("nothing of the assistant is in the text that the template writes", source=where, fix=fix)
+        return Marked(text, learned)
 
-    def _learned(self, chat: list[Message], text: str, mark: str, where: str) -> Iterator[tuple[int, int]]:
+    def _turns(self, chat: list[Message], text: str, where: str) -> Iterator[tuple[int, int]]:
+        mark = next((chr(code) for code in MARKS if chr(code) not in text), MARK_OTHERWISE)
         for number, message in enumerate(chat):
-            if message["role"] != ASSISTANT or message.get("content") is None:  # a call of a tool has no words
+            if message["role"] != ASSISTANT:
                 continue
-            marked = self._written([*chat[:number], {**message, "content": mark}, *chat[number + 1 :]], where)
+            prompt = self._prompt(chat[:number])
+            begin = len(prompt) if prompt and text.startswith(prompt) else None
+            if message["content"] is None:  # a call of a tool
+                written = self._text(chat[: number + 1], where)
+                if begin is not None and text.startswith(written.rstrip()):
+                    yield begin, len(written.rstrip())
+                continue
+            marked = self._text([*chat[:number], {**message, "content": mark}, *chat[number + 1 :]], where)
             before, *after = marked.split(mark)
             if not after:
                 continue  # the template leaves this message out
-            if len(after) > 1 or not (text.startswith(before) and text.endswith(after[0])):
+            if begin is None and text.startswith(before):
+                begin = len(before)
+            if begin is None or len(after) > 1 or not text.endswith(after[0]):
                 raise ConfigError(
                     f"the chat template does not tell where message {number + 1} is: other words follow from it",
                     source=where,
                     fix=f"Name a simpler template with --chat-template: this is {self.source}",
                 )
-            end = len(text) - len(after[0])
-            if number == len(chat) - 1:
-                end = len(text)
-            elif ends_turn := self._special.match(text, end):
-                end = ends_turn.end()
-            yield len(before), end
+            yield begin, self._end_of_turn(text, max(begin, len(text) - len(after[0])), number == len(chat) - 1)
 
-    def _written(self, chat: list[Message], where: str) -> str:
+    def _end_of_turn(self, text: str, end: int, is_last: bool) -> int:
+        """Returns the end of a turn whose words end at `end`: after the token that ends it, if there is one."""
+        ends = self._ends.match(text, end)
+        found = end if ends is None else ends.end()
+        if is_last and (ends is None or not text[found:].strip()):
+            return len(text)
+        return found
+
+    def _prompt(self, chat: list[Message]) -> str:
+        """Returns what is written before an answer to these messages; empty if the template cannot ask for one."""
         try:
-            return str(self._template.render(messages=chat, add_generation_prompt=False, **self._names))
+            asked, plain = (self._written(chat, prompts) for prompts in (True, False))
+        except self._failures:
+            return ""
+        return asked if asked != plain else ""
+
+    def _text(self, chat: list[Message], where: str) -> str:
+        try:
+            return self._written(chat, prompts=False)
         except self._failures as error:
             what = f"the chat template fails: {type(error).__name__}: {str(error)[:WHY_MAX]}"
             fix = f"Look at the chat, or name another template with --chat-template: this is {self.source}"
             raise ConfigError(what, source=where, fix=fix) from error
 
+    def _written(self, chat: list[Message], prompts: bool) -> str:
+        """Writes messages; `prompts`: and what asks the assistant for the next one."""
+        text = str(
+            self._template.render(
+                messages=chat, add_generation_prompt=prompts, tools=None, documents=None, **self._names
+            )
+        )
+        text.encode()  # half a character would be found out only when it is stored
+        return text
+
     def _checked(self, messages: object, where: str) -> list[Message]:
         fix = 'A chat is a list of {"role": ..., "content": ...}'
         if not isinstance(messages, list) or not messages:
             raise ConfigError("not a chat", source=where, fix=fix)
+        if len(messages) > MESSAGES_MAX:
+            fix = f"Cut it into chats of up to {MESSAGES_MAX:,}"
+            raise ConfigError(f"a chat of {len(messages):,} messages", source=where, fix=fix)
         chat: list[Message] = []
         for number, message in enumerate(messages, 1):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ConfigError(f"message {number} has no role", source=where, fix=fix)
             kept = {key: value for key, value in message.items() if value is not None}  # a table has all keys
-            if kept["role"] == ASSISTANT and not isinstance(kept.get("content", ""), str):
+            is_answer = kept["role"] == ASSISTANT
+            if is_answer and not isinstance(kept.setdefault("content", None), str | None):
                 raise ConfigError(f"message {number}, of the assistant, is not text", source=where, fix=fix)
-            for value in kept.values():
-                if isinstance(value, str) and (found := self._special.search(value)):
+            for text in _texts_in(kept):
+                if found := (self._kept if is_answer else self._control).search(text):
                     raise ConfigError(
                         f"message {number} contains {found[0]}, which the tokenizer keeps for its own use",
                         source=where,
                         fix="Leave it out: it would end the turn, or begin another",
                     )
             chat.append(kept)
-        if not any(message["role"] == ASSISTANT and message.get("content") is not None for message in chat):
+        if not any(message["role"] == ASSISTANT for message in chat):
             fix = f'Add one, with "role": "{ASSISTANT}": its words are what is learned'
             raise ConfigError("a chat without a message of the assistant", source=where, fix=fix)
         return chat
 
 
-def load_template(path: Path | None, tokenizer: Path | None, special: Sequence[str]) -> ChatTemplate:
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yields all texts in a message, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield str(key)
+            yield from _texts_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts_in(each)
+
+
+def load_template(path: Path | None, tokenizer: Path | None, tokens: Mapping[str, bool]) -> ChatTemplate:
     """Loads the template in the file at `path`, or without one that of the tokenizer at `tokenizer`.
 
-    special: the tokenizer's special tokens
+    tokens: those that the tokenizer has added to its vocabulary, and whether they are special
     """
     found = _named(path) if path is not None else _beside(tokenizer)
-    return ChatTemplate(found.text, found.names, special, str(found.path))
+    folders = [] if tokenizer is None else [_folder(tokenizer)]
+    places = [folder / name for folder in [*folders, found.path.parent] for name in NAMES_IN]
+    settings = next((place for place in places if place.is_file()), None)
+    if settings is None and (unknown := re.search(r"\b\w+_token\b", found.text)):
+        what = f"the template writes {unknown[0]}, and no {SETTINGS_NAME} says what that is"
+        raise ConfigError(what, source=str(found.path), fix=f"Put the tokenizer's {SETTINGS_NAME} beside it")
+    names = {} if settings is None else _names_of(_settings(settings))
+    return ChatTemplate(found.text, names, tokens, str(found.path))
+
+
+def _folder(tokenizer: Path) -> Path:
+    return tokenizer if tokenizer.is_dir() else tokenizer.parent
 
 
 def _named(path: Path) -> _Source:
-    if path.suffix == ".json":
-        settings = _settings(path)
-        return _Source(path, _template_of(settings, path), _names_of(settings))
-    settings_path = path.with_name(SETTINGS_NAME)
-    return _Source(path, _text(path), _names_of(_settings(settings_path)) if settings_path.is_file() else {})
+    return _Source(path, _template_of(_settings(path), path) if path.suffix == ".json" else _read(path))
 
 
 def _beside(tokenizer: Path | None) -> _Source:
     if tokenizer is None:
         raise ConfigError("chats need a template", key="--chat", fix=NEEDED)
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    folder = _folder(tokenizer)
     for name in (TEMPLATE_NAME, SETTINGS_NAME):
         if (path := folder / name).is_file() and (name == TEMPLATE_NAME or "chat_template" in _settings(path)):
             return _named(path)
@@ -148,7 +217,7 @@ def _beside(tokenizer: Path | None) -> _Source:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(_text(path))
+        settings = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}", source=str(path), fix="Fetch the file again") from error
     return settings if isinstance(settings, dict) else {}
@@ -158,8 +227,9 @@ def _template_of(settings: Mapping[str, Any], path: Path) -> str:
     """Returns the template of a tokenizer_config.json, which may have several: then the default one."""
     found = settings.get("chat_template")
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        found = next(
+            (each.get("template") for each in found if isinstance(each, dict) and each.get("name") == "default"), 0
+        )
     if not isinstance(found, str):
         raise ConfigError("no chat_template", source=str(path), fix=NEEDED)
     return found
@@ -172,7 +242,7 @@ def _names_of(settings: Mapping[str, Any]) -> dict[str, str]:
     return {key: each for key, each in contents.items() if isinstance(each, str)}
 
 
-def _text(path: Path) -> str:
+def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(min(os.fstat(file.fileno()).st_size, TOKENIZER_BYTES_MAX) + 1)
@@ -202,8 +272,11 @@ def _environment() -> Any:
     def refuse(message: object) -> None:
         raise TemplateError(str(message))
 
+    def to_json(value: object, ensure_ascii: bool = False, **how: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     return environment

@@ -343,7 +343,7 @@ def _rows(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document
                     row += 1
                     if document := how.document(value, each, f"{source.name}, row {row}"):
                         yield document
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError, ImportError) as error:  # a date without pandas, say
         raise ConfigError(f"damaged: {error}", source=source.name, fix="Make or fetch the file again") from error
 
 

@@ -25,11 +25,18 @@ log = logging.getLogger("p2ptrain.learn")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a local step: mean loss in nats per token, tokens seen, gradient norm before clipping."""
+    """The result of a local step: mean loss in nats per learned token, tokens seen, gradient norm before clipping."""
 
     loss: float
     tokens: int
     gradient_norm: float
+    learned: int  # of the tokens
+
+
+def mean_loss(results: Sequence[StepResult]) -> float | None:
+    """Returns the mean loss of some steps, in which each learned token counts alike; None if none was learned."""
+    learned = sum(result.learned for result in results)
+    return sum(result.loss * result.learned for result in results) / learned if learned else None
 
 
 class LiveModel:
@@ -104,7 +111,8 @@ class LiveModel:
         clip = float(recipe.clip)
         if clip and norm > clip:
             self.gradient.mul_(clip / norm)
-        return StepResult(total, batch.shape[0] * (batch.shape[1] - 1), norm)
+        tokens = batch.shape[0] * (batch.shape[1] - 1)
+        return StepResult(total, tokens, norm, self.packing.learned(batch))
 
     def _backward(self, batch: Tensor, sequences: int) -> float | None:
         """Returns the mean loss and leaves its gradient in `gradient`; None if memory runs out."""

@@ -262,7 +262,8 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         payload=form.payload_bytes,
         residual=residual,
         optimizer=copies * state + inner + libraries,
-        activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes)),
+        activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes))
+        + _mask_bytes(run, sequences, passes),
         codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work, orthogonal),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * form.contribution_bytes),
@@ -287,6 +288,15 @@ def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: Pass
     at_once = max([BATCH_ELEMENTS, *hidden])
     inner = passes.state_bytes * sum(sizes) + FLOAT_BYTES * (sum(sizes) - sum(hidden))
     return inner, MUON_COPIES * (2 if passes.autocast else 4) * at_once
+
+
+def _mask_bytes(run: RunConfig, sequences: int, passes: PassSettings) -> int:
+    """Returns the memory of what keeps documents apart: one mask, of which each layer of transformers makes another."""
+    if run.data.documents == "together":
+        return 0
+    squares = sequences * run.model.sequence_length**2
+    layers = 1 if run.model.hf is None or passes.checkpointing else run.model.hf.layers
+    return squares * (FLOAT_BYTES * layers + 3)
 
 
 def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:

@@ -97,7 +97,7 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim)
         self.o_proj = Linear(config.dim, config.dim)
 
-    def forward(  # stream: [batch, length, dim]; mask: [batch, 1, length, length] bool, None: what stands before
+    def forward(  # stream: [batch, length, dim]; mask: [batch, 1, length, length], added; None: what stands before
         self, stream: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         def split(projected: Tensor) -> Tensor:  # -> [batch, heads or kv_heads, length, head_dim]
@@ -204,6 +204,11 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
+def _working_type(device: str) -> torch.dtype:
+    """Returns the type in which a device computes attention."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+
+
 def learned_alone(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns what is to be learned: hidden [tokens, dim] and targets [tokens] of [batch, length, ...]."""
     is_learned = targets >= 0
@@ -278,7 +283,7 @@ class Transformer(Model):
         """Returns the residual stream [batch, length, dim] that the output matrix turns into logits."""
         config = self.config
         # Only distances between positions count (RoPE), so these need not restart.
-        mask = None if positions is None else within_documents(positions)
+        mask = None if positions is None else within_documents(positions, _working_type(tokens.device.type))
         cosine, sine = rotary_tables(tokens.shape[1], config.dim // config.heads, config.rope_theta, tokens.device)
         stream = self.embed_tokens(tokens)
         for block in self.layers:

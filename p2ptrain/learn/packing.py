@@ -60,8 +60,13 @@ class Packing:
 PLAIN = Packing()
 
 
-def within_documents(positions: Tensor) -> Tensor:  # [batch, length] -> [batch, 1, length, length] bool
-    """Returns what each input may attend to: itself and what stands before it in its document."""
+def within_documents(positions: Tensor, kind: torch.dtype) -> Tensor:  # [batch, length] -> [batch, 1, length, length]
+    """Returns what is added to attention's scores: 0 for an input itself and what stands before it in its document.
+
+    Not a mask of truth values, of which each layer would make and keep such a tensor.
+    """
     places = torch.arange(positions.shape[1], device=positions.device)
     starts = places - positions
-    return ((places <= places[:, None]) & (places >= starts[:, :, None]))[:, None]
+    is_seen = (places <= places[:, None]) & (places >= starts[:, :, None])
+    hidden = torch.full((), -torch.inf, dtype=kind, device=positions.device)
+    return torch.where(is_seen, hidden.new_zeros(()), hidden)[:, None]

@@ -63,6 +63,7 @@ class DatasetSummary:
     held_out_tokens: int
     pieces: int  # files
     path: Path
+    parted: int = 0  # chats with the token that ends documents within
 
 
 def prepare(
@@ -123,6 +124,7 @@ def prepare(
         held_out_tokens=reading.held_out.tokens,
         pieces=len({*reading.training.pieces, *reading.held_out.pieces}),
         path=out,
+        parted=reading.parted,
     )
 
 
@@ -134,6 +136,7 @@ class _Reading:
     held_out: Split
     lowest: int
     highest: int  # -1: no document
+    parted: int
 
     def moved(self, border: int) -> int:
         """Returns the nearest border that leaves neither split empty, if the documents allow it."""
@@ -168,6 +171,7 @@ class _Unfinished(msgspec.Struct, array_like=True):
     highest: int = -1
     training: _Kept = msgspec.field(default_factory=_Kept)
     held_out: _Kept = msgspec.field(default_factory=_Kept)
+    parted: int = 0
 
 
 def _write_splits(
@@ -186,6 +190,7 @@ def _write_splits(
             done.lowest, done.highest = min(done.lowest, fraction), max(done.highest, fraction)
             writer = held_out if fraction < border else training
             writer.append(tokens)
+            done.parted += document.marked is not None and bool(((tokens == end) | (tokens == ~end))[:-1].any())
             is_learned = not len(tokens) or tokens[-1] >= 0
             writer.append(end if is_learned else ~end)
         done.documents += len(batch)
@@ -196,7 +201,7 @@ def _write_splits(
             _save(out, done, training, held_out)
         progress(min(done.bytes_read, total), total, training.tokens + held_out.tokens)
     progress(total, total, training.tokens + held_out.tokens)
-    return _Reading(training.finish(), held_out.finish(), done.lowest, done.highest)
+    return _Reading(training.finish(), held_out.finish(), done.lowest, done.highest, done.parted)
 
 
 def _type_of(how: Reading) -> np.dtype[np.integer[Any]]:

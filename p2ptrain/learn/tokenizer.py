@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -91,8 +92,8 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str: ...
 
     @property
-    def special(self) -> tuple[str, ...]:
-        """The names of the special tokens."""
+    def added(self) -> dict[str, bool]:
+        """The tokens that were added to the vocabulary, such as the end of a turn, and whether they are special."""
 
 
 def token_type(vocab_size: int, is_masked: bool = False) -> np.dtype[np.integer[Any]]:
@@ -114,7 +115,7 @@ class BytesTokenizer:
     digest = ""
     file_bytes = b""
     end_of_document = 0
-    special = ()
+    added: dict[str, bool] = {}  # noqa: RUF012  (nobody changes it)
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), dtype=token_type(self.vocab_size))
@@ -187,25 +188,28 @@ class JsonTokenizer:
         return [np.array(encoding.ids, dtype=token_type(self.vocab_size)) for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[Marked]) -> list[Tokens]:
-        self._library.encode_special_tokens = False
-        try:
-            with WithoutPanic(self.source):
-                encodings = self._library.encode_batch([each.text for each in texts], add_special_tokens=False)
-        finally:
-            self._library.encode_special_tokens = True
-        encoded = []
+        with WithoutPanic(self.source):
+            encodings = self._of_chats.encode_batch([each.text for each in texts], add_special_tokens=False)
+        encoded, added = [], list(self._library.get_added_tokens_decoder())
         for marked, encoding in zip(texts, encodings, strict=True):
-            places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            encoded.append(_masked(np.array(encoding.ids), places[:, 0], places[:, 1], marked, self.vocab_size))
+            places, ids = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), np.array(encoding.ids)
+            # An added token may have taken spaces that follow it: where it begins counts.
+            ends = np.where(np.isin(ids, added), places[:, 0] + 1, places[:, 1])
+            encoded.append(_masked(ids, places[:, 0], ends, marked, self.vocab_size))
         return encoded
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
         with WithoutPanic(self.source):
             return self._library.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
+    @cached_property
+    def _of_chats(self) -> LibraryTokenizer:
+        """The same tokenizer, which reads special tokens."""
+        return _load_library_tokenizer(self.file_bytes, self.source, reads_special=True)
+
     @property
-    def special(self) -> tuple[str, ...]:
-        return tuple(self._special())
+    def added(self) -> dict[str, bool]:
+        return {token.content: token.special for token in self._library.get_added_tokens_decoder().values()}
 
     def _special(self) -> dict[str, int]:
         added = self._library.get_added_tokens_decoder()
@@ -229,7 +233,8 @@ def _masked(
     """Returns tokens, those that do not lie in a learned place as their complements."""
     is_learned = np.zeros(len(tokens), dtype=bool)
     for first, last in marked.learned:
-        is_learned |= (begins < last) & (ends > first)
+        is_inside = np.where(begins == ends, (first < ends) & (ends <= last), (begins < last) & (ends > first))
+        is_learned |= is_inside  # spaces that a tokenizer trims are of no length
     tokens = tokens.astype(token_type(vocab_size, True))
     return np.where(is_learned, tokens, ~tokens)
 
@@ -251,7 +256,7 @@ def load_tokenizer(path: Path | None) -> JsonTokenizer | BytesTokenizer:
     return JsonTokenizer(file_bytes, str(path))
 
 
-def _load_library_tokenizer(file_bytes: bytes, source: str) -> LibraryTokenizer:
+def _load_library_tokenizer(file_bytes: bytes, source: str, reads_special: bool = False) -> LibraryTokenizer:
     from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  (bytes do not need it)
 
     try:
@@ -271,5 +276,5 @@ def _load_library_tokenizer(file_bytes: bytes, source: str) -> LibraryTokenizer:
         )
     library.no_truncation()
     library.no_padding()
-    library.encode_special_tokens = True  # special tokens written in a text are plain text
+    library.encode_special_tokens = not reads_special  # otherwise those in a text are plain text
     return library

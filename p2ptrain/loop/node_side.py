@@ -206,6 +206,9 @@ class ScriptLoop:
         import numpy as np  # noqa: PLC0415
 
         data, length = daemon.driver.device.trainer.dataset, daemon.run.model.sequence_length
+        if data.is_masked or daemon.run.data.documents == "apart":
+            what = "the run's data says what is not learned, or which documents are apart, which a batch cannot tell"
+            raise DataError(f"{what}. Load the chats in the script, with a loader of its own")
         read = data.held_out_batch if is_held_out else data.batch
         batch = await asyncio.to_thread(read, np.asarray(positions), length)
         return Sequences(len(batch), batch.astype(np.int32).tobytes())

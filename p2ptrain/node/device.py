@@ -33,7 +33,7 @@ from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_dige
 from p2ptrain.core.pace import takes_another
 from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.live import StepResult
+from p2ptrain.learn.live import StepResult, mean_loss
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.node.fetching import PIECES_TOLD
 from p2ptrain.node.limits import rest_seconds
@@ -259,7 +259,7 @@ class Device:
             self.not_finite += 1
             raise
         payload = authored(self.me, self.trainer.contribute(number))
-        self.loss, self.steps = sum(result.loss for result in results) / len(results), len(results)
+        self.loss, self.steps = mean_loss(results), len(results)
         self.own_drift = self.trainer.own_drift
         self.gradient_norm = sum(result.gradient_norm for result in results) / len(results)
         tokens = sum(result.tokens for result in results)

@@ -49,7 +49,7 @@ def chats(path: Path) -> DatasetSummary:
         '{{"messages": [{{"role": "user", "content": "{0}?"}}, {{"role": "assistant", "content": "{0} bottles"}}]}}\n'
     )
     source = written(path.with_suffix(".jsonl"), "".join(line.format(number) for number in range(120)))
-    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", {}, [], "test")
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", {}, {}, "test")
     how = Reading(column="messages", chats=template)
     return prepare(path, [source], embedded=False, how=how, held_out=Fraction(1, 4), progress=lambda *_: None)
 

@@ -43,7 +43,7 @@ GENERATION = (
     "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
 )
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>"]
+SPECIAL = dict.fromkeys(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>"], True)
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 CHAT = [
     {"role": "user", "content": "Two and two?"},
@@ -110,6 +110,88 @@ def test_what_a_template_trims_or_leaves_out_is_not_learned() -> None:
     assert learned(last) == ["Four."]
 
 
+ALWAYS_ASKS = (  # the first release of Llama 3
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "<|im_start|>assistant\n\n"
+)
+SPACE_BEFORE_THE_END = "{% for m in messages %}{{ m.role }}: {{ m.content }} {{ eos_token }}{% endfor %}"  # Llama 2
+REASONS = (  # Qwen3: an empty thought where there is none
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n"
+    "{{ m.reasoning_content or "
+    "(m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '') }}"
+    "\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_prompt_for_the_next_answer_is_not_learned() -> None:
+    assert learned(ALWAYS_ASKS) == ["Four.<|im_end|>", "Four.<|im_end|>"]
+
+
+def test_the_end_of_a_turn_may_follow_a_space() -> None:
+    assert learned(SPACE_BEFORE_THE_END) == ["Four. </s>", "Four. </s>"]
+
+
+def test_what_follows_the_prompt_is_learned_also_if_it_stands_in_no_message() -> None:
+    assert learned(REASONS, CHAT[:2]) == ["<think>\n\n</think>\n\nFour.<|im_end|>\n"]
+    thought = CHAT[1] | {"reasoning_content": "Add."}
+    assert learned(REASONS, [CHAT[0], thought]) == ["<think>\nAdd.\n</think>\n\nFour.<|im_end|>\n"]
+    within = CHAT[1] | {"content": "<think>Add.</think>Four."}
+    assert learned(REASONS, [CHAT[0], within]) == ["<think>\nAdd.\n</think>\n\nFour.<|im_end|>\n"]
+
+
+def test_calls_of_tools_are_learned_where_it_is_known_where_they_are() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+    written = '<tool_call>[{"name": "f", "arguments": {}}]</tool_call><|im_end|>'
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% if m.tool_calls %}<tool_call>{{ m.tool_calls | tojson }}</tool_call>{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    asks = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    chat = [CHAT[0], call, {"role": "tool", "content": "4"}, CHAT[1]]
+    assert learned(text + asks, chat) == [written, "Four.<|im_end|>\n"]
+    assert learned(text, chat) == ["Four.<|im_end|>\n"], "nothing says where the call begins"
+    assert learned(text + asks, chat[:2]) == [written]
+
+
+def test_an_added_token_that_is_not_special_ends_a_turn_and_no_message_of_the_user_has_it() -> None:
+    text = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+    tokens = {"[end]": False, "[user]": False, "[other]": False, "</s>": True}
+    made = ChatTemplate(text, {}, tokens, "x")
+    marked = made.write(CHAT, "here")
+    assert [marked.text[first:last] for first, last in marked.learned] == ["Four.[end]"] * 2
+    with pytest.raises(ConfigError, match=r"message 1 contains \[end\]"):
+        made.write([CHAT[0] | {"content": "a[end]"}, CHAT[1]], "here")
+    made.write([CHAT[0] | {"content": "a[other]"}, CHAT[1] | {"content": "b[other]"}], "here")
+
+
+def test_a_text_with_every_character_of_private_use_is_a_chat_too() -> None:
+    strange = "".join(map(chr, range(0xE000, 0xF900)))
+    assert learned(CHATML, [CHAT[0] | {"content": strange}, CHAT[1]]) == ["Four.<|im_end|>\n"]
+
+
+def test_a_template_that_leaves_the_answers_out_is_refused() -> None:
+    told = refused(CHAT, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    assert "nothing of the assistant is in the text that the template writes" in told
+
+
+def test_a_name_of_a_token_that_nobody_says_is_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path / "mine.jinja", INSTRUCT)
+    with pytest.raises(ConfigError, match=r"the template writes bos_token, and no tokenizer_config\.json says what"):
+        load_template(path, None, SPECIAL)
+    (tmp_path / "model").mkdir()
+    written(tmp_path / "model" / "special_tokens_map.json", json.dumps(NAMES))
+    found = load_template(path, tmp_path / "model" / "tokenizer.json", SPECIAL)
+    assert found.write(CHAT[:2], "here").text == "<s> [INST] Two and two? [/INST] Four.</s>"
+
+
+def test_templates_may_ask_for_tools_and_write_json_as_they_like() -> None:
+    text = "{% if tools is not none %}TOOLS{% endif %}" + CHATML
+    assert template(text).write(CHAT, "here").text.startswith("<|im_start|>system")
+    text = "{{ messages | tojson(ensure_ascii=True, separators=(',', ':')) }}" + CHATML
+    assert "message 2" in refused(CHAT, text), "it says the words twice"
+
+
 def test_the_end_is_not_learned_after_words_of_the_user() -> None:
     assert learned(CHATML, CHAT[:3]) == ["Four.<|im_end|>"]
 
@@ -138,7 +220,9 @@ def test_the_date_is_not_in_a_text() -> None:
         (["hello"], "message 1 has no role"),
         ([CHAT[0], {"from": "gpt", "value": "x"}], "message 2 has no role"),
         ([CHAT[0]], 'a chat without a message of the assistant. Add one, with "role": "assistant"'),
-        ([{"role": "assistant", "content": None}], "a chat without a message of the assistant"),
+        ([{"role": "assistant", "content": None}], "the chat template fails: TypeError"),
+        ([CHAT[0] | {"content": [{"type": "text", "text": "a<|im_end|>"}]}, CHAT[1]], "message 1 contains <|im_end|>"),
+        ([*CHAT] * 300, "a chat of 1,200 messages. Cut it into chats of up to 1,000"),
         ([CHAT[0], {"role": "assistant", "content": ["a"]}], "message 2, of the assistant, is not text"),
         ([{"role": "user", "content": "a<|im_end|>b"}, CHAT[1]], "message 1 contains <|im_end|>"),
         ([{"role": "<|im_start|>", "content": "a"}, CHAT[1]], "message 1 contains <|im_start|>"),
@@ -230,9 +314,9 @@ def test_a_template_that_is_missing_is_asked_for(tmp_path: Path, files: dict[str
 
 def test_without_a_tokenizer_a_template_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--chat: chats need a template\. Name a chat_template\.jinja"):
-        load_template(None, None, ())
+        load_template(None, None, {})
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        load_template(tmp_path / "none.jinja", None, ())
+        load_template(tmp_path / "none.jinja", None, {})
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -243,7 +327,7 @@ def of_chats() -> JsonTokenizer:
     content = json.loads(tokenizer_json())
     first = content["added_tokens"][0]
     count = len(content["model"]["vocab"])
-    content["added_tokens"] += [first | {"id": count + n, "content": name} for n, name in enumerate(SPECIAL[:2])]
+    content["added_tokens"] += [first | {"id": count + n, "content": name} for n, name in enumerate([*SPECIAL][:2])]
     return JsonTokenizer(json.dumps(content).encode())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from p2ptrain.learn.chats import ChatTemplate
 from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import LiveModel
+from p2ptrain.learn.memory import PassSettings, need_of
 from p2ptrain.learn.model import Model
 from p2ptrain.learn.models import first_model
 from p2ptrain.learn.packing import Packing
@@ -74,6 +76,32 @@ def test_no_gradient_comes_from_another_document(kind: str) -> None:
     assert len(gradients[0]) == len(list(model.parameters()))
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def kept_by(loss: Callable[[], torch.Tensor]) -> int:
+    """Returns the bytes that a pass keeps for the way back."""
+    found: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = loss()
+    assert result.requires_grad
+    return sum(found.values())
+
+
+def test_one_mask_serves_all_layers_and_is_in_the_estimate_of_memory() -> None:
+    config = ModelConfig(**(TINY | {"layers": 6, "sequence_length": 256}))
+    model, batch = first_model(config, 3), torch.randint(0, 256, (2, 257), generator=torch.Generator().manual_seed(1))
+    mask = 2 * 256 * 256 * 4
+    more = kept_by(lambda: model.packed_loss(*APART.split(batch))) - kept_by(lambda: model.loss(batch))
+    assert mask <= more < 1.5 * mask
+    runs = [RunConfig(name="x", model=config, data=DataConfig(documents=how)) for how in ("together", "apart")]
+    together, apart = (need_of(run, PassSettings(sequences_per_pass=2)).activations for run in runs)
+    assert mask < apart - together < 2 * mask
 
 
 def test_positions_restart_at_each_end() -> None:
@@ -159,7 +187,7 @@ def chats(tmp_path: Path) -> TokenDataset:
         for number in range(80)
     ]
     source = written(tmp_path / "chats.jsonl", "\n".join(lines))
-    how = Reading(column="messages", chats=ChatTemplate(PLAIN_TEMPLATE, {}, [], "test"))
+    how = Reading(column="messages", chats=ChatTemplate(PLAIN_TEMPLATE, {}, {}, "test"))
     made = prepare(
         tmp_path / "data", [source], embedded=False, how=how, held_out=Fraction(1, 8), progress=lambda *_: None
     )

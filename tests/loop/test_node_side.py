@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from p2ptrain.config import RunConfig
-from p2ptrain.errors import ConfigError
+from p2ptrain.config import DataConfig, RunConfig
+from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn.models import frozen_digest
 from p2ptrain.loop.channel import Begin
 from p2ptrain.loop.node_side import ScriptLoop, _run_of
@@ -67,3 +68,14 @@ def test_the_digest_of_frozen_parameters_is_of_names_types_shapes_and_numbers() 
     assert frozen_digest([]) == ""
     with pytest.raises(ConfigError, match="bias is on the device meta, and has no numbers"):
         frozen_digest(nn.Linear(2, 2, device="meta").named_parameters())
+
+
+@pytest.mark.parametrize(("is_masked", "documents"), [(True, "together"), (False, "apart")])
+async def test_batches_that_cannot_tell_what_is_learned_are_refused(is_masked: bool, documents: str) -> None:
+    dataset = SimpleNamespace(is_masked=is_masked)
+    run = RunConfig(name="mine", data=DataConfig(documents=documents))  # type: ignore[arg-type]
+    device = SimpleNamespace(trainer=SimpleNamespace(dataset=dataset))
+    daemon: Any = SimpleNamespace(run=run, driver=SimpleNamespace(device=device))
+    loop = ScriptLoop(None, None, begun())  # type: ignore[arg-type]  # nothing is said yet
+    with pytest.raises(DataError, match=r"which a batch cannot tell\. Load the chats in the script"):
+        await loop._read(range(2), daemon)
