@@ -188,6 +188,8 @@ class JsonTokenizer:
         return [np.array(encoding.ids, dtype=token_type(self.vocab_size)) for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[Marked]) -> list[Tokens]:
+        if not texts:
+            return []  # without loading the file once more
         with WithoutPanic(self.source):
             encodings = self._of_chats.encode_batch([each.text for each in texts], add_special_tokens=False)
         encoded, added = [], list(self._library.get_added_tokens_decoder())

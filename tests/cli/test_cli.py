@@ -78,6 +78,7 @@ def test_help_imports_nothing_heavy() -> None:
                 "demo",
                 "export",
                 "generate",
+                "evaluate",
                 "audit",
                 "report",
                 "simulate",
