@@ -240,14 +240,21 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
         str, typer.Option(metavar="PERCENT", help="Share of documents to keep for validation, never trained on.")
     ] = "1",
     column: Annotated[
-        str, typer.Option(metavar="NAME", help="The key or column to read; by default text, or messages of chats.")
+        str, typer.Option(metavar="NAME", help='The key or column to read; by default "text", with --chat "messages".')
     ] = "",
-    chat: Annotated[bool, typer.Option("--chat", help="Chats, of which the assistant's words are learned.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The files hold chats; train only on the assistant's turns.")
+    ] = False,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Writes chats as text; by default, the tokenizer's own.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Jinja template that turns a chat into text; by default, the tokenizer's own."
+        ),
     ] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Name what is broken, and leave it out.")] = False,
-    processes: Annotated[int, typer.Option(min=0, max=1_024, help="That tokenize; 0: one for each core.")] = 0,
+    processes: Annotated[
+        int, typer.Option(min=0, max=1_024, help="Processes that tokenize; 0: one for each core.")
+    ] = 0,
 ) -> None:
     """Turn text into a data set for training.
 
@@ -277,9 +284,9 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
             progress=shown.progress,
             processes=processes or cores(),
         )
-    if prepared.parted:
-        what = f'{prepared.parted:,} chats have the token that ends documents within: keep data.documents = "together"'
-        typer.echo(what, err=True)
+    if prepared.chats_cut:
+        what = f"{prepared.chats_cut:,} chats contain the token that ends a document"
+        typer.echo(f'{what}: leave data.documents = "together", or their turns would not see each other', err=True)
     typer.echo(f"# {prepared.tokens:,} tokens to train on, {prepared.held_out_tokens:,} held out: {prepared.path}")
     typer.echo(f'[data]\nmanifest = "{prepared.digest}"\n\n[tokenizer]\nkind = "{chosen.kind}"')
     if chosen.digest:

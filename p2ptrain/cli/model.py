@@ -91,11 +91,14 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has many options
     _show(_from_checkpoint(node, run, number, checkpoint, request, why_not) if text is None else text)
 
 
-def evaluate(  # a command has many options
+def evaluate(
     data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A data set whose held-out text is taken instead of the run's.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Measure on the held-out part of this data set, not of the run's."),
     ] = None,
-    sequences: Annotated[int, typer.Option(min=0, help="Only so many held-out sequences; 0: all.")] = 0,
+    sequences: Annotated[
+        int, typer.Option(min=0, help="Measure at most this many sequences; 0: all that are here.")
+    ] = 0,
     checkpoint: Directory = None,
     number: Round = None,
     run: Run = None,
@@ -106,7 +109,6 @@ def evaluate(  # a command has many options
 
     Takes the newest certified checkpoint of this node, or the one that is named.
     """
-    from p2ptrain.learn.evaluate import Evaluation
     from p2ptrain.learn.evaluate import evaluate as measure
     from p2ptrain.learn.export import load_model
     from p2ptrain.learn.trainer import open_device, packing_of
@@ -121,14 +123,13 @@ def evaluate(  # a command has many options
             return found, load_model(found.weights, device)
 
     found, model = though_pruned(look)
-    config_of_run = found.run
-    dataset, count = held_out_of(node, config_of_run, data, sequences)
-    packing = packing_of(config_of_run, dataset)
+    dataset, count = held_out_of(node, found.run, data, sequences)
+    packing = packing_of(found.run, dataset)
     typer.echo(_which(found), err=True)
-    length = config_of_run.model.sequence_length
-    at_a_time = node.device.sequences_per_pass or config_of_run.recipe.sequences_per_pass
+    length = found.run.model.sequence_length
+    at_a_time = node.device.sequences_per_pass or found.run.recipe.sequences_per_pass
     with _measuring() as progress:
-        result: Evaluation = measure(
+        result = measure(
             partial(packing.loss, model),
             dataset,
             packing,
@@ -147,7 +148,7 @@ def evaluate(  # a command has many options
 
 @contextmanager
 def _measuring() -> Iterator[Callable[[int, int], None]]:
-    """Shows on a terminal how far it is."""
+    """Shows a progress bar, if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

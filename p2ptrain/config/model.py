@@ -138,8 +138,8 @@ class ModelConfig(Section):
         return tuple((name, tuple(map(int, sizes))) for name, *sizes in split)
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the model reads tokens, and can tell documents and words that are not learned from others."""
+    def supports_packing(self) -> bool:
+        """Whether the model can be trained with a loss mask and with documents kept apart (learn/packing.py)."""
         return self.kind in ("builtin", "transformers")
 
     @property

@@ -219,9 +219,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.data.documents == "apart" and not self.model.is_packed:
+        if self.data.documents == "apart" and not self.model.supports_packing:
             raise ValueError(
-                f'data.documents = "apart": a model of kind {self.model.kind} sees whole sequences, set "together"'
+                f'data.documents = "apart" does not work with a model of kind {self.model.kind}: set "together"'
             )
         if self.model.hf is not None and self.model.vocab_size < 256 and self.tokenizer.kind == "bytes":
             raise ValueError(

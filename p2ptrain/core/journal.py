@@ -151,14 +151,14 @@ class Journal:
         self.said = regroups + self._on_offer(record.state) + later
 
     def _on_offer(self, state: AgreedState) -> list[tuple[Message, Said]]:
-        """Returns the announcements of past rounds that the next one may take: their payloads are needed until then."""
-        kept: list[tuple[Message, Said]] = []
-        for message, said in self.said:
-            if not isinstance(message, Announcement) or message.round > state.round:
-                continue
-            if state.may_take(message, self.staleness):
-                kept.append((message, said))
-        return kept
+        """Returns own announcements of past rounds that the next round may still take, with their payloads."""
+        return [
+            (message, said)
+            for message, said in self.said
+            if isinstance(message, Announcement)
+            and message.round <= state.round
+            and state.may_take(message, self.staleness)
+        ]
 
     def saved_at(self, applied_round: int, applied_root: bytes) -> Saved:
         """Returns the state for a startup, with the trainer's state of this round and root."""

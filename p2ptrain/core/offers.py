@@ -127,7 +127,7 @@ class Offers:
         return tuple(sorted(held)), tuple(sorted(refused))
 
     def holders(self, payload: bytes, available: dict[bytes, list[Received]]) -> list[bytes]:
-        """Returns the members one of whose availabilities says that they hold a payload."""
+        """Returns the members that have attested a payload, in any of their availabilities."""
         names = [offer.name for offer in self.by_payload.get(payload, ())]
         return [
             author

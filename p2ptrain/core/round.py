@@ -258,7 +258,7 @@ class Round:
             lacks = lacking[message.held] + sum(name not in requests for name in message.requests)
             return lacks, -len(message.held) - len(message.requests), message.author
 
-        # Of a member that restarted there are several: what the first attests may be gone, if all restarted at once.
+        # A member that restarted has sent several: the payloads of its first may be gone, if all restarted at once.
         best = (min(of_one, key=rank) for of_one in self.available.values())
         chosen = sorted(best, key=rank)[: self.roster.quorum]
         names = tuple(sorted(received.digest for received in chosen))

@@ -1,11 +1,11 @@
-"""Chats as documents: the tokenizer's own template writes them as text, and only the assistant's words are learned.
+"""Chats as documents: the tokenizer's own template writes them as text, and only the assistant's turns are learned.
 
 A chat is a list of messages, each with a `role` and a `content`, as Hugging Face's data sets have them. A template is
-written in Jinja (https://huggingface.co/docs/transformers/chat_templating); it runs in Jinja's sandbox, and learns
-neither the date nor anything else of this machine, so that a chat always becomes the same text.
+written in Jinja (https://huggingface.co/docs/transformers/chat_templating). It runs in Jinja's sandbox and sees neither
+the date nor anything else of this machine, so that a chat always becomes the same text.
 
-A turn of the assistant begins where its words or, if the template asks for an answer so, the prompt for them ends. Its
-words are found by writing the chat once more with a mark in their place. The token that ends the turn is learned too.
+A turn begins after the generation prompt, or with its content if the template has no such prompt at this place. Its end
+is found by writing the chat once more with a placeholder as its content. The token that ends the turn is learned too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from typing import Any
 
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError
-from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, Marked
+from p2ptrain.learn.tokenizer import Marked
 
 TEMPLATE_NAME, SETTINGS_NAME = "chat_template.jinja", "tokenizer_config.json"  # where Hugging Face's models have it
 NAMES_IN = SETTINGS_NAME, "special_tokens_map.json"  # which have the names of special tokens
 NEEDED = f"Name a {TEMPLATE_NAME} or {SETTINGS_NAME} with --chat-template"
 ASSISTANT = "assistant"
-MARKS = range(0xE000, 0xF900)  # characters of private use
-MARK_OTHERWISE = "\ue000" * 9  # in a text that has all of them
+PLACEHOLDERS = range(0xE000, 0xF900)  # characters of private use: the first that the text does not have
+PLACEHOLDER_OTHERWISE = "\ue000" * 9  # for a text that has all of them
+FILE_BYTES_MAX = 16 * 2**20  # a guess: a template has some 10 KB, a tokenizer_config.json a few MB at most
 MESSAGES_MAX = 1_000  # the whole chat is written again for each answer; a thousand take seconds
 WHY_MAX = 300  # characters kept of a template's error
 # What a template may raise besides Jinja's own errors, if a chat is not what its author thought of.
@@ -38,7 +39,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a template is."""
+    """A template and the file that it was read from."""
 
     path: Path
     text: str
@@ -54,9 +55,9 @@ class ChatTemplate:
 
         self.source, self._names = source, dict(names)
         self._failures = TemplateError, *FAILURES
-        self._kept = _any_of(name for name, is_special in tokens.items() if is_special)
-        # Some tokenizers call only a few special: then those that the template writes speak for it as well. But words
-        # of the assistant have some of them, such as <think>.
+        self._special = _any_of(name for name, is_special in tokens.items() if is_special)
+        # Some tokenizers declare few tokens special, so added tokens that the template writes count as control tokens
+        # too; but not in the assistant's messages, which may contain some, such as <think>.
         self._control = _any_of(name for name, is_special in tokens.items() if is_special or name in text)
         self._ends = re.compile(rf"\s*(?:{_any_of(tokens).pattern})")
         self.digest = digest("chat template", json.dumps([text, self._names], sort_keys=True).encode()).hex()
@@ -72,11 +73,11 @@ class ChatTemplate:
         learned = tuple(self._turns(chat, text, where))
         if not learned:
             fix = f"Look at the chat, or name another template with --chat-template: this is {self.source}"
-            raise ConfigError("nothing of the assistant is in the text that the template writes", source=where, fix=fix)
+            raise ConfigError("the chat template leaves out all that the assistant says", source=where, fix=fix)
         return Marked(text, learned)
 
     def _turns(self, chat: list[Message], text: str, where: str) -> Iterator[tuple[int, int]]:
-        mark = next((chr(code) for code in MARKS if chr(code) not in text), MARK_OTHERWISE)
+        placeholder = next((chr(code) for code in PLACEHOLDERS if chr(code) not in text), PLACEHOLDER_OTHERWISE)
         for number, message in enumerate(chat):
             if message["role"] != ASSISTANT:
                 continue
@@ -87,15 +88,15 @@ class ChatTemplate:
                 if begin is not None and text.startswith(written.rstrip()):
                     yield begin, len(written.rstrip())
                 continue
-            marked = self._text([*chat[:number], {**message, "content": mark}, *chat[number + 1 :]], where)
-            before, *after = marked.split(mark)
+            replaced = self._text([*chat[:number], {**message, "content": placeholder}, *chat[number + 1 :]], where)
+            before, *after = replaced.split(placeholder)
             if not after:
                 continue  # the template leaves this message out
             if begin is None and text.startswith(before):
                 begin = len(before)
             if begin is None or len(after) > 1 or not text.endswith(after[0]):
                 raise ConfigError(
-                    f"the chat template does not tell where message {number + 1} is: other words follow from it",
+                    f"cannot find message {number + 1} in the text: the chat template changes or repeats more than it",
                     source=where,
                     fix=f"Name a simpler template with --chat-template: this is {self.source}",
                 )
@@ -151,7 +152,7 @@ class ChatTemplate:
             if is_answer and not isinstance(kept.setdefault("content", None), str | None):
                 raise ConfigError(f"message {number}, of the assistant, is not text", source=where, fix=fix)
             for text in _texts_in(kept):
-                if found := (self._kept if is_answer else self._control).search(text):
+                if found := (self._special if is_answer else self._control).search(text):
                     raise ConfigError(
                         f"message {number} contains {found[0]}, which the tokenizer keeps for its own use",
                         source=where,
@@ -245,7 +246,9 @@ def _names_of(settings: Mapping[str, Any]) -> dict[str, str]:
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            content = file.read(min(os.fstat(file.fileno()).st_size, TOKENIZER_BYTES_MAX) + 1)
+            content = file.read(min(os.fstat(file.fileno()).st_size, FILE_BYTES_MAX) + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise ConfigError(f"larger than {FILE_BYTES_MAX:,} bytes", source=str(path), fix=NEEDED)
         return content.decode()
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", source=str(path), fix=NEEDED) from error

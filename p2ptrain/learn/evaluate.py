@@ -20,7 +20,7 @@ class Evaluation:
     """A held-out loss, and what it was measured on."""
 
     loss: float  # nats a token
-    error: float  # standard error of it, from how passes differ; nan of a single pass
+    error: float  # its standard error, estimated from the passes; nan if there was only one
     tokens: int  # that are learned
     sequences: int
 
@@ -41,11 +41,12 @@ def evaluate(
     device: torch.device = torch.device("cpu"),  # noqa: B008  (it has no state)
     on_pass: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Measures the mean loss of the first held-out sequences of `length`; of all without a number."""
+    """Measures the mean loss of the first `sequences` held-out sequences of `length` tokens; 0: of all."""
     held_out = dataset.held_out_sequences(length)
     count = min(sequences or held_out, held_out)
     if not count:
-        raise DataError(f"the held-out slice is shorter than one sequence of {length + 1} tokens")
+        what = f"the held-out split is shorter than one sequence of {length + 1} tokens"
+        raise DataError(f"{what}. Prepare the data with a larger --held-out")
     losses, weights = [], []
     for start in range(0, count, at_a_time):
         positions = np.arange(start, min(start + at_a_time, count))
@@ -56,7 +57,8 @@ def evaluate(
         on_pass(start + len(positions), count)
     tokens = sum(weights)
     if not tokens:
-        raise DataError("the held-out slice has nothing to be learned")
+        what = "no held-out token is learned"
+        raise DataError(f"{what}. Measure more sequences, or prepare the data with a larger --held-out")
     mean = sum(each * weight for each, weight in zip(losses, weights, strict=True)) / tokens
     return Evaluation(mean, _error(losses, weights, mean), tokens, count)
 

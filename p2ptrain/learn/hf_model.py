@@ -25,7 +25,7 @@ from torch.nn import functional
 from p2ptrain.config import ModelConfig
 from p2ptrain.config.hf import HfConfig
 from p2ptrain.errors import ConfigError, DeviceError
-from p2ptrain.learn.model import Model, cross_entropy, learned_alone
+from p2ptrain.learn.model import Model, cross_entropy, only_learned
 
 INSTALL = "pip install 'p2ptrain[hf]'"
 
@@ -69,8 +69,8 @@ def class_name(config: HfConfig) -> str:
         return type(make_net(config)).__name__
 
 
-def _read(inputs: Tensor, positions: Tensor | None) -> dict[str, Any]:
-    """Returns what a model of transformers is called with. It tells documents apart by positions that restart."""
+def _arguments(inputs: Tensor, positions: Tensor | None) -> dict[str, Any]:
+    """Returns the arguments of a forward pass. Positions that restart tell transformers where documents begin."""
     return {"input_ids": inputs, "use_cache": False} | ({} if positions is None else {"position_ids": positions})
 
 
@@ -113,13 +113,13 @@ class HfModel(Model):
 
     def packed_loss(self, inputs: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
         if self.hf.architecture.is_head_plain:
-            hidden, kept = learned_alone(self._hidden(inputs, positions), targets)
+            hidden, kept = only_learned(self._hidden(inputs, positions), targets)
             return cross_entropy(hidden, self._head(), kept)
-        logits, kept = learned_alone(self.net(**_read(inputs, positions)).logits, targets)
+        logits, kept = only_learned(self.net(**_arguments(inputs, positions)).logits, targets)
         return functional.cross_entropy(logits.float(), kept, reduction="sum") / max(1, len(kept))
 
     def _hidden(self, inputs: Tensor, positions: Tensor | None) -> Tensor:  # -> [batch, length, dim]
-        hidden: Tensor = self.net.base_model(**_read(inputs, positions)).last_hidden_state
+        hidden: Tensor = self.net.base_model(**_arguments(inputs, positions)).last_hidden_state
         return hidden
 
     def _head(self) -> Tensor:  # [vocab, dim]

@@ -30,7 +30,7 @@ class StepResult:
     loss: float
     tokens: int
     gradient_norm: float
-    learned: int  # of the tokens
+    learned: int  # tokens that count in the loss
 
 
 def mean_loss(results: Sequence[StepResult]) -> float | None:

@@ -263,7 +263,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         residual=residual,
         optimizer=copies * state + inner + libraries,
         activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes))
-        + _mask_bytes(run, sequences, passes),
+        + _attention_mask_bytes(run, sequences, passes),
         codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work, orthogonal),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * form.contribution_bytes),
@@ -290,13 +290,13 @@ def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: Pass
     return inner, MUON_COPIES * (2 if passes.autocast else 4) * at_once
 
 
-def _mask_bytes(run: RunConfig, sequences: int, passes: PassSettings) -> int:
-    """Returns the memory of what keeps documents apart: one mask, of which each layer of transformers makes another."""
+def _attention_mask_bytes(run: RunConfig, sequences: int, passes: PassSettings) -> int:
+    """Returns the memory of attention masks that keep documents apart: one, in transformers one for each layer."""
     if run.data.documents == "together":
         return 0
-    squares = sequences * run.model.sequence_length**2
-    layers = 1 if run.model.hf is None or passes.checkpointing else run.model.hf.layers
-    return squares * (FLOAT_BYTES * layers + 3)
+    elements = sequences * run.model.sequence_length**2
+    masks = 1 if run.model.hf is None or passes.checkpointing else run.model.hf.layers
+    return elements * (FLOAT_BYTES * masks + 3)  # and three boolean ones while it is made
 
 
 def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:

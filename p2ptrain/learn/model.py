@@ -209,8 +209,8 @@ def _working_type(device: str) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
 
 
-def learned_alone(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what is to be learned: hidden [tokens, dim] and targets [tokens] of [batch, length, ...]."""
+def only_learned(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Drops the places whose target is not learned: [batch, length, ...] -> hidden [tokens, dim], targets [tokens]."""
     is_learned = targets >= 0
     return hidden[is_learned], targets[is_learned]
 
@@ -305,7 +305,7 @@ class Transformer(Model):
         return cross_entropy(hidden, self.embed_tokens.weight, targets)
 
     def packed_loss(self, inputs: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
-        hidden, kept = learned_alone(self.hidden(inputs, positions), targets)
+        hidden, kept = only_learned(self.hidden(inputs, positions), targets)
         return cross_entropy(hidden, self.embed_tokens.weight, kept)
 
     def initialise(self, seed: int) -> None:

@@ -1,9 +1,8 @@
-"""Sequences that hold several documents, and words that are not to be learned.
+"""Reads sequences of tokens: which are learned, and where documents begin.
 
-A sequence is cut from a stream of documents, so several may stand in it. The token that ends one begins the next: there
-the model reads it at position 0, as it does when it is asked for a text, and what follows is predicted from there on
-alone. Where a run keeps documents apart (`data.documents`), attention stays within a document and positions restart;
-where it does not, a document sees those before it.
+A sequence is cut from a stream of documents and may hold several. The token that ends one document also begins the
+next, as it does when the model is asked for a text. With `data.documents = "apart"`, attention stays within a document
+and positions restart; with "together", a document sees those before it.
 
 In a data set with a loss mask, such as chats, a token that is read but not learned is stored as its complement, which
 is negative. So what is to be learned travels with the token, and a piece stays one array.
@@ -60,13 +59,13 @@ class Packing:
 PLAIN = Packing()
 
 
-def within_documents(positions: Tensor, kind: torch.dtype) -> Tensor:  # [batch, length] -> [batch, 1, length, length]
-    """Returns what is added to attention's scores: 0 for an input itself and what stands before it in its document.
+def within_documents(positions: Tensor, dtype: torch.dtype) -> Tensor:  # [batch, length] -> [batch, 1, length, length]
+    """Returns an additive attention mask: 0 for an input itself and those before it in its document, else -inf.
 
-    Not a mask of truth values, of which each layer would make and keep such a tensor.
+    Additive rather than boolean: each layer would convert a boolean mask to floats and keep its own copy.
     """
     places = torch.arange(positions.shape[1], device=positions.device)
     starts = places - positions
     is_seen = (places <= places[:, None]) & (places >= starts[:, :, None])
-    hidden = torch.full((), -torch.inf, dtype=kind, device=positions.device)
+    hidden = torch.full((), -torch.inf, dtype=dtype, device=positions.device)
     return torch.where(is_seen, hidden.new_zeros(()), hidden)[:, None]

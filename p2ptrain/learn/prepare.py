@@ -63,7 +63,7 @@ class DatasetSummary:
     held_out_tokens: int
     pieces: int  # files
     path: Path
-    parted: int = 0  # chats with the token that ends documents within
+    chats_cut: int = 0  # chats that documents = "apart" would cut: they contain the token that ends a document
 
 
 def prepare(
@@ -124,7 +124,7 @@ def prepare(
         held_out_tokens=reading.held_out.tokens,
         pieces=len({*reading.training.pieces, *reading.held_out.pieces}),
         path=out,
-        parted=reading.parted,
+        chats_cut=reading.chats_cut,
     )
 
 
@@ -136,7 +136,7 @@ class _Reading:
     held_out: Split
     lowest: int
     highest: int  # -1: no document
-    parted: int
+    chats_cut: int
 
     def moved(self, border: int) -> int:
         """Returns the nearest border that leaves neither split empty, if the documents allow it."""
@@ -171,7 +171,7 @@ class _Unfinished(msgspec.Struct, array_like=True):
     highest: int = -1
     training: _Kept = msgspec.field(default_factory=_Kept)
     held_out: _Kept = msgspec.field(default_factory=_Kept)
-    parted: int = 0
+    chats_cut: int = 0
 
 
 def _write_splits(
@@ -190,7 +190,7 @@ def _write_splits(
             done.lowest, done.highest = min(done.lowest, fraction), max(done.highest, fraction)
             writer = held_out if fraction < border else training
             writer.append(tokens)
-            done.parted += document.marked is not None and bool(((tokens == end) | (tokens == ~end))[:-1].any())
+            done.chats_cut += document.marked is not None and bool(((tokens == end) | (tokens == ~end))[:-1].any())
             is_learned = not len(tokens) or tokens[-1] >= 0
             writer.append(end if is_learned else ~end)
         done.documents += len(batch)
@@ -201,7 +201,7 @@ def _write_splits(
             _save(out, done, training, held_out)
         progress(min(done.bytes_read, total), total, training.tokens + held_out.tokens)
     progress(total, total, training.tokens + held_out.tokens)
-    return _Reading(training.finish(), held_out.finish(), done.lowest, done.highest, done.parted)
+    return _Reading(training.finish(), held_out.finish(), done.lowest, done.highest, done.chats_cut)
 
 
 def _type_of(how: Reading) -> np.dtype[np.integer[Any]]:

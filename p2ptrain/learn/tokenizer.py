@@ -4,10 +4,10 @@ Two kinds. `bytes` needs no file: a token is a byte of UTF-8. `json` is a file o
 library (Hugging Face's tokenizer.json), and its bytes are part of the run: their digest is
 `RunConfig.tokenizer.digest`, because two files that differ in one merge split the same text differently.
 
-A tokenizer file has settings that are meant for inference and would silently spoil training data:
-truncation, padding, a token in front, and parsing "<|endoftext|>" in a text as the special
-token. All of these are switched off here. Dropout of merges (Provilkov et al. 2020) makes each
-encoding different, so a file that asks for it is refused.
+A tokenizer file has settings that are meant for inference and would silently spoil training data: truncation, padding,
+a token in front, and parsing "<|endoftext|>" in a text as the special token. All of these are switched off here, except
+that special tokens are parsed in chats, where the template writes them. Dropout of merges (Provilkov et al. 2020) makes
+each encoding different, so a file that asks for it is refused.
 
 The library is written in Rust, and some files make it panic, while loading or on a text. The panic is an error that is
 not an `Exception` and would end a daemon: here it becomes a `DataError` about the file.
@@ -53,7 +53,7 @@ END_OF_DOCUMENT_NAMES = (  # the end tokens of common tokenizers, in order of pr
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A text in which special tokens stand, and the places in it that are learned; the rest is only read."""
+    """A chat's text, whose special tokens are parsed, and the places in it that are learned."""
 
     text: str
     learned: tuple[tuple[int, int], ...]  # first character, and the one after the last
@@ -206,19 +206,17 @@ class JsonTokenizer:
 
     @cached_property
     def _of_chats(self) -> LibraryTokenizer:
-        """The same tokenizer, which reads special tokens."""
+        """The same tokenizer, but special tokens in a text are parsed as such."""
         return _load_library_tokenizer(self.file_bytes, self.source, reads_special=True)
 
     @property
     def added(self) -> dict[str, bool]:
         return {token.content: token.special for token in self._library.get_added_tokens_decoder().values()}
 
-    def _special(self) -> dict[str, int]:
-        added = self._library.get_added_tokens_decoder()
-        return {token.content: number for number, token in added.items() if token.special}
-
     def _find_end_of_document(self, source: str) -> int:
-        special = self._special()  # any other token could occur in a text and end it early
+        added = self._library.get_added_tokens_decoder()
+        # Only special ones: any other token could occur in a text and end it early.
+        special = {token.content: number for number, token in added.items() if token.special}
         for name in END_OF_DOCUMENT_NAMES:
             if name in special:
                 return special[name]
@@ -232,7 +230,7 @@ class JsonTokenizer:
 def _masked(
     tokens: npt.NDArray[Any], begins: npt.NDArray[Any], ends: npt.NDArray[Any], marked: Marked, vocab_size: int
 ) -> Tokens:
-    """Returns tokens, those that do not lie in a learned place as their complements."""
+    """Replaces each token outside the learned places by its complement."""
     is_learned = np.zeros(len(tokens), dtype=bool)
     for first, last in marked.learned:
         is_inside = np.where(begins == ends, (first < ends) & (ends <= last), (begins < last) & (ends > first))

@@ -5,7 +5,7 @@
     check       says why a peer's payload is refused, if it is
     apply       applies the payloads that the swarm agreed on to the master weights, exactly
     root        computes the digest of the weights
-    evaluate    computes the loss on the held-out slice
+    evaluate    computes the loss on the held-out split
     sample      writes text with the agreed weights
     adopt       replaces the weights by those that others agreed on
     capture     copies everything that the next round depends on, to be written while training goes on
@@ -98,9 +98,10 @@ def check_tokens(run: RunConfig, dataset: TokenDataset) -> None:
         if run.model.hf is not None:
             fix = f"The model has {run.model.vocab_size}: prepare the data with its own tokenizer.json"
         raise ConfigError(f"the data has {made.vocab_size} tokens", key="model.vocab_size", fix=fix)
-    if dataset.is_masked and not run.model.is_packed:
-        what = f"the data has words that are not to be learned, and a model of kind {run.model.kind} would learn them"
-        raise ConfigError(what, key="model.kind", fix="Prepare it without --chat")
+    if dataset.is_masked and not run.model.supports_packing:
+        what = f"the data has a loss mask, which a model of kind {run.model.kind} would ignore"
+        fix = 'Use a model of kind "builtin" or "transformers", or data prepared from plain text'
+        raise ConfigError(what, key="model.kind", fix=fix)
 
 
 def packing_of(run: RunConfig, dataset: TokenDataset) -> Packing:

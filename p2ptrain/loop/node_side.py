@@ -207,8 +207,8 @@ class ScriptLoop:
 
         data, length = daemon.driver.device.trainer.dataset, daemon.run.model.sequence_length
         if data.is_masked or daemon.run.data.documents == "apart":
-            what = "the run's data says what is not learned, or which documents are apart, which a batch cannot tell"
-            raise DataError(f"{what}. Load the chats in the script, with a loader of its own")
+            what = "the run masks tokens or keeps documents apart, and a plain batch can carry neither"
+            raise DataError(f"{what}. Load and mask the data in the script instead of calling batches() or evaluate()")
         read = data.held_out_batch if is_held_out else data.batch
         batch = await asyncio.to_thread(read, np.asarray(positions), length)
         return Sequences(len(batch), batch.astype(np.int32).tobytes())

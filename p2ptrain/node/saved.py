@@ -277,10 +277,10 @@ def held_out_of(config: NodeConfig, run: RunConfig, directory: Path | None, sequ
     length = run.model.sequence_length
     here, count = dataset.held_out_here(length), dataset.held_out_sequences(length)
     if here < min(sequences or 1, count):
-        fix = "Name the data set's directory with --data, or measure fewer"
-        raise DataError(f"{here:,} of {count:,} held-out sequences are here: the rest has not been fetched. {fix}")
+        fix = "Measure fewer with --sequences" if here else "Name a complete data set with --data"
+        raise DataError(f"only {here:,} of {count:,} held-out sequences are on this machine. {fix}")
     if not sequences and here < count:
-        log.warning("%s of %s held-out sequences are here, and measured", f"{here:,}", f"{count:,}")
+        log.warning("measuring %s of %s held-out sequences: the others are not here", f"{here:,}", f"{count:,}")
     return dataset, min(sequences or here, here)
 
 

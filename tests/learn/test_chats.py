@@ -172,7 +172,7 @@ def test_a_text_with_every_character_of_private_use_is_a_chat_too() -> None:
 
 def test_a_template_that_leaves_the_answers_out_is_refused() -> None:
     told = refused(CHAT, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    assert "nothing of the assistant is in the text that the template writes" in told
+    assert "the chat template leaves out all that the assistant says" in told
 
 
 def test_a_name_of_a_token_that_nobody_says_is_asked_for(tmp_path: Path) -> None:
@@ -257,9 +257,9 @@ def test_a_template_that_fails_is_told_as_such(text: str) -> None:
 
 
 def test_a_template_that_says_more_of_a_message_is_refused() -> None:
-    assert "the chat template does not tell where message 2 is" in refused(CHAT, CHATML + "{{ messages[1].content }}")
+    assert "cannot find message 2 in the text" in refused(CHAT, CHATML + "{{ messages[1].content }}")
     counted = "{{ messages[1].content | length }}" + CHATML
-    assert "the chat template does not tell where message 2 is" in refused(CHAT, counted)
+    assert "cannot find message 2 in the text" in refused(CHAT, counted)
 
 
 @pytest.mark.parametrize("text", ["{% for %}", "{{ messages", "{% generation %}"])

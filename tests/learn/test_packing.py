@@ -122,7 +122,9 @@ def test_an_end_that_is_not_learned_parts_documents_too() -> None:
 @pytest.mark.parametrize("kind", ["plugin", "own"])
 def test_only_models_that_read_tokens_keep_documents_apart(kind: str) -> None:
     own: Any = {"plugin": "images 1"} if kind == "plugin" else {"parameters": ("a 2 2",)}
-    with pytest.raises(ValueError, match=f'data.documents = "apart": a model of kind {kind} sees whole sequences'):
+    with pytest.raises(
+        ValueError, match=f'data.documents = "apart" does not work with a model of kind {kind}: set "together"'
+    ):
         RunConfig(name="x", model=ModelConfig(kind=kind, **own), data=DataConfig(documents="apart"))
 
 
@@ -227,5 +229,5 @@ def test_documents_are_apart_where_the_run_says_so(chats: TokenDataset) -> None:
 
 def test_a_model_that_would_learn_all_of_it_is_refused(chats: TokenDataset) -> None:
     run = RunConfig(name="x", model=ModelConfig(kind="own", parameters=("a 2 2",)))
-    with pytest.raises(ConfigError, match="has words that are not to be learned, and a model of kind own would learn"):
+    with pytest.raises(ConfigError, match="the data has a loss mask, which a model of kind own would ignore"):
         check_data(run, chats)

@@ -77,5 +77,5 @@ async def test_batches_that_cannot_tell_what_is_learned_are_refused(is_masked: b
     device = SimpleNamespace(trainer=SimpleNamespace(dataset=dataset))
     daemon: Any = SimpleNamespace(run=run, driver=SimpleNamespace(device=device))
     loop = ScriptLoop(None, None, begun())  # type: ignore[arg-type]  # nothing is said yet
-    with pytest.raises(DataError, match=r"which a batch cannot tell\. Load the chats in the script"):
+    with pytest.raises(DataError, match=r"and a plain batch can carry neither\. Load and mask the data in the script"):
         await loop._read(range(2), daemon)
