@@ -18,6 +18,8 @@ from p2ptrain.errors import ConfigError, NoDaemonError, SilentDaemonError
 from p2ptrain.visible import visible
 
 if TYPE_CHECKING:
+    import torch
+
     from p2ptrain.config import NodeConfig
     from p2ptrain.learn.model import Model
     from p2ptrain.learn.sample import SampleRequest
@@ -110,19 +112,12 @@ def evaluate(
     Takes the newest certified checkpoint of this node, or the one that is named.
     """
     from p2ptrain.learn.evaluate import evaluate as measure
-    from p2ptrain.learn.export import load_model
     from p2ptrain.learn.trainer import open_device, packing_of
-    from p2ptrain.node.saved import find_model, held_out_of, reading, though_pruned
+    from p2ptrain.node.saved import held_out_of
 
     node = node_config(config, data_dir)
     device, _ = open_device(node.device)
-
-    def look() -> tuple[SavedModel, Model]:
-        found = find_model(node, run, number, checkpoint)
-        with reading(found.checkpoint):
-            return found, load_model(found.weights, device)
-
-    found, model = though_pruned(look)
+    found, model, _ = _loaded(node, run, number, checkpoint, device)
     dataset, count = held_out_of(node, found.run, data, sequences)
     packing = packing_of(found.run, dataset)
     typer.echo(_which(found), err=True)
@@ -198,25 +193,32 @@ def _from_checkpoint(
     request: SampleRequest,
     why_no_daemon: str,
 ) -> str:
-    from p2ptrain.learn.export import load_model
     from p2ptrain.learn.sample import sample
     from p2ptrain.learn.trainer import open_device
-    from p2ptrain.node.saved import find_model, reading, though_pruned
     from p2ptrain.visible import duration
 
     device, _ = open_device(node.device)  # the daemon's device, for identical results
+    found, model, saved_at = _loaded(node, run, number, directory, device)
+    if why_no_daemon:
+        age = duration(max(0.0, time() - saved_at))
+        typer.echo(f"{why_no_daemon}. Using a checkpoint instead, saved {age} ago:", err=True)
+    typer.echo(_which(found), err=True)  # stdout is for the text
+    return sample(model, found.tokenizer, request)
+
+
+def _loaded(
+    node: NodeConfig, run: str | None, number: int | None, directory: Path | None, device: torch.device
+) -> tuple[SavedModel, Model, float]:
+    """Returns a saved model, loaded, and when it was saved."""
+    from p2ptrain.learn.export import load_model
+    from p2ptrain.node.saved import find_model, reading, though_pruned
 
     def look() -> tuple[SavedModel, Model, float]:
         found = find_model(node, run, number, directory)
         with reading(found.checkpoint):
             return found, load_model(found.weights, device), found.saved_at
 
-    found, model, saved_at = though_pruned(look)
-    if why_no_daemon:
-        age = duration(max(0.0, time() - saved_at))
-        typer.echo(f"{why_no_daemon}. Using a checkpoint instead, saved {age} ago:", err=True)
-    typer.echo(_which(found), err=True)  # stdout is for the text
-    return sample(model, found.tokenizer, request)
+    return though_pruned(look)
 
 
 def _which(found: SavedModel) -> str:

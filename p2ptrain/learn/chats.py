@@ -31,7 +31,7 @@ PLACEHOLDER_OTHERWISE = "\ue000" * 9  # for a text that has all of them
 FILE_BYTES_MAX = 16 * 2**20  # a guess: a template has some 10 KB, a tokenizer_config.json a few MB at most
 MESSAGES_MAX = 1_000  # the whole chat is written again for each answer; a thousand take seconds
 WHY_MAX = 300  # characters kept of a template's error
-# What a template may raise besides Jinja's own errors, if a chat is not what its author thought of.
+# A template may raise these besides Jinja's own errors, given a chat that its author did not think of.
 FAILURES = ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
 
 Message = Mapping[str, Any]

@@ -34,7 +34,7 @@ import numpy as np
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.learn.chats import ChatTemplate
-from p2ptrain.learn.tokenizer import BytesTokenizer, Marked, Tokenizer, Tokens, token_type
+from p2ptrain.learn.tokenizer import BytesTokenizer, Tokenizer, Tokens, token_type
 
 BLOCK_BYTES_MAX = 16 * 2**10  # a few pages: small enough to hold out a hundredth of a megabyte
 BLOCK_TOKENS_MAX = 2**16  # of a stream of tokens that ends no document
@@ -69,7 +69,7 @@ class Document:
     text: str
     source_bytes: int  # its size where it was read
     tokens: Tokens | None = None  # another program has made them, and there is no text
-    marked: Marked | None = None  # of a chat, that text with what is learned of it
+    learned: tuple[tuple[int, int], ...] | None = None  # of a chat, the places in its text that are learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Reading:
         except ConfigError as error:
             self.leave_out(error)
             return None
-        return Document(marked.text, source_bytes, marked=marked)
+        return Document(marked.text, source_bytes, learned=marked.learned)
 
     def leave_out(self, error: ConfigError) -> None:
         """Tells that something broken is left out, or raises the error if nothing is."""

@@ -104,7 +104,7 @@ def prepare(
             )
         manifest = DatasetIndex(
             held_out=reading.held_out,
-            token_bytes=cast(Literal[1, 2, 4], _type_of(how).itemsize),
+            token_bytes=cast(Literal[1, 2, 4], _dtype_of(how).itemsize),
             tokenizer=TokenizerName(tokenizer.digest, tokenizer.kind, tokenizer.vocab_size),
             training=reading.training,
             version=1,
@@ -179,18 +179,18 @@ def _write_splits(
 ) -> _Reading:
     done = _unfinished(out, _name_of(sources, how, border))
     training, held_out = (_SplitWriter(out / PIECES_NAME, each) for each in (done.training, done.held_out))
-    kind = _type_of(how)
-    end = np.array([how.tokenizer.end_of_document], dtype=kind)
+    dtype = _dtype_of(how)
+    end = np.array([how.tokenizer.end_of_document], dtype=dtype)
     total, since_saved = sum(source.size for source in sources), 0
     found = (document for source in sources for document in documents(source, how))
     progress(min(done.bytes_read, total), total, training.tokens + held_out.tokens)
-    for batch, encoded in in_processes(how.tokenizer, kind, _batches(islice(found, done.documents, None)), processes):
+    for batch, encoded in in_processes(how.tokenizer, dtype, _batches(islice(found, done.documents, None)), processes):
         for document, tokens in zip(batch, encoded, strict=True):
             fraction = _fraction_of(document)
             done.lowest, done.highest = min(done.lowest, fraction), max(done.highest, fraction)
             writer = held_out if fraction < border else training
             writer.append(tokens)
-            done.chats_cut += document.marked is not None and bool(((tokens == end) | (tokens == ~end))[:-1].any())
+            done.chats_cut += document.learned is not None and bool(((tokens == end) | (tokens == ~end))[:-1].any())
             is_learned = not len(tokens) or tokens[-1] >= 0
             writer.append(end if is_learned else ~end)
         done.documents += len(batch)
@@ -204,7 +204,7 @@ def _write_splits(
     return _Reading(training.finish(), held_out.finish(), done.lowest, done.highest, done.chats_cut)
 
 
-def _type_of(how: Reading) -> np.dtype[np.integer[Any]]:
+def _dtype_of(how: Reading) -> np.dtype[np.integer[Any]]:
     return token_type(how.tokenizer.vocab_size, is_masked=how.chats is not None)
 
 

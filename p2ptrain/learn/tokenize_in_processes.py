@@ -25,21 +25,21 @@ Batch = tuple[list[Document], list[Tokens]]
 
 
 def in_processes(
-    tokenizer: Tokenizer, kind: np.dtype[Any], batches: Iterable[list[Document]], processes: int
+    tokenizer: Tokenizer, dtype: np.dtype[Any], batches: Iterable[list[Document]], processes: int
 ) -> Iterator[Batch]:
-    """Yields each batch with its tokens, of type `kind`, in order. A tokenizer without a file needs no processes."""
+    """Yields each batch with its tokens, of type `dtype`, in order. A tokenizer without a file needs no processes."""
     if processes < 2 or not tokenizer.file_bytes:
         for batch in batches:
-            yield batch, _tokens_of(batch, _encoded(tokenizer, _texts_of(batch)), kind)
+            yield batch, _tokens_of(batch, _encoded(tokenizer, _texts_of(batch)), dtype)
         return
     waiting: deque[tuple[list[Document], Future[list[bytes]]]] = deque()
 
     def first() -> Batch:
         batch, result = waiting.popleft()
-        return batch, _tokens_of(batch, (np.frombuffer(each, kind) for each in result.result()), kind)
+        return batch, _tokens_of(batch, (np.frombuffer(each, dtype) for each in result.result()), dtype)
 
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin, initargs=(tokenizer.file_bytes, kind))
+    pool = ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin, initargs=(tokenizer.file_bytes, dtype))
     try:
         for batch in batches:
             waiting.append((batch, pool.submit(_encode, _texts_of(batch))))
@@ -55,13 +55,14 @@ def in_processes(
 
 
 def _texts_of(batch: Sequence[Document]) -> list[str | Marked]:
-    return [document.marked or document.text for document in batch if document.tokens is None]
+    found = (document for document in batch if document.tokens is None)
+    return [each.text if each.learned is None else Marked(each.text, each.learned) for each in found]
 
 
-def _tokens_of(batch: Sequence[Document], encoded: Iterable[Tokens], kind: np.dtype[Any]) -> list[Tokens]:
+def _tokens_of(batch: Sequence[Document], encoded: Iterable[Tokens], dtype: np.dtype[Any]) -> list[Tokens]:
     made = iter(encoded)
     found = (next(made) if document.tokens is None else document.tokens for document in batch)
-    return [tokens.astype(kind, copy=False) for tokens in found]
+    return [tokens.astype(dtype, copy=False) for tokens in found]
 
 
 def _encoded(tokenizer: Tokenizer, texts: Sequence[str | Marked]) -> list[Tokens]:
@@ -74,14 +75,14 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str | Marked]) -> list[Tokens
 # In the other processes
 
 _tokenizer: JsonTokenizer | None = None
-_kind: np.dtype[Any] | None = None
+_dtype: np.dtype[Any] | None = None
 
 
-def _begin(file_bytes: bytes, kind: np.dtype[Any]) -> None:
-    global _tokenizer, _kind
+def _begin(file_bytes: bytes, dtype: np.dtype[Any]) -> None:
+    global _tokenizer, _dtype
     threading.Thread(target=_end_with_the_first_one, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores
-    _tokenizer, _kind = JsonTokenizer(file_bytes), kind
+    _tokenizer, _dtype = JsonTokenizer(file_bytes), dtype
 
 
 def _end_with_the_first_one() -> None:
@@ -93,5 +94,5 @@ def _end_with_the_first_one() -> None:
 
 
 def _encode(texts: list[str | Marked]) -> list[bytes]:
-    assert _tokenizer is not None and _kind is not None, "the process has begun"
-    return [tokens.astype(_kind, copy=False).tobytes() for tokens in _encoded(_tokenizer, texts)]
+    assert _tokenizer is not None and _dtype is not None, "the process has begun"
+    return [tokens.astype(_dtype, copy=False).tobytes() for tokens in _encoded(_tokenizer, texts)]

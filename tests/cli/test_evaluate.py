@@ -29,15 +29,7 @@ LENGTH = 33
 TEXTS = [f"{number} bottles of beer on the wall, {number} bottles of beer" for number in range(60)]
 
 
-@pytest.fixture
-def p2ptrain(capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(capsys)
-
-
-@pytest.fixture(autouse=True)
-def _on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("P2PTRAIN_DEVICE__NAME", "cpu")
-    monkeypatch.setenv("P2PTRAIN_DEVICE__THREADS", "1")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def texts(path: Path) -> DatasetSummary:

@@ -23,11 +23,6 @@ from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json
 
 
 @pytest.fixture
-def p2ptrain(capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(capsys)
-
-
-@pytest.fixture
 def node(tmp_path: Path) -> Node:
     return saved_node(tmp_path / "node")
 

@@ -39,15 +39,7 @@ from tests.helpers.web import STATUS, a_status
 MORE = ("--tokens", "30")
 
 
-@pytest.fixture
-def p2ptrain(capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(capsys)
-
-
-@pytest.fixture(autouse=True)
-def _on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("P2PTRAIN_DEVICE__NAME", "cpu")
-    monkeypatch.setenv("P2PTRAIN_DEVICE__THREADS", "1")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
