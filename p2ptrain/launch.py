@@ -31,11 +31,18 @@ from p2ptrain.node.assembly import Launch
 from p2ptrain.node.begun import begun_here, note_begun
 from p2ptrain.node.consent import takes_part
 from p2ptrain.node.control import Control
-from p2ptrain.node.directories import data_directory, dataset_directory, identity_file, private_directory
+from p2ptrain.node.directories import (
+    bases_directory,
+    data_directory,
+    dataset_directory,
+    identity_file,
+    private_directory,
+)
 from p2ptrain.node.find import (
     ask_around,
     check_addresses,
     fetch_dataset,
+    find_base,
     find_dataset,
     find_run,
     open_dataset,
@@ -230,12 +237,13 @@ async def _start(
         if loop is not None and before is not None:  # the script's model has other weights by now
             begun = await asyncio.to_thread(begin_again, before, place, dataset)
         else:
-            begun = await asyncio.to_thread(begin, before or run, place, [identity.key.hex()], dataset, given)
+            bases = bases_directory(config)
+            begun = await asyncio.to_thread(begin, before or run, place, [identity.key.hex()], dataset, given, bases)
         note_begun(begun.run, run, said, config)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
         await asyncio.to_thread(keep_tokenizer, config, begun.run, data)
         transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
-        started = Launch(begun.run, config, identity, transport, data, state=begun.state)
+        started = Launch(begun.run, config, identity, transport, data, begun.base, state=begun.state)
         await _serve(stack, started, daemon, http, loop)
 
 
@@ -267,8 +275,9 @@ async def _join(
             data = await fetch_dataset(transport, config, run, directory, sources)
         else:
             await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
+        base = await find_base(transport, config, run, sources)
         claim = claim_for(read, identity, run.run_id) if read else b""
-        launch = Launch(run, config, identity, transport, data, claim=claim, trust=trust)
+        launch = Launch(run, config, identity, transport, data, base, claim=claim, trust=trust)
         await _serve(stack, launch, daemon, http, loop)
 
 

@@ -53,7 +53,7 @@ class RunModel:
     """The shapes of a run's weights, with their layout, payload format and size."""
 
     def __init__(self, run: RunConfig) -> None:
-        named = named_shapes(run.model)
+        named = named_shapes(run.model, run.adapt)
         self.run = run
         self.names = [name for name, _ in named]
         self.shapes = [shape for _, shape in named]

@@ -142,7 +142,7 @@ def check(file: ConfigFile) -> None:
     from p2ptrain.learn.models import parameter_count
 
     node_config(None)  # may allow the run's plug-ins
-    parameters, payload = parameter_count(config.model), _payload_bytes(config)
+    parameters, payload = parameter_count(config.model, config.adapt), _payload_bytes(config)
     typer.echo(f"{file}: OK, a run")
     typer.echo(f"model    {parameters:,} parameters")
     typer.echo(f"payload  {payload:,} bytes a contribution")
@@ -154,7 +154,7 @@ def _payload_bytes(run: RunConfig) -> int:
     from p2ptrain.learn.models import shapes_of
     from p2ptrain.learn.transform import Layout
 
-    return PayloadFormat.of(Layout(shapes_of(run.model), run.recipe.chunk), run.recipe).payload_bytes
+    return PayloadFormat.of(Layout(shapes_of(run.model, run.adapt), run.recipe.chunk), run.recipe).payload_bytes
 
 
 @config_app.command()

@@ -39,6 +39,9 @@ Round = Annotated[
 
 def export(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to create; must not exist yet.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Export the adapters alone, for peft, instead of merging them.")
+    ] = False,
     checkpoint: Directory = None,
     number: Round = None,
     run: Run = None,
@@ -57,8 +60,10 @@ def export(
 
     def look() -> SavedModel:
         found = find_model(node_config(config, data_dir), run, number, checkpoint)
+        if adapter and not found.run.adapt.is_on:
+            raise ConfigError(f"{found.run.name} trains whole weights", key="--adapter", fix="Leave it out")
         with reading(found.checkpoint):
-            write(out, found.weights, found.tokenizer, found.members)
+            write(out, found.weights, found.tokenizer, found.members, only_adapters=adapter)
         return found
 
     found = though_pruned(look)
@@ -112,7 +117,8 @@ def evaluate(
     Takes the newest certified checkpoint of this node, or the one that is named.
     """
     from p2ptrain.learn.evaluate import evaluate as measure
-    from p2ptrain.learn.trainer import open_device, packing_of
+    from p2ptrain.learn.packing import packing_of
+    from p2ptrain.learn.trainer import open_device
     from p2ptrain.node.saved import held_out_of
 
     node = node_config(config, data_dir)

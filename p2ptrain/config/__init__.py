@@ -9,6 +9,7 @@ Decimal numbers are kept as fractions, so that 0.1 means exactly one tenth every
 
 from __future__ import annotations
 
+from p2ptrain.config.adapt import WHOLE, AdaptConfig
 from p2ptrain.config.fields import Digest, Rational, Section
 from p2ptrain.config.load import (
     exact,
@@ -52,6 +53,8 @@ __all__ = [
     "MODEL_PRESETS",
     "PROTOCOL_VERSION",
     "RECIPES",
+    "WHOLE",
+    "AdaptConfig",
     "AdmissionConfig",
     "AgreementConfig",
     "DataConfig",

@@ -144,6 +144,7 @@ class Architecture:
     also_needed: tuple[str, ...] = ()  # sizes that transformers would take from one model of this type
     is_tied: bool = False  # transformers' default, for a config that does not say
     dropout: float = 0.0  # likewise
+    is_transposed: bool = False  # whether its matrices are [inputs, outputs]
     base: str = "model."  # begins the names of all its parameters but the output head's
 
     def name(self, usual: str) -> str:
@@ -183,7 +184,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture({**_LLAMA, **_HEAD_DIM, "hidden_activation": ACTIVATION.or_null(),
         "use_bidirectional_attention": _one_of(False).or_null()},
         also_needed=("num_key_value_heads", "head_dim"), is_tied=True),
-    "gpt2": Architecture(_GPT2_KEYS, _GPT2_NAMES, is_tied=True, dropout=0.1, base="transformer."),
+    "gpt2": Architecture(_GPT2_KEYS, _GPT2_NAMES, is_tied=True, dropout=0.1,
+        is_transposed=True, base="transformer."),
     "gpt_neox": Architecture({**_USUAL, **_LAYER_NORM, **_BIAS, **_POSITIONS, "hidden_dropout": DROPOUT,
         "rotary_emb_base": _number(1, 1e12), "rotary_pct": _number(0.01, 1), "use_parallel_residual": FLAG},
         base="gpt_neox."),

@@ -143,6 +143,11 @@ class ModelConfig(Section):
         return self.kind in ("builtin", "transformers")
 
     @property
+    def supports_adapters(self) -> bool:
+        """Whether small matrices can be trained beside the model's own (learn/adapters.py)."""
+        return self.kind in ("builtin", "transformers")
+
+    @property
     def hf(self) -> HfConfig | None:
         """The checked config.json of a model of transformers; None for any other."""
         return read_hf_config(self.config) if self.kind == "transformers" else None

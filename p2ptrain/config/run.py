@@ -16,6 +16,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, JsonValue, ValidationError, model_validator
 from pydantic_core import from_json, to_json
 
+from p2ptrain.config.adapt import AdaptConfig
 from p2ptrain.config.fields import (
     Accepts,
     Digest,
@@ -45,6 +46,12 @@ LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
     ("model", "settings"): {},
     ("recipe", "plugin"): "",
     ("recipe", "settings"): {},
+    ("adapt", "kind"): "none",
+    ("adapt", "rank"): 16,
+    ("adapt", "alpha"): 32,
+    ("adapt", "targets"): [],
+    ("adapt", "base"): "",
+    ("adapt", "base_bytes"): 0,
 }
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
@@ -209,6 +216,7 @@ class RunConfig(Section):
     ] = Field(description="what people call the run")
     seed: int = Field(0, ge=0, lt=2**63, description="of the first weights and of the data assignment")
     model: ModelConfig = ModelConfig()
+    adapt: AdaptConfig = AdaptConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     recipe: RecipeConfig = RecipeConfig()
@@ -222,6 +230,11 @@ class RunConfig(Section):
         if self.data.documents == "apart" and not self.model.supports_packing:
             raise ValueError(
                 f'data.documents = "apart" does not work with a model of kind {self.model.kind}: set "together"'
+            )
+        if self.adapt.is_on and not self.model.supports_adapters:
+            raise ValueError(
+                f'adapt.kind = "{self.adapt.kind}" does not work with a model of kind {self.model.kind}: '
+                'set "none", or train a model of kind builtin or transformers'
             )
         if self.model.hf is not None and self.model.vocab_size < 256 and self.tokenizer.kind == "bytes":
             raise ValueError(
@@ -248,16 +261,28 @@ class RunConfig(Section):
 
     @property
     def is_sealed(self) -> bool:
-        is_complete = self.model.shapes or self.model.kind == "builtin"
+        is_complete = (self.model.shapes or self.model.kind == "builtin") and (self.adapt.base or not self.adapt.is_on)
         return bool(self.state.initial_root and self.admission.founders and is_complete) and (
             self.data.manifest != "embedded"
         )
 
-    def sealed(self, *, manifest: str, initial_root: str, founders: Sequence[str], shapes: str = "") -> RunConfig:
+    def sealed(
+        self,
+        *,
+        manifest: str,
+        initial_root: str,
+        founders: Sequence[str],
+        shapes: str = "",
+        base: tuple[str, int] = ("", 0),
+    ) -> RunConfig:
         """Returns this run with its data, first weights and founders filled in, so that it has an id; and the digest of
-        its parameters, if its model is not the built-in one."""
+        its parameters, if its model is not the built-in one.
+
+        base: digest and size of the frozen weights
+        """
         raw = self.model_dump()
         raw["model"]["shapes"] = shapes or self.model.shapes
+        raw["adapt"]["base"], raw["adapt"]["base_bytes"] = base
         raw["data"]["manifest"], raw["state"]["initial_root"] = manifest, initial_root
         raw["admission"]["founders"] = tuple(sorted(founders))  # the order must not make a different run
         return RunConfig.model_validate(raw)
@@ -267,11 +292,13 @@ class RunConfig(Section):
         raw = self.model_dump()
         for key, said in table.items():
             raw[key] = {**raw[key], **said} if isinstance(said, Mapping) else said
-        data, state, admission, model = raw["data"], raw["state"], raw["admission"], raw["model"]
+        data, state, admission, model, adapt = (raw[key] for key in ("data", "state", "admission", "model", "adapt"))
         if data["manifest"] == "embedded":  # what sealing has filled in
             data["manifest"] = self.data.manifest
         state["initial_root"] = state["initial_root"] or self.state.initial_root
         model["shapes"] = model["shapes"] or self.model.shapes
+        if not adapt["base"]:
+            adapt["base"], adapt["base_bytes"] = self.adapt.base, self.adapt.base_bytes
         admission["founders"] = admission["founders"] or self.admission.founders
         try:
             return RunConfig.model_validate(raw) == self

@@ -8,6 +8,7 @@ here uses the network.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,13 +19,14 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from p2ptrain.config import ModelConfig, NodeConfig, RunConfig
+from p2ptrain.config import WHOLE, ModelConfig, NodeConfig, RunConfig
 from p2ptrain.config.text import problem
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import read_regular
+from p2ptrain.learn.adapters import Base, base_file, make_base, read_base
 from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
-from p2ptrain.learn.models import first_model, named_shapes, shapes_digest
+from p2ptrain.learn.models import first_model, named_shapes, shapes_digest, without_adapters
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.root import octets, state_root
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, load_tokenizer, tokenizer_digest
@@ -41,6 +43,7 @@ class NewRun(NamedTuple):
     run: RunConfig  # sealed
     dataset: Path
     state: bytes  # the first weights, as the state root hashes them
+    base: Base | None = None  # the frozen ones, if adapters train
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +60,18 @@ def begin(
     founders: Sequence[str],
     dataset: Path | None = None,
     given: GivenWeights | None = None,
+    bases: Path | None = None,
 ) -> NewRun:
     """Seals `run`. The embedded data set is made in `directory`; any other is read from `dataset`.
 
-    founders: public keys in hex; given: the first weights, if they are not made from the seed. Idempotent: called again
-    with the original or the sealed run, it returns the same result and reuses the data it made. Raises ConfigError for
-    a run that others began.
+    founders: public keys in hex; given: the first weights, if they are not made from the seed; bases: where frozen ones
+    are kept. Idempotent: called again with the original or the sealed run, it returns the same result and reuses the
+    data it made. Raises ConfigError for a run that others began.
     """
     _check_founders(run, founders)
     data = _open_data(run, directory, dataset)
-    weights = given.read(run.model) if given else first_weights(run)
+    base = _base(run, bases, given) if run.adapt.is_on and bases is not None else None
+    weights = given.read(run.model) if given and base is None else first_weights(run)
     if given:
         _suggest_tokenizer(given.place, data)
     root = state_root(weights).hex()
@@ -79,12 +84,13 @@ def begin(
         )
     try:
         manifest = manifest_digest(data.manifest_bytes())
-        shapes = "" if run.model.kind == "builtin" else shapes_digest(named_shapes(run.model))
-        sealed = run.sealed(manifest=manifest, initial_root=root, founders=founders, shapes=shapes)
+        shapes = "" if run.model.kind == "builtin" else shapes_digest(named_shapes(run.model, run.adapt))
+        named = ("", 0) if base is None else (base.digest, base.size)
+        sealed = run.sealed(manifest=manifest, initial_root=root, founders=founders, shapes=shapes, base=named)
     except ValidationError as error:  # everything else was valid already
         mistake = problem(error.errors(include_url=False)[0], RunConfig, NodeConfig)
         raise ConfigError(mistake.what, key=mistake.key, fix=mistake.fix) from error
-    return NewRun(sealed, data.directory, bytes(octets(weights)))
+    return NewRun(sealed, data.directory, bytes(octets(weights)), base)
 
 
 def begin_again(run: RunConfig, directory: Path, dataset: Path | None = None) -> NewRun:
@@ -94,8 +100,26 @@ def begin_again(run: RunConfig, directory: Path, dataset: Path | None = None) ->
 
 def first_weights(run: RunConfig) -> Tensor:
     """Makes the run's first weights from its seed, flat.  # [parameters]"""
-    parameters = first_model(run.model, run.seed).parameters()
+    parameters = first_model(run.model, run.seed, adapt=run.adapt).parameters()
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+
+
+def _base(run: RunConfig, directory: Path, given: GivenWeights | None) -> Base:
+    """Returns the frozen weights: those of a run that was begun here before, or the given ones, or from the seed."""
+    wanted = run.adapt.base
+    if wanted and given is None and base_file(directory, wanted).exists():
+        base = read_base(base_file(directory, wanted))
+    else:
+        model = without_adapters(run.model)
+        flat = given.read(model) if given else first_weights(run.model_copy(update={"model": model, "adapt": WHOLE}))
+        shapes = named_shapes(model)
+        parts = torch.split(flat, [math.prod(shape) for _, shape in shapes])
+        base = make_base(directory, {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)})
+    if wanted not in ("", base.digest):
+        what = f"these weights are {base.digest}, and not those that the run adapts"
+        fix = "Give the --weights that it began with; to begin another run, remove adapt.base and adapt.base_bytes"
+        raise ConfigError(what, key="adapt.base", fix=fix)
+    return base
 
 
 def _suggest_tokenizer(place: Path, data: TokenDataset) -> None:

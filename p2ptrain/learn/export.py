@@ -1,5 +1,7 @@
 """Exports the agreed weights as a checkpoint that Hugging Face's transformers loads; the built-in model as a Llama.
 
+Of a run that trains adapters, they are merged into the frozen weights, or exported alone for the peft library.
+
     config.json               the model's sizes
     model.safetensors         the weights; after its header come the bytes that the state root hashes
     generation_config.json    settings to sample text as `p2ptrain generate` does
@@ -7,6 +9,8 @@
     tokenizer_config.json     how to tokenize texts with it
     run.json                  the run's settings; their digest is its id
     README.md                 the model card
+
+Adapters alone are adapter_config.json and adapter_model.safetensors, with the run's settings and a model card.
 
 The built-in model computes what Llama computes and has the same parameter names (model.py), and a model of transformers
 keeps its own, so nothing is converted: weights are copied from file to file, a piece at a time, and checked on the way.
@@ -19,26 +23,37 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
+from torch import Tensor
 
 from p2ptrain.config import ModelConfig, RunConfig
 from p2ptrain.config.hf import HfConfig
 from p2ptrain.digest import PIECE_BYTES, leaf_digest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import PARTIAL_SUFFIX, forget, open_regular, rename, sync, trouble, write_all, write_file
+from p2ptrain.learn.adapters import FIRST, SECOND, base_tensors, is_transposed, merged
 from p2ptrain.learn.model import INITIAL_DEVIATION, NORM_EPSILON, Model
-from p2ptrain.learn.models import build_with, exported_shapes, named_shapes, parameter_count
+from p2ptrain.learn.models import (
+    Shape,
+    build_with,
+    exported_name,
+    exported_shapes,
+    named_shapes,
+    parameter_count,
+    without_adapters,
+)
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, root_of_leaves
 from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.learn.tokenizer import Tokenizer, WithoutPanic
 
 MODE = 0o666  # less the user's umask: an export is meant to be shared
+PEFT_PREFIX = "base_model.model."  # in the names of peft's files
 HEADER_ALIGNMENT = 8  # bytes; safetensors data begin at a multiple of this
 
 
@@ -54,6 +69,7 @@ class Weights:
     branch: bytes
     head: bytes  # that round's manifest; empty if unknown
     root: bytes
+    base: Path | None = None  # the file of the frozen ones, if adapters train
 
     @property
     def covered(self) -> list[int] | None:
@@ -62,7 +78,7 @@ class Weights:
 
     def check_size(self) -> None:
         """Compares the file's size with the run's model before memory is allocated for it."""
-        if self.size != (expected := FLOAT_BYTES * parameter_count(self.run.model)):
+        if self.size != (expected := FLOAT_BYTES * parameter_count(self.run.model, self.run.adapt)):
             raise DataError(f"{self.path}: {self.size:,} bytes of weights, but the run's model has {expected:,}")
 
     def pieces(self) -> Iterator[bytes]:
@@ -82,42 +98,65 @@ class Weights:
         if root_of_leaves(leaves, size, self.covered) != self.root:
             raise DataError(f"{self.path}: not the weights of round {self.round}: their root is not {self.root.hex()}")
 
+    def named(self) -> dict[str, Tensor]:
+        """Reads all of them, by the names of the model's parameters."""
+        self.check_size()
+        shapes = dict(named_shapes(self.run.model, self.run.adapt))
+        flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()), dtype=torch.float32)
+        into, at = octets(flat), 0
+        for piece in self.pieces():
+            into[at : at + len(piece)] = piece
+            at += len(piece)
+        parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
 
 def load_model(weights: Weights, device: torch.device) -> Model:
     """Loads the weights into a model, and checks them."""
-    weights.check_size()
-    shapes = dict(named_shapes(weights.run.model))
-    flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()), dtype=torch.float32)
-    into, at = octets(flat), 0
-    for piece in weights.pieces():
-        into[at : at + len(piece)] = piece
-        at += len(piece)
-    parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
-    named = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-    return build_with(weights.run.model, named).eval().to(device).requires_grad_(False)
+    run, named = weights.run, weights.named()
+    return build_with(run.model, named, run.adapt, weights.base).eval().to(device).requires_grad_(False)
 
 
-def export(target: Path, weights: Weights, tokenizer: Tokenizer, members: tuple[int, int] | None) -> None:
-    """Exports to a new directory, completely or not at all; `members`: how many have a vote, and are admitted."""
+def export(
+    target: Path,
+    weights: Weights,
+    tokenizer: Tokenizer,
+    members: tuple[int, int] | None,
+    *,
+    only_adapters: bool = False,
+) -> None:
+    """Exports to a new directory, completely or not at all; `members`: how many have a vote, and are admitted.
+
+    only_adapters: leave the frozen weights out, instead of merging the adapters into them
+    """
     check_target(target)
-    files = {
-        "tokenizer.json": tokenizer.file_bytes or bytes_tokenizer(),
-        "run.json": weights.run.canonical(),
-        "README.md": model_card(weights, members).encode(),
-    }
+    files = {"run.json": weights.run.canonical(), "README.md": model_card(weights, members, only_adapters).encode()}
+    if only_adapters:
+        _write(target, files | {"adapter_config.json": _json(_peft_config(weights.run))}, weights, only_adapters=True)
+        return
+    files["tokenizer.json"] = tokenizer.file_bytes or bytes_tokenizer()
     if weights.run.model.kind != "plugin":  # whose model only its package loads
         files |= {
             "config.json": _json(model_config(weights.run.model, tokenizer.end_of_document)),
             "generation_config.json": _json(_generation_config(tokenizer.end_of_document)),
             "tokenizer_config.json": _json(_tokenizer_config(weights.run.model, _end_name(tokenizer))),
         }
+    _write(target, files, weights, only_adapters=False)
+
+
+def _write(target: Path, files: Mapping[str, bytes], weights: Weights, *, only_adapters: bool) -> None:
     with trouble(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(suffix=PARTIAL_SUFFIX, dir=target.parent))  # a name that nobody else uses
         partial = place / target.name
         try:
             partial.mkdir()
-            _write_weights(partial / "model.safetensors", weights)
+            if only_adapters:
+                _write_adapters(partial / "adapter_model.safetensors", weights)
+            elif weights.run.adapt.is_on:
+                _write_merged(partial / "model.safetensors", weights)
+            else:
+                _write_weights(partial / "model.safetensors", weights)
             for name, content in files.items():
                 write_file(partial / name, content, mode=MODE)
             sync(partial)
@@ -137,15 +176,42 @@ def check_target(target: Path) -> None:
 
 
 def _write_weights(path: Path, weights: Weights) -> None:
+    _write_file(path, _header(weights, exported_shapes(weights.run.model)), weights.pieces())
+
+
+def _write_adapters(path: Path, weights: Weights) -> None:
+    shapes = named_shapes(weights.run.model, weights.run.adapt)
+    named = [(PEFT_PREFIX + exported_name(weights.run.model, name), shape) for name, shape in shapes]
+    _write_file(path, _header(weights, named), weights.pieces())
+
+
+def _write_merged(path: Path, weights: Weights) -> None:
+    """Writes the frozen weights with the adapters' changes added, a tensor at a time."""
+    run, adapters, model, base = weights.run, weights.named(), without_adapters(weights.run.model), weights.base
+    assert base is not None, "a run that trains adapters has one"
+    shapes = named_shapes(model)
+
+    def numbers() -> Iterator[memoryview]:
+        for name, frozen in base_tensors(base, dict(shapes)):
+            module = name.removesuffix("weight")
+            whole = frozen
+            if module + FIRST in adapters:
+                whole = merged(frozen, adapters[module + FIRST], adapters[module + SECOND], run)
+            yield octets(whole.contiguous().reshape(-1))
+
+    _write_file(path, _header(weights, exported_shapes(model)), numbers())
+
+
+def _write_file(path: Path, header: bytes, content: Iterable[bytes | memoryview]) -> None:
     with path.open("wb", buffering=0) as file:
-        write_all(file.fileno(), _header(weights))
-        for piece in weights.pieces():
-            write_all(file.fileno(), piece)
+        write_all(file.fileno(), header)
+        for part in content:
+            write_all(file.fileno(), part)
         os.fsync(file.fileno())
 
 
-def _header(weights: Weights) -> bytes:
-    """Returns the length and header of a safetensors file whose data are the agreed weights as they are.
+def _header(weights: Weights, shapes: Iterable[tuple[str, Shape]]) -> bytes:
+    """Returns the length and header of a safetensors file whose data are fp32 numbers of these shapes.
 
     The library would need all weights in memory just to write this header. The output matrix is the embedding
     (tied), which Hugging Face, like us, writes once.
@@ -153,7 +219,7 @@ def _header(weights: Weights) -> bytes:
     named = {"run": weights.run.run_id, "round": str(weights.round), "state_root": weights.root.hex()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **named}}
     begin = 0
-    for name, shape in exported_shapes(weights.run.model):
+    for name, shape in shapes:
         end = begin + math.prod(shape) * FLOAT_BYTES
         entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
@@ -200,6 +266,23 @@ def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
         "torch_dtype": "float32",
         "use_cache": True,
         "vocab_size": config.vocab_size,
+    }
+
+
+def _peft_config(run: RunConfig) -> dict[str, Any]:
+    """Returns the adapter_config.json with which the peft library loads the adapters beside the run's model."""
+    modules = [name.removesuffix(f".{FIRST}") for name, _ in named_shapes(run.model, run.adapt) if name.endswith(FIRST)]
+    return {
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "fan_in_fan_out": is_transposed(run.model),
+        "inference_mode": True,
+        "lora_alpha": run.adapt.alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": run.adapt.rank,
+        "target_modules": [exported_name(run.model, module) for module in modules],
+        "task_type": "CAUSAL_LM",
     }
 
 
@@ -271,7 +354,7 @@ def bytes_tokenizer() -> bytes:
 # The model card
 
 
-def model_card(weights: Weights, members: tuple[int, int] | None) -> str:
+def model_card(weights: Weights, members: tuple[int, int] | None, only_adapters: bool = False) -> str:
     """Writes the README: the model's sizes, its origin, and how to load it."""
     run, config, recipe = weights.run, weights.run.model, weights.run.recipe
     founders = f"{len(run.admission.founders)} when it began"
@@ -292,17 +375,24 @@ def model_card(weights: Weights, members: tuple[int, int] | None) -> str:
         f"{recipe.local_steps} steps a round, learning rate {schedule}",
         "model": f"{_sizes(config)}, {config.vocab_size:,} tokens, sequences of {config.sequence_length:,}",
     }
+    if run.adapt.is_on:
+        facts["adapters"] = f"{run.adapt.kind}, rank {run.adapt.rank}, alpha {run.adapt.alpha}: "
+        facts["adapters"] += f"{parameter_count(config, run.adapt):,} parameters beside the base `{run.adapt.base}`"
     table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
     kind = config.hf.model_type if config.hf else "llama"
     length = f"{config.sequence_length:,}"
     front, load = ("", _LOAD_PLUGIN) if config.kind == "plugin" else (_FRONT, _LOAD)
+    check = _CHECK_MERGED if run.adapt.is_on else _CHECK
+    if only_adapters:
+        front, load = _FRONT.replace("transformers", "peft", 1), _LOAD_ADAPTERS
+        check = _CHECK.replace("model.", "adapter_model.", 1)
     names = {"name": run.name, "kind": kind, "round": f"{weights.round:,}", "table": table, "length": length}
-    return (front + _CARD).format(load=load.format(plugin=config.plugin, length=length), **names)
+    return (front + _CARD + check).format(load=load.format(plugin=config.plugin, length=length), **names)
 
 
 def _sizes(config: ModelConfig) -> str:
     """Describes the model's size."""
-    count = f"{parameter_count(config):,} parameters"
+    count = f"{parameter_count(without_adapters(config)):,} parameters"
     if config.kind == "plugin":
         return f"{config.plugin}, {count}"
     kind = f"{config.hf.model_type}, " if config.hf else ""
@@ -335,9 +425,23 @@ holds all settings of the run; its BLAKE3 digest, under the domain "run id", is 
 
 ## Check it
 
+"""
+_CHECK = """\
 After its header, `model.safetensors` is the agreed state as the swarm hashes it, fp32 in the model's order: everyone
 who took part in the run can compare its root.
 """
+_CHECK_MERGED = """\
+`model.safetensors` is the frozen weights with what the adapters add. The agreed state that the swarm hashes is the
+adapters alone: `p2ptrain export --adapter` writes them as they are.
+"""
+_LOAD_ADAPTERS = """\
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = "..."  # the model that the run adapts
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ".")
+```"""
 _LOAD = """\
 ```python
 import torch

@@ -61,6 +61,9 @@ def read_weights(path: Path, model: ModelConfig) -> Tensor:  # -> [parameters] f
 
 def read_checkpoint(weights: Weights, model: ModelConfig) -> Tensor:  # -> [parameters] fp32
     """Reads the agreed weights of another run, checked against their root. ConfigError if its model is another."""
+    if weights.run.adapt.is_on:
+        fix = "Give what `p2ptrain export` makes of it, in which they are merged"
+        raise ConfigError("it has the adapters of a model alone", source=str(weights.path), fix=fix)
     ours, theirs = exported_shapes(model), exported_shapes(weights.run.model)
     shapes = {name: Found(shape, lambda: torch.empty(0)) for name, shape in theirs}
     _refuse(weights.path, _misfits(dict(ours), shapes))

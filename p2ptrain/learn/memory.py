@@ -26,7 +26,7 @@ from p2ptrain.learn.aggregate import INT16_MAX
 from p2ptrain.learn.codec import PayloadFormat
 from p2ptrain.learn.inner import BATCH_ELEMENTS
 from p2ptrain.learn.model import logits_rows
-from p2ptrain.learn.models import build, shapes_of
+from p2ptrain.learn.models import build, parameter_count, shapes_of, without_adapters
 from p2ptrain.learn.plugins import FAILURES
 from p2ptrain.learn.recipes import copies_of
 from p2ptrain.learn.root import FLOAT_BYTES
@@ -80,7 +80,8 @@ class Need:
     """The memory and disk space that a run takes, in bytes."""
 
     parameters: int  # a count
-    state: int  # the weights; their gradient is as large
+    state: int  # the weights that train; their gradient is as large
+    base: int  # the frozen ones, if adapters train
     payload: int  # one contribution
     residual: int
     optimizer: int  # the agreed weights, if they are not the live ones, and the state of the inner optimizer
@@ -95,7 +96,7 @@ class Need:
     @property
     def trainer(self) -> int:
         """Memory that the run needs on the training device."""
-        return 2 * self.state + self.residual + self.optimizer + max(self.activations, self.codec)
+        return 2 * self.state + self.base + self.residual + self.optimizer + max(self.activations, self.codec)
 
     def main(self, device: str) -> int:
         """Main memory that the node's process needs when `device` trains."""
@@ -105,6 +106,7 @@ class Need:
     def of_trainer(self) -> str:
         """Spells out how `trainer` adds up, for a person."""
         parts = {
+            "frozen weights": self.base,
             "weights": self.state,
             "gradient": self.state,
             "residual": self.residual,
@@ -240,7 +242,7 @@ def _cpu_has_bf16(device: torch.device) -> bool:
 
 def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     """Computes a run's demand for memory and disk without allocating anything."""
-    shapes = shapes_of(run.model)
+    shapes = shapes_of(run.model, run.adapt)
     layout = Layout(shapes, run.recipe.chunk)
     form = PayloadFormat.of(layout, run.recipe)
     parameters = sum(prod(shape) for shape in shapes)
@@ -259,6 +261,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     return Need(
         parameters=parameters,
         state=state,
+        base=FLOAT_BYTES * parameter_count(without_adapters(run.model)) if run.adapt.is_on else 0,
         payload=form.payload_bytes,
         residual=residual,
         optimizer=copies * state + inner + libraries,
@@ -282,6 +285,10 @@ def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: Pass
     sizes = [prod(shape) for shape in shapes]
     if run.recipe.inner == "adamw":
         return (FLOAT_BYTES + passes.state_bytes) * sum(sizes), 0
+    if run.adapt.is_on:
+        return passes.state_bytes * sum(sizes), MUON_COPIES * (2 if passes.autocast else 4) * max(
+            [BATCH_ELEMENTS, *sizes]
+        )
     # The first is the embedding; an output matrix of its own is the last that is a matrix.
     is_untied = run.model.hf is not None and not run.model.hf.is_tied  # of a plug-in's nothing is known
     hidden = [prod(shape) for shape in shapes[1:] if len(shape) == 2][: -1 if is_untied else None]

@@ -171,7 +171,8 @@ class FusedLoss(torch.autograd.Function):
         step = logits_rows(len(weight), device)
         total = torch.zeros((), device=hidden.device)
         to_hidden = torch.empty_like(hidden if with_gradient else hidden[:0])
-        to_weight = torch.zeros_like(weight if with_gradient else weight[:0])
+        is_trained = with_gradient and weight.requires_grad
+        to_weight = torch.zeros_like(weight if is_trained else weight[:0])
         with torch.autocast(device, enabled=False):
             cast = weight.to(kind)
             for start in range(0, count, step):
@@ -183,16 +184,18 @@ class FusedLoss(torch.autograd.Function):
                     logits.sub_(norms).exp_().scatter_add_(1, wanted, torch.full_like(norms, -1.0))
                     gradient = logits.div_(count).to(kind)
                     to_hidden[start : start + step] = gradient @ cast
-                    to_weight += gradient.T @ inputs
+                    if is_trained:
+                        to_weight += gradient.T @ inputs
                     del gradient
                 del logits  # before the next block computes its own
         ctx.save_for_backward(to_hidden, to_weight)
         return total / max(1, count)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         to_hidden, to_weight = ctx.saved_tensors
-        return to_hidden * gradient.to(to_hidden.dtype), to_weight * gradient, None, None
+        of_weight = to_weight * gradient if ctx.needs_input_grad[1] else None  # a frozen one has none
+        return to_hidden * gradient.to(to_hidden.dtype), of_weight, None, None
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -12,14 +12,16 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from p2ptrain.config import ModelConfig
+from p2ptrain.config import WHOLE, AdaptConfig, ModelConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DeviceError
 from p2ptrain.learn import plugins
+from p2ptrain.learn.adapters import AdaptedModel, load_base
 from p2ptrain.learn.model import Model, Transformer, parameter_shapes
 
 Shape = tuple[int, ...]
@@ -46,11 +48,27 @@ class OwnModel(Model):
         return []
 
 
-def build(config: ModelConfig, checkpointing: bool = False, seed: int = 0) -> Model:
-    """Makes the model; its weights are arbitrary until they are initialised or loaded.
+def build(
+    config: ModelConfig,
+    checkpointing: bool = False,
+    seed: int = 0,
+    adapt: AdaptConfig = WHOLE,
+    base: Path | None = None,
+) -> Model:
+    """Makes the model; its weights are arbitrary until they are initialised or loaded, but those of a `base`.
 
     seed: of what a plug-in's constructor draws; nobody else's random numbers change
     """
+    model = _build(config, checkpointing, seed)
+    if not adapt.is_on:
+        return model
+    adapted = AdaptedModel(model, adapt)
+    if base is not None:
+        load_base(adapted, base)
+    return adapted
+
+
+def _build(config: ModelConfig, checkpointing: bool, seed: int) -> Model:
     if config.kind == "builtin":
         return Transformer(config, checkpointing=checkpointing)
     if config.kind == "own":
@@ -66,9 +84,15 @@ def build(config: ModelConfig, checkpointing: bool = False, seed: int = 0) -> Mo
     return model
 
 
-def first_model(config: ModelConfig, seed: int, checkpointing: bool = False) -> Model:
+def first_model(
+    config: ModelConfig,
+    seed: int,
+    checkpointing: bool = False,
+    adapt: AdaptConfig = WHOLE,
+    base: Path | None = None,
+) -> Model:
     """Makes the model with its first weights: the same for the same seed on the same machine."""
-    model = build(config, checkpointing, seed)
+    model = build(config, checkpointing, seed, adapt, base)
     with torch.random.fork_rng(devices=[]), plugins.blamed_in_model(config, "made its first weights"):
         model.initialise(seed)
     return model
@@ -94,14 +118,19 @@ def _checked(model: object, plugin: str) -> Model:
     return model
 
 
-def build_with(config: ModelConfig, weights: Mapping[str, Tensor]) -> Model:
-    """Makes the model of these tensors, by the names of its parameters, which become its own."""
-    if config.kind == "builtin":
+def build_with(
+    config: ModelConfig, weights: Mapping[str, Tensor], adapt: AdaptConfig = WHOLE, base: Path | None = None
+) -> Model:
+    """Makes the model of these tensors, by the names of its parameters, which become its own.
+
+    base: the file of the frozen ones, if adapters train
+    """
+    if config.kind == "builtin" and not adapt.is_on:
         with torch.device("meta"):  # no memory, whatever the size
             model = build(config)
         model.load_state_dict(weights, assign=True)
         return model
-    model = build(config)  # whole: it has buffers
+    model = build(config, adapt=adapt, base=base)  # whole: it has buffers
     for name, parameter in model.named_parameters():  # a tied one stands once
         parameter.data = weights[name]
     return model
@@ -116,13 +145,14 @@ def refuse_trained_buffers(model: nn.Module) -> None:
 
 
 @lru_cache(maxsize=8)
-def named_shapes(config: ModelConfig) -> NamedShapes:
+def named_shapes(config: ModelConfig, adapt: AdaptConfig = WHOLE) -> NamedShapes:
     """Returns the trained parameters' names and shapes, in the order of the state, without memory for them.
 
     Raises DeviceError if the run says that they are others.
     """
     with torch.device("meta"):
-        found = tuple((name, tuple(parameter.shape)) for name, parameter in build(config).named_parameters())
+        model = build(config, adapt=adapt)
+    found = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
     if config.shapes and shapes_digest(found) != config.shapes:
         what = f"{_maker(config)} makes other parameters than the run's: {shapes_digest(found)} instead of "
         what += config.shapes
@@ -165,16 +195,28 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def shapes_of(config: ModelConfig) -> list[Shape]:
+def shapes_of(config: ModelConfig, adapt: AdaptConfig = WHOLE) -> list[Shape]:
     """Returns the shapes alone; of the built-in model without building it, whatever its size."""
-    return parameter_shapes(config) if config.kind == "builtin" else [shape for _, shape in named_shapes(config)]
+    if config.kind == "builtin" and not adapt.is_on:
+        return parameter_shapes(config)
+    return [shape for _, shape in named_shapes(config, adapt)]
 
 
-def parameter_count(config: ModelConfig) -> int:
-    return sum(prod(shape) for shape in shapes_of(config))
+def parameter_count(config: ModelConfig, adapt: AdaptConfig = WHOLE) -> int:
+    """Counts the numbers that are trained."""
+    return sum(prod(shape) for shape in shapes_of(config, adapt))
+
+
+def without_adapters(config: ModelConfig) -> ModelConfig:
+    """Returns the model of a run that trains adapters as it is without them: the run's digest is that of theirs."""
+    return config.model_copy(update={"shapes": ""})
+
+
+def exported_name(config: ModelConfig, name: str) -> str:
+    """Returns the name that a parameter has in Hugging Face's files."""
+    return BUILTIN_PREFIX + name if config.kind == "builtin" else name
 
 
 def exported_shapes(config: ModelConfig) -> NamedShapes:
     """Returns the parameters under the names that they have in Hugging Face's files."""
-    prefix = BUILTIN_PREFIX if config.kind == "builtin" else ""
-    return tuple((prefix + name, shape) for name, shape in named_shapes(config))
+    return tuple((exported_name(config, name), shape) for name, shape in named_shapes(config))

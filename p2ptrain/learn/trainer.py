@@ -48,7 +48,7 @@ from p2ptrain.learn.evaluate import evaluate
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
 from p2ptrain.learn.models import build, first_model
-from p2ptrain.learn.packing import Packing
+from p2ptrain.learn.packing import packing_of
 from p2ptrain.learn.plugins import blamed_in_run
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, LocalRecipe, Withdrawal, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
@@ -104,12 +104,6 @@ def check_tokens(run: RunConfig, dataset: TokenDataset) -> None:
         raise ConfigError(what, key="model.kind", fix=fix)
 
 
-def packing_of(run: RunConfig, dataset: TokenDataset) -> Packing:
-    """Returns how the run's sequences are read."""
-    is_apart = run.data.documents == "apart"
-    return Packing(dataset.is_masked, dataset.open_tokenizer().end_of_document if is_apart else None)
-
-
 @dataclass(frozen=True)
 class Capture:
     """A trainer's state at one moment, to be written while training continues."""
@@ -135,9 +129,18 @@ class Trainer:
     """A node's model, residual and recipe.
 
     Only the node that begins a run needs `initial` weights; otherwise all matrices are zero until `adopt` or `load`.
+    base: the file of the frozen weights, if adapters train
     """
 
-    def __init__(self, run: RunConfig, device: DeviceConfig, dataset: TokenDataset, *, initial: bool = True) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        device: DeviceConfig,
+        dataset: TokenDataset,
+        *,
+        initial: bool = True,
+        base: Path | None = None,
+    ) -> None:
         check_data(run, dataset)
         self.run, self.dataset = run, dataset
         self.device, autocast = open_device(device)
@@ -145,7 +148,9 @@ class Trainer:
         if device.checkpointing:
             return_large_blocks()
         is_frugal = device.checkpointing
-        model = first_model(run.model, run.seed, is_frugal) if initial else build(run.model, is_frugal)
+        assert run.adapt.is_on == (base is not None), "the base is fetched before the node is built"
+        make = partial(first_model, seed=run.seed) if initial else build
+        model = make(run.model, checkpointing=is_frugal, adapt=run.adapt, base=base)
         if device.compile:
             _check_compiler()
             model.compile_layers()

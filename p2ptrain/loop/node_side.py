@@ -96,6 +96,9 @@ class ScriptLoop:
         if run.recipe.plugin:
             what = f"the run's steps are those of the plug-in {run.recipe.plugin}, and not a script's"
             raise ConfigError(what, key="recipe.plugin", fix="Take part with `p2ptrain join`")
+        if run.adapt.is_on:
+            what = "the run trains adapters beside a model of its own"
+            raise ConfigError(what, key="adapt.kind", fix="Take part with `p2ptrain join`")
         own = run.model.named if run.model.kind == "own" else named_shapes(run.model)  # nothing is made of a stranger's
         ours, theirs = dict(self._begin.parameters), dict(own)
         for name, shape in theirs.items():

@@ -20,6 +20,7 @@ from p2ptrain.core.view import NodeView
 from p2ptrain.errors import ConfigError, DataError, UnusableError
 from p2ptrain.files import DiskError, read, write_atomically
 from p2ptrain.identity import Identity, RunSigner
+from p2ptrain.learn.adapters import Base
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net.address_book import Origin
 from p2ptrain.net.blobs.fetch import Fetcher
@@ -58,6 +59,7 @@ class Launch:
     identity: Identity
     transport: Transport
     data: TokenDataset
+    base: Base | None = None  # the frozen weights, if adapters train
     state: bytes = b""  # the first weights, on the node that starts the run
     claim: bytes = b""
     trust: bytes = b""  # a head that a history must contain to be adopted
@@ -99,7 +101,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     me = launch.identity.key
     store = _open_store(stack, launch)
     if device is None:
-        device = await Device.open(run, config.device, launch.data, me)
+        device = await Device.open(run, config.device, launch.data, me, launch.base)
         stack.callback(device.close)
     signer = NotingSigner(RunSigner(launch.identity, run_id))
     seed = secrets.token_hex(16)
@@ -171,7 +173,7 @@ async def _connect(
     if config.network.bootstrap and not remembered:  # so that the next start can identify the run by them
         await persistence.remember(config.network.bootstrap, ())
     fetcher = Fetcher(transport, run_id, download=download, blame=intake.blame)
-    served_blobs = ServedBlobs(run, store, states, launch.data, fetcher)
+    served_blobs = ServedBlobs(run, store, states, launch.data, fetcher, launch.base)
     server = Server(transport, run_id, served_blobs, upload=upload, blame=intake.blame, is_admitted=view.is_in)
     place = store.directory / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, launch.data, states, place, intake.blame)

@@ -18,7 +18,8 @@ from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import stored_runs
 
 SAID_NAME = "said.json"  # in the run's directory
-SEALED = {"data.manifest", "state.initial_root", "admission.founders", "model.shapes"}  # filled in when a run begins
+# Filled in when a run begins.
+SEALED = {"data.manifest", "state.initial_root", "admission.founders", "model.shapes", "adapt.base", "adapt.base_bytes"}
 
 log = logging.getLogger("p2ptrain.daemon")
 
@@ -66,7 +67,7 @@ def _differences(run: RunConfig, wanted: RunConfig) -> Iterator[tuple[str, objec
     """Yields each key in which a sealed run is not what is wanted, and both values."""
     theirs, ours = _flat(run), _flat(wanted)
     for key in sorted(theirs.keys() | ours.keys()):
-        is_filled_in = key in SEALED and ours.get(key) in ("", (), [], "embedded")
+        is_filled_in = key in SEALED and ours.get(key) in ("", (), [], "embedded", 0)
         if theirs.get(key) != ours.get(key) and not is_filled_in:
             yield key, theirs.get(key), ours.get(key)
 

@@ -32,6 +32,7 @@ from p2ptrain.core.complaints import Complaint
 from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_digest
 from p2ptrain.core.pace import takes_another
 from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
+from p2ptrain.learn.adapters import Base
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult, mean_loss
 from p2ptrain.learn.trainer import Trainer
@@ -94,10 +95,13 @@ class Device:
         self._check_thread = ThreadPoolExecutor(1, "check")
 
     @classmethod
-    async def open(cls, run: RunConfig, config: DeviceConfig, dataset: TokenDataset, me: bytes) -> Device:
+    async def open(
+        cls, run: RunConfig, config: DeviceConfig, dataset: TokenDataset, me: bytes, base: Base | None = None
+    ) -> Device:
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "trainer")
-        trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, dataset, initial=False))
+        frozen = base.path if base else None
+        trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, dataset, initial=False, base=frozen))
         return cls(trainer, me, thread, await loop.run_in_executor(thread, torch.get_num_threads))
 
     def set_threads(self, count: int) -> None:

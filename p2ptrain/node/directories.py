@@ -36,6 +36,11 @@ def dataset_directory(config: NodeConfig, manifest: str) -> Path:
     return data_directory(config) / "data" / manifest[:16]
 
 
+def bases_directory(config: NodeConfig) -> Path:
+    """Returns where the frozen weights of runs that train adapters are kept."""
+    return data_directory(config) / "bases"
+
+
 @contextmanager
 def private_directory() -> Iterator[Path]:
     """Makes a directory for sockets, readable by this user only. Its path is short: a socket's may have 107 bytes."""

@@ -1,4 +1,4 @@
-"""Fetches contributions, training data, states and data sets' manifests and tokenizers from peers.
+"""Fetches contributions, training data, states, frozen weights and data sets' manifests and tokenizers from peers.
 
 Everything is checked against its digest: the fetcher checks payloads and states piece by piece as they arrive; the
 other kinds are checked here as a whole.
@@ -17,6 +17,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.files import entries, forget, make_directory
+from p2ptrain.learn.adapters import base_file
 from p2ptrain.learn.assignment import Positions
 from p2ptrain.learn.data import MANIFEST_BYTES_MAX, TokenDataset, manifest_digest, piece_digest, store_manifest
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, tokenizer_digest
@@ -211,6 +212,14 @@ async def fetch_manifest(fetcher: Fetcher, run: RunConfig, directory: Path, sour
 
     sink = await fetcher.fetch(name, MANIFEST_BYTES_MAX, sources, check=check, failed=ignore)
     return await asyncio.to_thread(store_manifest, directory, sink.data(), run.data.manifest)
+
+
+async def fetch_base(fetcher: Fetcher, run: RunConfig, directory: Path, sources: Sequence[bytes]) -> None:
+    """Fetches the frozen weights of a run that trains adapters into the directory."""
+    await asyncio.to_thread(make_directory, directory)
+    sink = FileSink(base_file(directory, run.adapt.base))
+    name = BlobName("base", bytes.fromhex(run.adapt.base))
+    await fetcher.fetch(name, run.adapt.base_bytes, sources, sink=sink, failed=ignore)
 
 
 async def fetch_tokenizer(fetcher: Fetcher, run: RunConfig, dataset: TokenDataset, sources: Sequence[bytes]) -> None:

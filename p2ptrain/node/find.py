@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
+from typing import TypeVar
 
 import msgspec
 
 from p2ptrain.config import PROTOCOL_VERSION, NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.files import forget
+from p2ptrain.learn.adapters import Base, base_file, read_base
 from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import kind_of_address, split
@@ -23,10 +26,11 @@ from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.connections import tell
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
-from p2ptrain.node.directories import data_directory, dataset_directory, run_directory
-from p2ptrain.node.fetching import fetch_manifest, fetch_tokenizer
+from p2ptrain.node.directories import bases_directory, data_directory, dataset_directory, run_directory
+from p2ptrain.node.fetching import fetch_base, fetch_manifest, fetch_tokenizer
 from p2ptrain.node.limits import refuse_too_much_data
 from p2ptrain.store.records import remembered_peers
+from p2ptrain.visible import count_of
 
 RUN_ID_DIGITS = 64  # a shorter name may be that of many runs, as whoever makes runs can arrange
 FIND_SECONDS = 2.0  # between attempts to ask the bootstraps for the run; doubles up to
@@ -35,6 +39,7 @@ REST_SECONDS = 2.0  # to wait for the other bootstraps once one has answered; lo
 ASK_SECONDS = 5.0  # for bootstraps to answer, if the run is known from an earlier start
 
 log = logging.getLogger("p2ptrain.node")
+T = TypeVar("T")
 
 Found = dict[bytes, tuple[questions.RunInfo, list[bytes]]]  # by run id: the run, and the peers that reported it
 
@@ -272,6 +277,44 @@ async def fetch_dataset(
     transport: Transport, config: NodeConfig, run: RunConfig, directory: Path, sources: RunSources
 ) -> TokenDataset:
     """Fetches the data set's manifest and tokenizer; its pieces are fetched when they are needed."""
+
+    async def fetch(fetcher: Fetcher) -> TokenDataset:
+        data = await fetch_manifest(fetcher, run, directory, sources.peers)
+        await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
+        if run.tokenizer.kind == "json":
+            await fetch_tokenizer(fetcher, run, data, sources.peers)
+        return data
+
+    return await _keep_trying(transport, config, run, sources, fetch)
+
+
+async def find_base(transport: Transport, config: NodeConfig, run: RunConfig, sources: RunSources) -> Base | None:
+    """Returns the frozen weights of a run that trains adapters, from this disk if they are there; else fetches them."""
+    if not run.adapt.is_on:
+        return None
+    directory = bases_directory(config)
+    path = base_file(directory, run.adapt.base)
+    if path.exists():
+        base = await asyncio.to_thread(read_base, path)
+        if base.digest == run.adapt.base:
+            return base
+        log.warning("%s: damaged: fetching it again", path)
+        forget(path)
+    log.info("fetching the weights that the run adapts: %s", count_of(run.adapt.base_bytes))
+    await _keep_trying(
+        transport, config, run, sources, lambda fetcher: fetch_base(fetcher, run, directory, sources.peers)
+    )
+    return await asyncio.to_thread(read_base, path)
+
+
+async def _keep_trying(
+    transport: Transport,
+    config: NodeConfig,
+    run: RunConfig,
+    sources: RunSources,
+    fetch: Callable[[Fetcher], Awaitable[T]],
+) -> T:
+    """Fetches what the node cannot begin without, for as long as it takes."""
     run_id = bytes.fromhex(run.run_id)
     fetcher = Fetcher(
         transport, run_id, download=TokenBucket(config.limits.download_bytes_per_second), blame=_blame_nobody
@@ -279,11 +322,7 @@ async def fetch_dataset(
     wait = FIND_SECONDS
     while True:
         try:
-            data = await fetch_manifest(fetcher, run, directory, sources.peers)
-            await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
-            if run.tokenizer.kind == "json":
-                await fetch_tokenizer(fetcher, run, data, sources.peers)
-            return data
+            return await fetch(fetcher)
         except FetchError as error:
             log.warning("%s; the node keeps trying", error)
         await asyncio.sleep(wait)

@@ -36,7 +36,7 @@ from p2ptrain.config.text import allowed
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import ConfigError, TooLargeError
 from p2ptrain.files import below, nearest_existing
-from p2ptrain.node.directories import data_directory, dataset_directory, run_directory
+from p2ptrain.node.directories import bases_directory, data_directory, dataset_directory, run_directory
 
 if TYPE_CHECKING:
     from p2ptrain.learn.memory import DiskDemand, Need
@@ -170,8 +170,13 @@ def disk_demand(run: RunConfig, config: NodeConfig, need: Need, data_bytes: int 
         of_run.append(run_directory(config, bytes.fromhex(run.run_id)))
     used = sum(file.st_blocks * 512 for directory in of_run for _, file in below(directory))
     free = shutil.disk_usage(nearest_existing(data_directory(config))).free
+    frozen = run.adapt.base_bytes or need.base
+    if run.adapt.base:
+        bases = below(bases_directory(config))
+        used += sum(file.st_blocks * 512 for path, file in bases if path.name.startswith(run.adapt.base))
     formula = need.disk_formula(*terms) + (f", data of {mega(data_bytes)}" if data_bytes else "")
-    return DiskDemand(need.disk(*terms) + data_bytes, used, free, config.limits.disk_bytes, formula)
+    formula += f", frozen weights of {mega(frozen)}" if frozen else ""
+    return DiskDemand(need.disk(*terms) + data_bytes + frozen, used, free, config.limits.disk_bytes, formula)
 
 
 # ---------------------------------------------------------------------------------------------------

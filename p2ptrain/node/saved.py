@@ -22,11 +22,12 @@ from p2ptrain.core.journal import HistoryVerdict, Journal
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.files import make_directory, read_regular, trouble, write_atomically
+from p2ptrain.learn.adapters import base_file, read_base
 from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.learn.export import Weights
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
 from p2ptrain.learn.trainer import check_tokens
-from p2ptrain.node.directories import run_directory
+from p2ptrain.node.directories import bases_directory, run_directory
 from p2ptrain.node.find import choose_run, find_dataset
 from p2ptrain.store.checkpoints import LOOKS_MAX, STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp
 from p2ptrain.store.log import read_journal
@@ -83,10 +84,11 @@ class SavedModel:
     judgement: HistoryVerdict
     state: AgreedState | None  # the agreed state of its round, if the node's log still has it
     tokenizer: Tokenizer
+    base: Path | None  # the frozen weights, if adapters train
 
     @property
     def weights(self) -> Weights:
-        return _weights(self.checkpoint, self.run)
+        return _weights(self.checkpoint, self.run, self.base)
 
     @property
     def saved_at(self) -> float:
@@ -122,7 +124,20 @@ def find_model(
         checkpoints = Checkpoints(run_directory(config, run_id) / CHECKPOINTS_NAME, run_id)
         chosen = newest_whole(checkpoints, number)
     tokenizer = _tokenizer(config, run, chosen.checkpoint.path)
-    return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer)
+    return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer, _base(config, run))
+
+
+def _base(config: NodeConfig, run: RunConfig) -> Path | None:
+    """Returns the file of the frozen weights of a run that trains adapters."""
+    if not run.adapt.is_on:
+        return None
+    path = base_file(bases_directory(config), run.adapt.base)
+    if not path.exists() or read_base(path).digest != run.adapt.base:
+        raise DataError(
+            f"{path}: damaged, or missing: it holds the weights that the run adapts. Take part in the run "
+            "once more, which fetches them, or name the directory of a node that does with --data-dir"
+        )
+    return path
 
 
 def weights_in(config: NodeConfig, directory: Path) -> Weights:
@@ -130,10 +145,10 @@ def weights_in(config: NodeConfig, directory: Path) -> Weights:
     return _weights(*_open(config, directory))
 
 
-def _weights(checkpoint: Checkpoint, run: RunConfig) -> Weights:
+def _weights(checkpoint: Checkpoint, run: RunConfig, base: Path | None = None) -> Weights:
     stamp, path = checkpoint.stamp, checkpoint.path / STATE_NAME
     branch, head, root = checkpoint.branch, checkpoint.head, checkpoint.root
-    return Weights(path, stamp.state.bytes, stamp.state.blake3, run, stamp.round, branch, head, root)
+    return Weights(path, stamp.state.bytes, stamp.state.blake3, run, stamp.round, branch, head, root, base)
 
 
 def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> JudgedCheckpoint:

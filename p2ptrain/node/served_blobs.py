@@ -1,4 +1,5 @@
-"""The blobs that this node serves to peers: payloads, states, training data, its manifest and the tokenizer."""
+"""The blobs that this node serves to peers: payloads, states, frozen weights, training data, its manifest and the
+tokenizer."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from functools import cached_property
 from p2ptrain.config import RunConfig
 from p2ptrain.digest import is_piece, leaf_digests
 from p2ptrain.errors import DataError
+from p2ptrain.learn.adapters import Base
 from p2ptrain.learn.data import MANIFEST_BYTES_MAX, MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest
 from p2ptrain.learn.tokenizer import tokenizer_digest
 from p2ptrain.net import questions
@@ -51,8 +53,15 @@ class ServedBlobs:
     """The catalog of a node: finds the blobs that peers ask for."""
 
     def __init__(
-        self, run: RunConfig, store: Store, states: SavedStates, dataset: TokenDataset, fetcher: Fetcher
+        self,
+        run: RunConfig,
+        store: Store,
+        states: SavedStates,
+        dataset: TokenDataset,
+        fetcher: Fetcher,
+        base: Base | None = None,
     ) -> None:
+        self._base = None if base is None else BaseBlob(base)
         self.run, self.store, self.states, self.dataset, self.fetcher = run, store, states, dataset, fetcher
         self._leaves: OrderedDict[bytes, bytes] = (
             OrderedDict()
@@ -63,8 +72,8 @@ class ServedBlobs:
         match name.kind:
             case "payload":
                 return self._payload(name.name) or self.fetcher.in_progress(name)
-            case "state":
-                return self.states.find(name.name)
+            case "state" | "base":
+                return self._weights(name)
             case "data":
                 size = self.dataset.piece_size(name.name)
                 return None if size is None else DataPiece(self.dataset, name.name, size)
@@ -74,6 +83,11 @@ class ServedBlobs:
                 return self._file(TOKENIZER_NAME, lambda whole: tokenizer_digest(whole) == self.run.tokenizer.digest)
             case _:
                 return None
+
+    def _weights(self, name: BlobName) -> Blob | None:
+        if name.kind == "state":
+            return self.states.find(name.name)
+        return self._base if name.name.hex() == self.run.adapt.base else None
 
     def _file(self, name: str, is_right: Check) -> Blob | None:
         """Returns a file of the data set, if it is there."""
@@ -138,6 +152,20 @@ class DataPiece:
         piece = self._dataset.piece(self._name)
         if piece is None:
             raise DataError(f"piece {self._name.hex()} of the training data is missing or damaged")
+        return piece
+
+
+class BaseBlob:
+    """The frozen weights of a run, checked each time a piece is read."""
+
+    def __init__(self, base: Base) -> None:
+        self._base, self.size, self.leaves = base, base.size, base.leaves
+        self.held = all_pieces(base.size)
+
+    def read(self, index: int) -> bytes:
+        piece = self._base.piece(index)
+        if not is_piece(self.leaves, self.size, index, piece):
+            raise DataError(f"{self._base.path} is damaged: piece {index}")
         return piece
 
 

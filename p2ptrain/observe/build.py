@@ -36,7 +36,7 @@ CONTRIBUTORS_TOLD = 20_000  # in all rounds of one answer: 1.2 MB
 # Kinds of blobs (net/blobs/blob.py) by purpose.
 BLOB_PURPOSES: dict[Purpose, tuple[str, ...]] = {
     "payloads": ("payload",),
-    "states": ("state",),
+    "states": ("state", "base"),
     "data": ("data", "manifest", "tokenizer"),
 }
 WAYS = ("sent", "received")

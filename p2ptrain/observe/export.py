@@ -199,7 +199,7 @@ def _summary(recorded_run: RecordedRun) -> str:
     rows = [
         ("rounds", f"{len(rounds):,} recorded, {first.round:,} to {last.round:,}"),
         ("from, to", f"{_time(first.applied_at)} to {_time(last.applied_at)}"),
-        ("model", f"{parameter_count(run.model):,} parameters, recipe {escape(run.recipe.name)}"),
+        ("model", f"{parameter_count(run.model, run.adapt):,} parameters, recipe {escape(run.recipe.name)}"),
         ("loss", f"{losses[0]:.4f} to {losses[-1]:.4f} nats per token, in training here" if losses else "none"),
         *_held_out(measured),
         ("contributions", f"{all_of_them:,} taken from {len(taken):,} nodes, {refused:,} refused"),

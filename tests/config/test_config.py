@@ -152,8 +152,8 @@ IN_A_RUN = {
     "k = 3": "FILE: k: unknown key. It belongs in [recipe]",
     "[modle]": "FILE: modle: unknown key. Did you mean model?",
     "[http]": "FILE: http: unknown key. It belongs in the other kind of config, that of a node",
-    '"a\\nb: c" = 3': 'FILE: "a\\nb: c": unknown key. Known here: protocol, name, seed, model, tokenizer, data, '
-    "recipe, state, agreement, admission, eval",
+    '"a\\nb: c" = 3': 'FILE: "a\\nb: c": unknown key. Known here: protocol, name, seed, model, adapt, tokenizer, '
+    "data, recipe, state, agreement, admission, eval",
     "seed = 1.0": "FILE: seed: expected a whole number, found 1.0. Write for instance seed = 0",
     'seed = "3"': 'FILE: seed: expected a whole number, found "3". Write for instance seed = 0',
     "seed = true": "FILE: seed: expected a whole number, found true. Write for instance seed = 0",

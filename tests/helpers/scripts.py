@@ -33,7 +33,8 @@ class Script(Daemon):
     @property
     def text(self) -> str:
         """What its node has logged; a script that is interrupted prints a traceback."""
-        return (self.directory / "node.log").read_text(errors="replace")
+        own = self.directory / "node.log"
+        return (own if own.exists() else self.log).read_text(errors="replace")
 
     @property
     def node(self) -> psutil.Process:

@@ -35,7 +35,7 @@ def text_set(directory: Path) -> tuple[Path, str]:
 
 
 def test_an_embedded_run_is_sealed_and_ready_to_train(tmp_path: Path) -> None:
-    run, path, state = begin(RUN, tmp_path / "data", [OTHER, ME])
+    run, path, state, _ = begin(RUN, tmp_path / "data", [OTHER, ME])
     assert run.is_sealed
     assert path == tmp_path / "data"
     assert run.data.manifest == manifest_digest(read_manifest(path))

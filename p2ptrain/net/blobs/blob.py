@@ -1,7 +1,8 @@
 """Blobs: large content-addressed objects, cut into pieces of 1 MiB.
 
-A payload or a state is a tree (digest.py): its name is a Merkle root, and each piece can be checked as it arrives and
-forwarded before the next one. The other kinds are checked as a whole by the peer that requested them.
+A payload, a state or a base (frozen weights) is a tree (digest.py): its name is a Merkle root, and each piece can be
+checked as it arrives and forwarded before the next one. The other kinds are checked as a whole by the peer that
+requested them.
 
 Sets of pieces are integers: piece i is bit i. So a union, a difference and a choice among sixty thousand pieces take
 microseconds.
@@ -27,8 +28,8 @@ from p2ptrain.digest import (
 )
 from p2ptrain.errors import DataError
 
-Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer"]
-TREES = ("payload", "state")
+Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer", "base"]
+TREES = ("payload", "state", "base")
 Check: TypeAlias = Callable[[bytes], bool]
 T = TypeVar("T")
 PIECES_MAX = 60_000  # per blob, 63 GB: their digests and counts still fit one frame

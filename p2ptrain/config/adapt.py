@@ -1,0 +1,50 @@
+"""`[adapt]` of a run: whether it trains a whole model, or small matrices beside frozen weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from p2ptrain.config.fields import Accepts, DigestOrEmpty, Section
+
+BASE_BYTES_MAX = 2**35  # of frozen weights: 17 billion numbers of two bytes; a fetch can have 63 GB
+TargetName = Annotated[
+    str,
+    Field(max_length=80, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$"),
+    Accepts('the end of a module\'s name such as "q_proj"'),
+]
+
+
+class AdaptConfig(Section):
+    """What of the model trains. With adapters the agreed state is them alone, and the model's own weights stay as they
+    were when the run was started: everybody fetches them once."""
+
+    kind: Literal["none", "lora"] = Field(
+        "none", description="none: every weight trains; lora: two small matrices beside each target do (LoRA)"
+    )
+    rank: int = Field(16, ge=1, le=1_024, description="rows of the first small matrix, and columns of the second")
+    alpha: int = Field(32, ge=1, le=4_096, description="their product counts alpha / rank times")
+    targets: tuple[TargetName, ...] = Field(
+        (), max_length=32, strict=False, description="the matrices that get them; empty: all but the vocabulary's"
+    )
+    base: DigestOrEmpty = Field("", description="digest of the frozen weights; empty until the run is started")
+    base_bytes: int = Field(
+        0, ge=0, le=BASE_BYTES_MAX, description="size of the frozen weights; 0 until the run is started"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.kind == "none" and self != type(self).model_construct():
+            raise ValueError('adapters are described, but kind is "none": set kind = "lora", or remove the other keys')
+        if bool(self.base) != bool(self.base_bytes):
+            raise ValueError("base and base_bytes belong together: give both, or leave them to `p2ptrain start`")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters train, and nothing else."""
+        return self.kind != "none"
+
+
+WHOLE: Final = AdaptConfig()  # every weight trains

@@ -1,0 +1,252 @@
+"""LoRA: trains two small matrices beside each of a model's own, which stay as they are (arXiv 2106.09685).
+
+A matrix W becomes W + alpha / rank * B A, where A [rank, inputs] is drawn at random and B [outputs, rank] begins as 0.
+The agreed state is A and B alone. The model's own weights are the base: a safetensors file that whoever begins a run
+writes and everybody else fetches once. Its name is the Merkle root over its pieces, so that each can be checked as it
+arrives, and one model's file is the same for everyone: tensors in the order of their names, each in the smallest type
+that holds its numbers exactly.
+
+Names are those of the peft library, which reads what `p2ptrain export --adapter` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn import functional
+
+from p2ptrain.config import AdaptConfig, ModelConfig, RunConfig
+from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root
+from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.files import PARTIAL_SUFFIX, make_directory, open_regular, rename, trouble, write_all
+from p2ptrain.learn.model import Linear, Model
+
+Shape = tuple[int, ...]
+FIRST, SECOND = "lora_A.weight", "lora_B.weight"  # the ends of the adapters' names
+STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # the first that fits is taken
+HEADER_ALIGNMENT = 8  # bytes; safetensors data begin at a multiple of this
+NAMED_MAX = 6  # modules that an error names
+
+
+# ---------------------------------------------------------------------------------------------------
+# The model
+
+
+class Adapter(nn.Module):
+    """A matrix of a model, frozen, with the two small ones that train beside it."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, frozen: nn.Module, adapt: AdaptConfig) -> None:
+        super().__init__()
+        for name in ("weight", "bias"):
+            self.register_parameter(name, getattr(frozen, name))
+        self.scale = adapt.alpha / adapt.rank
+        self.is_transposed = not isinstance(frozen, nn.Linear)  # GPT-2's are [inputs, outputs]
+        outputs, inputs = _sizes(frozen)
+        self.lora_A, self.lora_B = Linear(inputs, adapt.rank), Linear(adapt.rank, outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:  # [..., inputs] -> [..., outputs]
+        weight = self.weight.T if self.is_transposed else self.weight
+        change: Tensor = self.lora_B(self.lora_A(inputs))
+        return functional.linear(inputs, weight, self.bias) + self.scale * change
+
+
+class AdaptedModel(Model):
+    """A model whose own weights are frozen; its parameters are those of the adapters, in the model's order."""
+
+    def __init__(self, model: Model, adapt: AdaptConfig) -> None:
+        super().__init__()
+        self.model, self.context, self.draws = model, model.context, model.draws
+        outer = {id(matrix) for matrix in model.vocabulary_matrices()}
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for name, module in _targets(model, outer, adapt):
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, Adapter(module, adapt))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        named = self.model.named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, each) for name, each in named if name.endswith((FIRST, SECOND)))
+
+    def base(self) -> dict[str, nn.Parameter]:
+        """Returns the frozen parameters, by the names that they have without adapters."""
+        return {name: each for name, each in self.model.named_parameters() if not name.endswith((FIRST, SECOND))}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens)
+        return logits
+
+    def loss(self, sequences: Tensor) -> Tensor:
+        return self.model.loss(sequences)
+
+    def packed_loss(self, inputs: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
+        return self.model.packed_loss(inputs, targets, positions)
+
+    def compile_layers(self) -> None:
+        self.model.compile_layers()
+
+    def vocabulary_matrices(self) -> list[Tensor]:
+        return []
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draws the adapters alone, as peft does: nothing changes until the second of each has learned something."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            drawn = torch.zeros(parameter.shape)
+            if name.endswith(FIRST):
+                most = 1 / math.sqrt(parameter.shape[1])
+                drawn.uniform_(-most, most, generator=generator)
+            parameter.copy_(drawn)
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """Returns a matrix's outputs and inputs."""
+    first, second = module.weight.shape  # type: ignore[misc]  # a matrix
+    return (first, second) if isinstance(module, nn.Linear) else (second, first)
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # the latter is transformers' own
+
+
+def _targets(model: Model, outer: set[int], adapt: AdaptConfig) -> list[tuple[str, nn.Module]]:
+    """Returns the modules that get adapters, by name. ConfigError if one that is named is not there."""
+    able = [(name, each) for name, each in model.named_modules() if _is_matrix(each) and id(each.weight) not in outer]
+    chosen = [(name, each) for name, each in able if not adapt.targets or f".{name}".endswith(_ends(adapt.targets))]
+    for target in adapt.targets:
+        if not any(f".{name}".endswith(f".{target}") for name, _ in able):
+            ends = sorted({name.rpartition(".")[2] for name, _ in able})
+            fix = f"Choose from {', '.join(ends[:NAMED_MAX])}{', ...' if len(ends) > NAMED_MAX else ''}"
+            raise ConfigError(f"the model has no matrix {target}", key="adapt.targets", fix=fix)
+    for name, each in chosen:
+        if adapt.rank > (least := min(_sizes(each))):
+            what = f"{adapt.rank} is more than {name} has rows or columns"
+            raise ConfigError(what, key="adapt.rank", fix=f"Set it to {least} or less, usually 8 to 64")
+    return chosen
+
+
+def _ends(targets: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f".{target}" for target in targets)
+
+
+def is_transposed(model: ModelConfig) -> bool:
+    """Whether the model's matrices are [inputs, outputs]."""
+    return model.hf is not None and model.hf.architecture.is_transposed
+
+
+def merged(weight: Tensor, first: Tensor, second: Tensor, run: RunConfig) -> Tensor:
+    """Returns a matrix of the base with its adapters' change added."""
+    change = second @ first * (run.adapt.alpha / run.adapt.rank)
+    return weight + (change.T if is_transposed(run.model) else change)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The base
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The file of a run's frozen weights, and the digests of its pieces."""
+
+    path: Path
+    size: int
+    leaves: bytes
+
+    def piece(self, index: int) -> bytes:
+        with trouble(self.path, "cannot be read"), self.path.open("rb") as file:
+            file.seek(index * PIECE_BYTES)
+            return file.read(PIECE_BYTES)
+
+    @property
+    def digest(self) -> str:
+        pieces = [self.leaves[at : at + 32] for at in range(0, len(self.leaves), 32)]
+        return merkle_root(pieces, self.size).hex()
+
+
+def make_base(directory: Path, weights: Mapping[str, Tensor]) -> Base:
+    """Writes a base into the directory, under its digest; the same weights make the same file everywhere."""
+    make_directory(directory)
+    partial = directory / f"new{PARTIAL_SUFFIX}"
+    write_base(partial, weights)
+    written = read_base(partial)
+    path = base_file(directory, written.digest)
+    with trouble(path):
+        rename(partial, path)
+    return replace(written, path=path)
+
+
+def base_file(directory: Path, digest: str) -> Path:
+    """Returns where the base of this digest lies, if it is there."""
+    return directory / f"{digest}.safetensors"
+
+
+def write_base(path: Path, weights: Mapping[str, Tensor]) -> None:
+    entries: dict[str, Any] = {}
+    begin = 0
+    for name, tensor in sorted(weights.items()):
+        kind = _stored_type(tensor)
+        end = begin + tensor.numel() * kind.itemsize
+        entries[name] = {"dtype": STORED[kind], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    encoded = json.dumps(entries, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % HEADER_ALIGNMENT)
+    with trouble(path), path.open("wb", buffering=0) as file:
+        write_all(file.fileno(), len(encoded).to_bytes(8, "little") + encoded)
+        for _, tensor in sorted(weights.items()):
+            stored = tensor.detach().to(_stored_type(tensor)).contiguous().reshape(-1)
+            write_all(file.fileno(), stored.view(torch.uint8).numpy().data)
+        os.fsync(file.fileno())
+
+
+def _stored_type(tensor: Tensor) -> torch.dtype:
+    """Returns the smallest type that holds these numbers exactly."""
+    return next(kind for kind in STORED if torch.equal(tensor.to(kind).float(), tensor))
+
+
+def read_base(path: Path) -> Base:
+    """Reads the whole file, for its digest."""
+    leaves: list[bytes] = []
+    size = 0
+    with trouble(path, "cannot be read"), open_regular(path) as file:
+        while piece := file.read(PIECE_BYTES):
+            leaves.append(leaf_digest(len(leaves), piece))
+            size += len(piece)
+    return Base(path, size, b"".join(leaves or [leaf_digest(0, b"")]))
+
+
+def load_base(model: AdaptedModel, path: Path) -> None:
+    """Gives the model the weights of a base, in fp32. DataError if they are not its own: strangers begin runs."""
+    wanted = model.base()
+    for name, tensor in base_tensors(path, {name: tuple(each.shape) for name, each in wanted.items()}):
+        wanted[name].data = tensor
+
+
+def base_tensors(path: Path, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a base in fp32, in this order; all of these names and shapes are in it, and no other."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            if found != dict(shapes):
+                name = min(found.items() ^ shapes.items())[0]
+                raise DataError(f"{path}: {ascii(name)[:100]} is not as in the run's model")
+            for name in shapes:
+                tensor = file.get_tensor(name)
+                if tensor.dtype not in STORED or not bool(torch.isfinite(tensor).all()):
+                    raise DataError(f"{path}: {ascii(name)[:100]} has numbers that are not finite, or none")
+                yield name, tensor.float()
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: not the weights of a model ({error})") from error

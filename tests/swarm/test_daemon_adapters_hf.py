@@ -1,0 +1,138 @@
+"""Real daemons adapt a real model to a folder of chats."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from p2ptrain.config import NodeConfig, RunConfig, StorageConfig
+from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
+from p2ptrain.learn.export import load_model
+from p2ptrain.learn.memory import need_of
+from p2ptrain.learn.model import Model
+from p2ptrain.learn.models import first_model
+from p2ptrain.learn.packing import packing_of
+from p2ptrain.learn.sample import SampleRequest, sample
+from p2ptrain.node.saved import SavedModel, find_model
+from tests.helpers.daemons import Swarm, p2ptrain
+from tests.helpers.hf_models import SMOLLM2, SOURCES, save_tokenizer, smollm2
+
+ROUNDS, SECONDS, HELD_OUT_SEQUENCES, CHATS = 6, 3_000.0, 24, 400
+RUN = """\
+name = "smollm2-lora"
+
+[model]
+kind = "transformers"
+sequence_length = 128
+
+[adapt]
+kind = "lora"
+
+[tokenizer]
+kind = "json"
+digest = "{tokenizer}"
+
+[data]
+manifest = "{manifest}"
+documents = "apart"
+
+[recipe]
+local_steps = 4
+local_steps_min = 1
+sequences_per_pass = 2
+
+[agreement]
+staleness_rounds_max = 1
+
+[admission]
+probation_rounds = 1
+"""
+TEMPLATE = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+QUESTION = "<|im_start|>user\nWhat is shutil.copytree?<|im_end|>\n<|im_start|>assistant\n"
+
+pytestmark = [pytest.mark.hf, pytest.mark.slow, pytest.mark.timeout(2 * SECONDS), pytest.mark.filterwarnings("default")]
+
+
+def chats() -> list[dict[str, Any]]:
+    """Makes chats of Python's own documentation: a function's name, and the first paragraph about it."""
+    made = []
+    for module in SOURCES:
+        for name, each in sorted(vars(importlib.import_module(module)).items()):
+            if name[0] != "_" and inspect.isroutine(each) and (text := inspect.getdoc(each)):
+                question = {"role": "user", "content": f"What is {module}.{name}?"}
+                answer = {"role": "assistant", "content": " ".join(text.split("\n\n")[0].split())}
+                made.append({"messages": [question, answer]})
+    return made[:CHATS]
+
+
+def test_four_nodes_adapt_a_real_model_to_chats(swarm: Swarm) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
+    gguf, place = smollm2(), swarm.directory
+    tokenizer, template, data = (place / name for name in ("tokenizer.json", "template.jinja", "data"))
+    save_tokenizer(gguf, tokenizer)
+    template.write_text(TEMPLATE)
+    folder = place / "chats"
+    folder.mkdir()
+    (folder / "python.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats()))
+    options = ("--chat", "--chat-template", template, "--tokenizer", tokenizer, "--held-out", "20")
+    status, _, err = p2ptrain("data", "prepare", data, folder, *options)
+    assert status == 0, err
+    manifest = manifest_digest(read_manifest(data))
+    dataset = TokenDataset.open(data, manifest)
+    file = place / "smollm2-lora.toml"
+    file.write_text(RUN.format(tokenizer=dataset.tokenizer.digest, manifest=manifest))
+
+    first = swarm.add("first", "start", file, "--data", data, "--weights", gguf).start()
+    first.until(lambda: first.status().get("addresses"), SECONDS)
+    nodes = [first, *(swarm.joiner(name, first.address).start() for name in ("second", "third", "fourth"))]
+    for node in nodes:
+        node.until(lambda node=node: len(node.status().get("roster", ())) == len(nodes), SECONDS, look=2.0)
+    number = first.applied + ROUNDS
+    for node in nodes:
+        node.until(lambda node=node: node.applied >= number, SECONDS, look=2.0)
+    assert swarm.compared() >= ROUNDS
+    for node in nodes:
+        node.ask("leave")
+        assert node.until_ended(SECONDS) == 0, node.text[-3_000:]
+
+    found = find_model(NodeConfig(storage=StorageConfig(directory=str(nodes[1].directory))))
+    before, after = _before(found), load_model(found.weights, torch.device("cpu"))
+    losses = [_held_out(model, found.run, dataset) for model in (before, after)]
+    lora, whole = need_of(found.run), need_of(RunConfig(name="whole", model=_plain(found.run), recipe=found.run.recipe))
+    swarm.notes.append(f"{SMOLLM2}, {found.checkpoint.round} rounds: held-out loss {losses[0]:.3f} -> {losses[1]:.3f}")
+    swarm.notes.append(f"a contribution has {lora.payload:,} bytes, of all weights {whole.payload:,}")
+    for model in (before, after):
+        swarm.notes.append(repr(sample(model, found.tokenizer, SampleRequest(QUESTION, 40, 0, 0.0))))
+    assert losses[1] < losses[0]
+
+
+def _plain(run: RunConfig) -> Any:
+    return run.model.model_copy(update={"shapes": ""})
+
+
+def _before(found: SavedModel) -> Model:
+    """Makes the model that the run began with."""
+    return first_model(found.run.model, 0, adapt=found.run.adapt, base=found.base).eval()
+
+
+@torch.no_grad()
+def _held_out(model: Model, run: RunConfig, dataset: TokenDataset) -> float:
+    """Returns the loss of the assistant's words in the first held-out sequences."""
+    packing, length = packing_of(run, dataset), run.model.sequence_length
+    count = min(HELD_OUT_SEQUENCES, dataset.held_out_sequences(length))
+    total = learned = 0.0
+    for place in range(count):
+        batch = torch.from_numpy(dataset.held_out_batch(np.array([place]), length))
+        total += float(packing.loss(model, batch)) * packing.learned(batch)
+        learned += packing.learned(batch)
+    return total / learned
