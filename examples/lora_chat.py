@@ -24,6 +24,7 @@ rank = 16
 
 [recipe]
 sequences_per_pass = 2
+inner_learning_rate = 0.001
 
 """
 

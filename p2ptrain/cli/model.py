@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import isnan
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,18 +105,27 @@ def evaluate(
         typer.Option(metavar="DIR", help="Measure on the held-out part of this data set, not of the run's."),
     ] = None,
     sequences: Annotated[
-        int, typer.Option(min=0, help="Measure at most this many sequences; 0: all that are here.")
+        int, typer.Option(min=0, help="At most this many sequences, or examples of a task; 0: all that are here.")
     ] = 0,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Run these tasks of lm-evaluation-harness instead, such as arc_easy,piqa."),
+    ] = None,
     checkpoint: Directory = None,
     number: Round = None,
     run: Run = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Measure the trained model's loss on held-out text.
+    """Measure the trained model's loss on held-out text, or its answers to known tasks.
 
     Takes the newest certified checkpoint of this node, or the one that is named.
     """
+    if tasks is not None:
+        if data is not None:
+            raise ConfigError("tasks bring data of their own", key="--data", fix="Leave it out")
+        _run_tasks(node_config(config, data_dir), run, number, checkpoint, tasks, sequences)
+        return
     from p2ptrain.learn.evaluate import evaluate as measure
     from p2ptrain.learn.packing import packing_of
     from p2ptrain.learn.trainer import open_device
@@ -145,6 +155,33 @@ def evaluate(
         f"held-out loss {result.loss:.4f} nats a token{error}, perplexity {result.perplexity:.2f}: "
         f"{result.tokens:,} tokens of {result.sequences:,} sequences"
     )
+
+
+def _run_tasks(
+    node: NodeConfig, run: str | None, number: int | None, checkpoint: Path | None, tasks: str, limit: int
+) -> None:
+    """Exports the model to a place of its own, and runs the tasks on it."""
+    from p2ptrain.learn.evaluate import check_tasks, run_tasks
+    from p2ptrain.learn.export import export as write
+    from p2ptrain.learn.trainer import open_device
+    from p2ptrain.node.saved import find_model, reading, though_pruned
+
+    check_tasks()
+    device, _ = open_device(node.device)
+    with TemporaryDirectory() as place:
+        out = Path(place) / "model"
+
+        def look() -> SavedModel:
+            found = find_model(node, run, number, checkpoint)
+            if found.run.model.kind == "plugin":
+                raise ConfigError("the harness cannot load a plug-in's model", key="--tasks", fix="Leave it out")
+            with reading(found.checkpoint):
+                write(out, found.weights, found.tokenizer, found.members)
+            return found
+
+        found = though_pruned(look)
+        typer.echo(_which(found), err=True)
+        run_tasks(out, tasks, limit=limit, first_token=found.tokenizer.end_of_document, device=str(device))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from p2ptrain.learn.packing import PLAIN, Packing
 from p2ptrain.learn.prepare import DatasetSummary, prepare
 from p2ptrain.learn.tokenizer import JsonTokenizer
 from p2ptrain.node.directories import dataset_directory
+from tests.helpers import daemons
 from tests.helpers.export import Command, Node, model_of, run_of, state_of
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
 
@@ -162,3 +163,43 @@ def test_a_script_s_own_model_is_left_to_the_script(p2ptrain: Command, tmp_path:
     status, _, err = p2ptrain("evaluate", *node.place)
     assert status == 2, err
     assert "only the script that trains this model can compute its loss. Call swarm.evaluate(loss)" in err
+
+
+TASK = """\
+task: sums
+dataset_path: json
+dataset_kwargs:
+  data_files: {data}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.mark.hf
+@pytest.mark.timeout(300)
+def test_tasks_of_the_harness_run_on_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'p2ptrain[eval]'")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    node, _ = node_with(tmp_path)
+    data, task = tmp_path / "sums.jsonl", tmp_path / "sums.yaml"
+    data.write_text('{"question": "2 and 2 is", "choices": [" 4", " 5"], "answer": 0}\n' * 5)
+    task.write_text(TASK.format(data=data))
+    status, out, err = daemons.p2ptrain("evaluate", "--tasks", task, "--sequences", "3", *node.place)
+    assert status == 0, err
+    assert re.search(r"sums.*acc", out)
+
+
+def test_tasks_without_the_harness_say_what_to_install(
+    tmp_path: Path, p2ptrain: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2ptrain.learn.evaluate.find_spec", lambda name: None)
+    node, _ = node_with(tmp_path)
+    status, _, err = p2ptrain("evaluate", "--tasks", "arc_easy", *node.place)
+    assert (status, "--tasks: tasks take EleutherAI" in err, "p2ptrain[eval]" in err) == (2, True, True)
+    status, _, err = p2ptrain("evaluate", "--tasks", "arc_easy", "--data", tmp_path, *node.place)
+    assert (status, "--data: tasks bring data of their own" in err) == (2, True)

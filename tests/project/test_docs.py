@@ -76,9 +76,8 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
         "sudo hwclock -s",
     ],
     ("docs/how-to/evaluate.md", "eval"): [  # its tasks come from the hub
-        "p2ptrain export my-model",
-        "pip install lm-eval",
-        "lm_eval --model hf --model_args pretrained=my-model --tasks arc_easy",
+        "pip install 'p2ptrain[eval]'",
+        "p2ptrain evaluate --tasks arc_easy,piqa --sequences 200",
     ],
     ("docs/how-to/recover.md", "root"): ["sudo timedatectl set-ntp true"],
     ("docs/how-to/recover.md", "chosen"): [

@@ -23,7 +23,7 @@ from p2ptrain.node.saved import SavedModel, find_model
 from tests.helpers.daemons import Swarm, p2ptrain
 from tests.helpers.hf_models import SMOLLM2, SOURCES, save_tokenizer, smollm2
 
-ROUNDS, SECONDS, HELD_OUT_SEQUENCES, CHATS = 6, 3_000.0, 24, 400
+ROUNDS, SECONDS, HELD_OUT_SEQUENCES = 6, 3_000.0, 24
 RUN = """\
 name = "smollm2-lora"
 
@@ -46,6 +46,7 @@ documents = "apart"
 local_steps = 4
 local_steps_min = 1
 sequences_per_pass = 2
+inner_learning_rate = 0.001    # these weights know something already
 
 [agreement]
 staleness_rounds_max = 1
@@ -53,6 +54,14 @@ staleness_rounds_max = 1
 [admission]
 probation_rounds = 1
 """
+MODULES = (
+    *SOURCES, "asyncio", "builtins", "codecs", "collections", "concurrent.futures", "ctypes", "email.message", "enum",
+    "functools", "gzip", "http.client", "http.cookiejar", "io", "itertools", "json", "logging", "mailbox", "math",
+    "multiprocessing", "operator", "optparse", "os", "pickletools", "plistlib", "queue", "re", "selectors", "smtplib",
+    "socket", "socketserver", "sqlite3", "ssl", "stat", "string", "subprocess", "tempfile", "textwrap", "threading",
+    "time", "tokenize", "trace", "tracemalloc", "unittest", "urllib.parse", "urllib.request", "uuid", "warnings",
+    "weakref", "xml.dom.minidom", "xml.etree.ElementTree", "xmlrpc.client", "zipfile", "zoneinfo",
+)  # fmt: skip
 TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
@@ -64,15 +73,19 @@ pytestmark = [pytest.mark.hf, pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)
 
 
 def chats() -> list[dict[str, Any]]:
-    """Makes chats of Python's own documentation: a function's name, and the first paragraph about it."""
-    made = []
-    for module in SOURCES:
-        for name, each in sorted(vars(importlib.import_module(module)).items()):
-            if name[0] != "_" and inspect.isroutine(each) and (text := inspect.getdoc(each)):
-                question = {"role": "user", "content": f"What is {module}.{name}?"}
-                answer = {"role": "assistant", "content": " ".join(text.split("\n\n")[0].split())}
-                made.append({"messages": [question, answer]})
-    return made[:CHATS]
+    """Makes chats of Python's own documentation: a function's or method's name, and the first paragraph about it."""
+    found: dict[str, str] = {}  # by what is said, because much is inherited
+    for module in MODULES:
+        places = {module: importlib.import_module(module)}
+        places |= {f"{module}.{name}": each for name, each in vars(places[module]).items() if inspect.isclass(each)}
+        for place, owner in sorted(places.items()):
+            for name, each in sorted(vars(owner).items()):
+                if name[0] != "_" and inspect.isroutine(each) and (text := inspect.getdoc(each)):
+                    found.setdefault(" ".join(text.split("\n\n")[0].split()), f"What is {place}.{name}?")
+    turns = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for said, asked in found.items()
+    ]
+    return [{"messages": each} for each in turns]
 
 
 def test_four_nodes_adapt_a_real_model_to_chats(swarm: Swarm) -> None:
