@@ -117,7 +117,7 @@ def evaluate(
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Measure the trained model's loss on held-out text, or its answers to known tasks.
+    """Measure the trained model: its loss on held-out text, or tasks.
 
     Takes the newest certified checkpoint of this node, or the one that is named.
     """
