@@ -25,7 +25,7 @@ from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.directories import data_directory, dataset_directory, run_directory
 from p2ptrain.node.fetching import fetch_manifest, fetch_tokenizer
-from p2ptrain.node.limits import refuse_too_much_data
+from p2ptrain.node.limits import keep_data_within
 from p2ptrain.store.records import remembered_peers
 
 RUN_ID_DIGITS = 64  # a shorter name may be that of many runs, as whoever makes runs can arrange
@@ -280,9 +280,9 @@ async def fetch_dataset(
     while True:
         try:
             data = await fetch_manifest(fetcher, run, directory, sources.peers)
-            await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
             if run.tokenizer.kind == "json":
                 await fetch_tokenizer(fetcher, run, data, sources.peers)
+            await asyncio.to_thread(keep_data_within, run, config, data)
             return data
         except FetchError as error:
             log.warning("%s; the node keeps trying", error)
