@@ -224,13 +224,16 @@ async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
     with (
         mock.patch.object(trained, "train", train),
-        mock.patch.object(author.driver.edges, "fetching", SimpleNamespace(data=mock.AsyncMock())),
+        mock.patch.object(
+            author.driver.edges, "fetching", SimpleNamespace(data=mock.AsyncMock(), ahead=mock.AsyncMock())
+        ),
         counted(digests, "digest", hashed),
         counted(trainer, "unpack", unpacked),
         counted(aggregate, "unpack", unpacked),
     ):
-        for number in range(1, count + 1):
-            await author.driver._train(ev.Train(number, 0, 0, 1))
+        async with author.driver._group:
+            for number in range(1, count + 1):
+                await author.driver._train(ev.Train(number, 0, 0, 1))
         made = [each for each in author.told if isinstance(each, ev.TrainingFinished)]
         who[0], began = "peer", time.perf_counter()
         for each in made:

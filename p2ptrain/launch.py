@@ -49,7 +49,7 @@ from p2ptrain.node.find import (
     with_relays,
 )
 from p2ptrain.node.invitations import claim_for, read_invitation
-from p2ptrain.node.limits import be_nice, refuse_too_large, refuse_too_much_data
+from p2ptrain.node.limits import be_nice, keep_data_within, refuse_too_large
 from p2ptrain.node.notify import notify
 from p2ptrain.observe.build import status_of
 from p2ptrain.observe.http import STARTING, HttpFace
@@ -274,7 +274,7 @@ async def _join(
         if data is None:
             data = await fetch_dataset(transport, config, run, directory, sources)
         else:
-            await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
+            await asyncio.to_thread(keep_data_within, run, config, data)
         base = await find_base(transport, config, run, sources)
         claim = claim_for(read, identity, run.run_id) if read else b""
         launch = Launch(run, config, identity, transport, data, base, claim=claim, trust=trust)

@@ -117,7 +117,7 @@ def evaluate(
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Measure the trained model: its loss on held-out text, or tasks.
+    """Measure the model's held-out loss, or run tasks.
 
     Takes the newest certified checkpoint of this node, or the one that is named.
     """

@@ -130,6 +130,11 @@ class RecipeConfig(Section):
         spec = RECIPES[name]
         return {**spec.defaults, **(spec.adamw_defaults if data.get("inner") == "adamw" else {}), **data}
 
+    @property
+    def round_sequences(self) -> int:
+        """Number of sequences that a node trains on in a round, with all local steps."""
+        return self.local_steps * self.passes_per_step * self.sequences_per_pass
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.name not in RECIPES:  # never anything to import: a config comes from strangers
@@ -141,10 +146,9 @@ class RecipeConfig(Section):
             raise ValueError(
                 f"k = {self.k} is more than half of the {area} coefficients of a chunk: choose at most {area // 2}"
             )
-        sequences = self.sequences_per_pass * self.passes_per_step * self.local_steps
-        if sequences > ROUND_SEQUENCES_MAX:
+        if self.round_sequences > ROUND_SEQUENCES_MAX:
             raise ValueError(
-                f"sequences_per_pass * passes_per_step * local_steps = {sequences}: "
+                f"sequences_per_pass * passes_per_step * local_steps = {self.round_sequences}: "
                 f"keep it at {ROUND_SEQUENCES_MAX} or below"
             )
         for key, limit in self.spec.limits.items():

@@ -4,6 +4,7 @@ A data set is a directory:
 
     manifest.json           the index: its digest is `RunConfig.data.manifest`, and covers everything else
     pieces/<hex digest>     1 MiB of tokens each, the last one of a split shorter
+    fetched/<hex digest>    the same, fetched by a node that joined; it keeps as many as there is room for
     tokenizer.json          the tokenizer that made the tokens; absent if they are bytes
 
 It holds two splits: `training`, and `held_out`, which is never trained on and has its own
@@ -36,8 +37,9 @@ import numpy.typing as npt
 
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
-from p2ptrain.files import replace_file, trouble, write_atomically
+from p2ptrain.files import entries, replace_file, trouble, write_atomically
 from p2ptrain.learn.assignment import Positions
+from p2ptrain.learn.kept_pieces import KeptPieces, pieces_of_a_round
 from p2ptrain.learn.tokenizer import (
     TOKENIZER_BYTES_MAX,
     VOCAB_SIZE_MAX,
@@ -53,6 +55,7 @@ from p2ptrain.learn.tokenizer_rules import try_out
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 PIECES_NAME = "pieces"
+FETCHED_NAME = "fetched"
 PIECES_MAX = 1_000_000  # per split: a tebibyte of tokens, more than anyone has sent to volunteers
 MANIFEST_BYTES_MAX = 128 * 2**20  # room for two full splits at 67 bytes a piece; a newcomer reads it as a whole
 OPEN_PIECES_MAX = 256  # each open map holds a file descriptor, of which 1,024 is a common limit
@@ -153,11 +156,13 @@ class TokenDataset:
     Each piece is checked against its digest when it is first used. A damaged one is removed, and an error
     names it; from then on it counts as missing, until `add_piece` restores it. A batch that needs a missing piece
     is an error too, so callers that may lack pieces check `missing` first. Only one thread may make batches; all
-    other methods are thread-safe.
+    other methods are thread-safe. After `keep_within`, pieces that are added lie apart and may be removed again, but
+    not while they are needed: `need` and `need_held_out` say which.
     """
 
     def __init__(self, directory: Path, manifest: DatasetIndex) -> None:
         self.directory = directory
+        self._own, self._fetched = directory / PIECES_NAME, directory / FETCHED_NAME
         self.manifest = manifest
         self._sizes = _piece_sizes(manifest)
         self._type = token_type(manifest.tokenizer.vocab_size, manifest.masked)
@@ -165,6 +170,7 @@ class TokenDataset:
         self._damaged: set[str] = set()
         self._open: OrderedDict[str, Tokens] = OrderedDict()  # least recently used first
         self._writing = threading.Lock()  # two writers of one piece would share its temporary name
+        self._kept: KeptPieces | None = None  # None: all that is added stays
 
     @classmethod
     def open(cls, directory: Path, expected_digest: str) -> TokenDataset:
@@ -209,6 +215,62 @@ class TokenDataset:
     # -----------------------------------------------------------------------------------------------
     # Exchanged between nodes
 
+    def keep_within(self, room: int) -> None:
+        """Keeps at most `room` bytes of the pieces that are added: the least recently needed ones go."""
+        self._kept = KeptPieces(self._fetched, room, self._let_go)
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Disk space of the manifest, the tokenizer and the pieces that are here for good."""
+        files = (self.directory / name for name in (MANIFEST_NAME, TOKENIZER_NAME))
+        return self._prepared_pieces + sum(file.stat().st_size for file in files if file.exists())
+
+    def fetched_bytes_min(self, sequences: int, held_out: int, length: int) -> int:
+        """Returns how much room a node needs for the pieces of a round, and of the first held-out sequences."""
+        drawn = pieces_of_a_round(sequences, length * self._type.itemsize / PIECE_BYTES)
+        pieces = min(drawn, len(self.manifest.training.pieces))
+        count = min(held_out, self.held_out_sequences(length))
+        pieces += len(self._pieces_of(self.manifest.held_out, np.arange(count), length))
+        return min(pieces * PIECE_BYTES, self.size_bytes - self._prepared_pieces)
+
+    @property
+    def _prepared_pieces(self) -> int:
+        return sum(self._sizes.get(path.name, 0) for path in entries(self._own))
+
+    def need(self, positions: Positions, length: int) -> list[bytes]:
+        """Returns what `missing` does, and keeps these pieces until the next call; DataError if there is no room."""
+        return self._need("training", self._pieces_of(self.manifest.training, positions, length))
+
+    def need_held_out(self, sequences: int, length: int) -> list[bytes]:
+        """Returns what `missing_held_out` does, and keeps these pieces as `need` does."""
+        count = min(sequences, self.held_out_sequences(length))
+        return self._need("held out", self._pieces_of(self.manifest.held_out, np.arange(count), length))
+
+    def expect(self, positions: Positions, length: int) -> list[bytes]:
+        """Returns the missing pieces of a later round that fit beside those that are needed now."""
+        names = self._pieces_of(self.manifest.training, positions, length)
+        if self._kept is None:
+            return self._absent(names)
+        fitting = self._kept.fitting(self._to_fetch(names))
+        return self._absent([name for name in names if name in fitting])
+
+    def _need(self, who: str, names: list[str]) -> list[bytes]:
+        if self._kept is not None:
+            self._kept.hold(who, self._to_fetch(names))
+        return self._absent(names)
+
+    def _to_fetch(self, names: Iterable[str]) -> dict[str, int]:
+        """Returns those pieces, with their sizes, that are not here for good."""
+        return {name: self._sizes[name] for name in names if not self._is_own(name)}
+
+    def _is_own(self, name: str) -> bool:
+        return _size_of(self._own / name) == self._sizes[name]
+
+    def _let_go(self, name: str) -> None:
+        """Closes the map of a piece that was removed: its space is not free before."""
+        self._open.pop(name, None)
+        self._checked.discard(name)
+
     def missing(self, positions: Positions, length: int) -> list[bytes]:
         """Returns the digests of the pieces that `batch` needs and this node lacks, in the data's order."""
         return self._absent(self._pieces_of(self.manifest.training, positions, length))
@@ -239,7 +301,11 @@ class TokenDataset:
             raise RemoteProtocolError(f"{len(piece)} bytes that are not piece {name}")
         if len(piece) != self._sizes[name]:  # the manifest is wrong, not the peer
             raise DataError(f"piece {name} has {len(piece)} bytes, but {self._sizes[name]} by the manifest")
-        self._write(self._path(name), piece)
+        if self._kept is None:
+            self._write(self._own / name, piece)
+        else:
+            path = self._fetched / name
+            self._kept.add(name, len(piece), lambda: self._write(path, piece))
         self._damaged.discard(name)
 
     def piece_size(self, name_digest: bytes) -> int | None:
@@ -351,12 +417,9 @@ class TokenDataset:
 
     def _piece(self, name: str) -> Tokens:
         """Maps a piece's tokens into memory, checking them on first use."""
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name]
-        tokens = self._map(name)
-        if name not in self._checked:
-            self._check(name, tokens)
+        tokens = self._open.pop(name, None)  # at once: another thread may remove pieces, though none that is needed
+        if tokens is None:
+            tokens = self._map(name)
         self._open[name] = tokens
         if len(self._open) > OPEN_PIECES_MAX:
             self._open.popitem(last=False)  # its map is closed together with the last array on it
@@ -369,16 +432,18 @@ class TokenDataset:
                 # A read beyond the end of a mapped file kills the process, so the size is checked first.
                 if (size := os.fstat(file.fileno()).st_size) != self._sizes[name]:
                     raise DataError(f"piece {path} has {size} bytes instead of {self._sizes[name]}")
+                if name not in self._checked:  # not through the map, whose pages would then stay in memory
+                    self._check(name, file.read(size))
                 return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=self._type)
         except OSError as error:
             raise DataError(f"piece {path} cannot be read: {error.strerror}") from error
 
-    def _check(self, name: str, tokens: Tokens) -> None:
-        if piece_digest(tokens.view(np.uint8).data) != name:
+    def _check(self, name: str, piece: bytes) -> None:
+        if piece_digest(piece) != name:
             self._remove(name)
             raise DataError(f"piece {self._path(name)} is damaged: its bytes do not have this digest")
         # The digest proves that these are the creator's bytes, not that the creator made valid ones.
-        vocab_size = self.tokenizer.vocab_size
+        vocab_size, tokens = self.tokenizer.vocab_size, np.frombuffer(piece, dtype=self._type)
         if (largest := max(int(tokens.max()), ~int(tokens.min()))) >= vocab_size:
             raise DataError(
                 f"piece {self._path(name)} contains token {largest}, but the tokenizer has only {vocab_size} tokens"
@@ -386,14 +451,21 @@ class TokenDataset:
         self._checked.add(name)
 
     def _path(self, name: str) -> Path:
-        return self.directory / PIECES_NAME / name
+        """Returns where a piece lies; if it is missing, where it would have been prepared."""
+        fetched = self._fetched / name
+        return fetched if not self._is_own(name) and fetched.exists() else self._own / name
 
     def _size_on_disk(self, name: str) -> int:
         """Size of a piece's file in bytes; -1 if there is none."""
-        try:
-            return self._path(name).stat().st_size
-        except OSError:
-            return -1
+        size = _size_of(self._own / name)
+        return size if size == self._sizes[name] else max(size, _size_of(self._fetched / name))
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 def _sequences(split: Split, length: int) -> int:

@@ -179,10 +179,8 @@ class Trainer:
 
     def positions_for(self, round_number: int, place: int, places: int) -> Positions:
         """Returns the sequences that `train` uses, in its order."""
-        recipe = self.run.recipe
-        count = recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass
         sequences = self.dataset.sequences(self.run.model.sequence_length)
-        return shard(self.run.seed, round_number, place, places, count, sequences)
+        return shard(self.run.seed, round_number, place, places, self.run.recipe.round_sequences, sequences)
 
     def train(
         self,

@@ -85,7 +85,7 @@ def terms_of(run: RunConfig, config: NodeConfig, members: int, seen: RoundsSeen 
         "model": f"{_model_name(run.model)}, {few(need.parameters, 'parameter', 'parameters')}"
         + (f" in adapters of rank {run.adapt.rank}" if run.adapt.is_on else ""),
         "memory": "; ".join(memory),
-        "disk": f"{mega(disk.needed)} and the run's data, {mega(disk.free)} are free",
+        "disk": f"{mega(disk.needed)}, and data as far as there is room; {mega(disk.free)} are free",
         "traffic": traffic_text(run, need, members, seen),
         "at first": f"{count_of(need.state + run.adapt.base_bytes)} of weights are fetched, and data as it is needed",
     }

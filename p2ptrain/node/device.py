@@ -209,10 +209,26 @@ class Device:
         self._to_repeat.extend(trainings)
         self.trained = last
 
+    async def due(self) -> Trained | None:
+        """Returns the next training that is to be repeated from the present state; None if there is none."""
+        return await self.run(self._due) if self._to_repeat else None
+
+    async def repeat_next(self) -> None:
+        """Repeats that training now; otherwise the next job does."""
+        await self.run(self._repeat_next)
+
+    def _due(self) -> Trained | None:
+        is_due = self._to_repeat and self._to_repeat[0].base_round == self.trainer.round
+        return self._to_repeat[0] if is_due else None
+
     def _repeat(self) -> None:
+        while self._due() is not None:
+            self._repeat_next()
+
+    def _repeat_next(self) -> None:
         sequences = self.trainer.live.sequences_per_pass
         try:
-            while self._to_repeat and self._to_repeat[0].base_round == self.trainer.round:
+            if self._due() is not None:
                 self._repeat_one(self._to_repeat.popleft())
         finally:  # the current setting is for new trainings
             self.trainer.live.set_sequences_per_pass(sequences)

@@ -66,6 +66,7 @@ class Driver:
         self._on_event = on_event
         self._has_effects = asyncio.Event()
         self._catching_up: asyncio.Task[None] | None = None
+        self._fetching_ahead: asyncio.Task[None] | None = None  # the data of the next training
         self._fetching: dict[bytes, dict[asyncio.Task[None], Sequence[bytes]]] = {}  # by payload: who is asked by each
         self._told: set[bytes] = set()  # peers for whom a history is being encoded
         self._encoding = asyncio.Lock()
@@ -251,14 +252,15 @@ class Driver:
 
     async def _train(self, effect: ev.Train) -> None:
         await self.pauses.are_over()
+        if self._fetching_ahead is not None:
+            self._fetching_ahead.cancel()  # what is needed now comes first
         try:
+            await self._repeat()
             async with asyncio.timeout(DATA_SECONDS):
-                positions = await asyncio.to_thread(
-                    self.device.trainer.positions_for, effect.round, effect.place, effect.places
-                )
-                await self.edges.fetching.data(positions)
+                await self._fetch_data(effect.round, effect.place, effect.places)
             held_out = await self.progress.look(effect)
             kept = frozenset(effect.unsettled)
+            self._fetching_ahead = self._spawn(self._fetch_ahead(effect), "data ahead")
             name, payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)
             if trained is not None:
                 await self.edges.persistence.note(trained)
@@ -280,6 +282,36 @@ class Driver:
         with suppress(StoppedError):
             await self.progress.write(effect)
 
+    async def _fetch_data(self, number: int, place: int, places: int) -> None:
+        positions = await asyncio.to_thread(self.device.trainer.positions_for, number, place, places)
+        await self.edges.fetching.data(positions)
+
+    async def _fetch_ahead(self, effect: ev.Train) -> None:
+        """Fetches the data of the next round while this one trains, assuming that the roster stays as it is."""
+        view = self.node.view()
+
+        def goes_on() -> bool:
+            return not self.pauses and not view.is_stopping
+
+        try:
+            async with asyncio.timeout(DATA_SECONDS):
+                positions = await asyncio.to_thread(
+                    self.device.trainer.positions_for, effect.round + 1, effect.place, effect.places
+                )
+                await self.edges.fetching.ahead(positions, goes_on)
+        except (DataError, FetchError, TimeoutError) as error:  # then the next training fetches it, and tells
+            log.debug("no data ahead of round %d: %s", effect.round + 1, error)
+
+    async def _repeat(self) -> None:
+        """Repeats what was trained from this state before a restart; data that had to go since is fetched again."""
+        while (each := await self.device.due()) is not None:
+            try:
+                async with asyncio.timeout(DATA_SECONDS):
+                    await self._fetch_data(each.round, each.place, each.places)
+            except (DataError, FetchError, TimeoutError) as error:  # the device tells what cannot be repeated
+                log.info("no data to repeat the training of round %d: %s", each.round, error)
+            await self.device.repeat_next()
+
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""
         manifest = effect.manifest
@@ -292,6 +324,7 @@ class Driver:
             if taken.author == self.node.view().me:
                 mine[taken.round] = payload
         try:
+            await self._repeat()
             root = await self.device.apply(manifest.round, good, mine, manifest.digest, adopted)
         except StoppedError:
             return

@@ -60,20 +60,26 @@ class Fetching:
         return (await self.fetcher.fetch(BlobName("payload", name), size, sources, failed=failed)).data()
 
     async def data(self, positions: Positions) -> None:
-        """Fetches all missing pieces of training data that these sequences need."""
-        await self._pieces(await asyncio.to_thread(self.dataset.missing, positions, self.run.model.sequence_length))
+        """Fetches all missing pieces of training data that these sequences need; they stay until the next call."""
+        await self._pieces(await asyncio.to_thread(self.dataset.need, positions, self.run.model.sequence_length))
+
+    async def ahead(self, positions: Positions, goes_on: Callable[[], bool]) -> None:
+        """Fetches what fits of a later training's data, as long as `goes_on` says so."""
+        length = self.run.model.sequence_length
+        await self._pieces(await asyncio.to_thread(self.dataset.expect, positions, length), goes_on)
 
     async def held_out(self, sequences: int) -> None:
         """Fetches the missing pieces of the first held-out sequences."""
         length = self.run.model.sequence_length
-        await self._pieces(await asyncio.to_thread(self.dataset.missing_held_out, sequences, length))
+        await self._pieces(await asyncio.to_thread(self.dataset.need_held_out, sequences, length))
 
-    async def _pieces(self, missing: Sequence[bytes]) -> None:
+    async def _pieces(self, missing: Sequence[bytes], goes_on: Callable[[], bool] = lambda: True) -> None:
         places = asyncio.Semaphore(PIECES_AT_ONCE)
 
         async def fetch(piece: bytes) -> None:
             async with places:
-                await self._data_piece(piece)
+                if goes_on():
+                    await self._data_piece(piece)
 
         try:
             async with asyncio.TaskGroup() as group:

@@ -28,7 +28,7 @@ from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.directories import bases_directory, data_directory, dataset_directory, run_directory
 from p2ptrain.node.fetching import fetch_base, fetch_manifest, fetch_tokenizer
-from p2ptrain.node.limits import refuse_too_much_data
+from p2ptrain.node.limits import keep_data_within
 from p2ptrain.store.records import remembered_peers
 from p2ptrain.visible import count_of
 
@@ -280,9 +280,9 @@ async def fetch_dataset(
 
     async def fetch(fetcher: Fetcher) -> TokenDataset:
         data = await fetch_manifest(fetcher, run, directory, sources.peers)
-        await asyncio.to_thread(refuse_too_much_data, run, config, data.size_bytes)
         if run.tokenizer.kind == "json":
             await fetch_tokenizer(fetcher, run, data, sources.peers)
+        await asyncio.to_thread(keep_data_within, run, config, data)
         return data
 
     return await _keep_trying(transport, config, run, sources, fetch)

@@ -5,7 +5,8 @@
     on_gpu_busy     "pause": do not train while other programs use the GPU that this node trains on (gpu_use.py)
     device_percent  idle between steps, so that the device works only this share of the time
     memory_bytes    refuse a run that needs more at the start; afterwards, watch the usage and report it
-    disk_bytes      refuse a run that needs more at the start, and again once the size of its data is known
+    disk_bytes      refuse a run that needs more at the start, and again once it is known how much data a round needs;
+                    afterwards, keep as many pieces of its data as there is room for
     nice            niceness of the node and its p2pd, set at the start
 
 Outside its hours, on battery and beside a game, the node behaves as after `p2ptrain pause`: it finishes the current
@@ -26,6 +27,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -36,9 +38,10 @@ from p2ptrain.config.text import allowed
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import ConfigError, TooLargeError
 from p2ptrain.files import below, nearest_existing
-from p2ptrain.node.directories import bases_directory, data_directory, dataset_directory, run_directory
+from p2ptrain.node.directories import bases_directory, data_directory, run_directory
 
 if TYPE_CHECKING:
+    from p2ptrain.learn.data import TokenDataset
     from p2ptrain.learn.memory import DiskDemand, Need
     from p2ptrain.node.device import Device
 
@@ -143,11 +146,16 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
     _refuse_disk(run, disk)
 
 
-def refuse_too_much_data(run: RunConfig, config: NodeConfig, data_bytes: int) -> None:
-    """Raises ConfigError if the run does not fit the disk with all of its data, of which each round needs more."""
+def keep_data_within(run: RunConfig, config: NodeConfig, data: TokenDataset) -> None:
+    """Has the data set keep what is fetched of it in the room beside the run. Raises ConfigError if there is not even
+    room for what one round needs."""
     from p2ptrain.learn.memory import need_of  # noqa: PLC0415
+    from p2ptrain.learn.trainer import EVALUATED_SEQUENCES  # noqa: PLC0415
 
-    _refuse_disk(run, disk_demand(run, config, need_of(run), data_bytes))
+    least = data.fetched_bytes_min(run.recipe.round_sequences, EVALUATED_SEQUENCES, run.model.sequence_length)
+    disk = disk_demand(run, config, need_of(run), data.prepared_bytes + least, of_data=data.directory)
+    _refuse_disk(run, disk)
+    data.keep_within(disk.room - disk.needed + least)
 
 
 def _refuse_disk(run: RunConfig, disk: DiskDemand) -> None:
@@ -158,14 +166,19 @@ def _refuse_disk(run: RunConfig, disk: DiskDemand) -> None:
         raise ConfigError(what, key="limits.disk_bytes", fix=LESS_DISK)
 
 
-def disk_demand(run: RunConfig, config: NodeConfig, need: Need, data_bytes: int = 0, members: int = 0) -> DiskDemand:
-    """Compares what a run takes of the disk with the room there is, for CONTRIBUTORS_USUAL contributors or more."""
+def disk_demand(
+    run: RunConfig, config: NodeConfig, need: Need, data_bytes: int = 0, members: int = 0, of_data: Path | None = None
+) -> DiskDemand:
+    """Compares what a run takes of the disk with the room there is, for CONTRIBUTORS_USUAL contributors or more.
+
+    data_bytes: of its data, which lies in the directory `of_data`
+    """
     from p2ptrain.learn.memory import CONTRIBUTORS_USUAL, DiskDemand  # noqa: PLC0415
     from p2ptrain.learn.shortage import mega  # noqa: PLC0415
 
     contributors = min(max(members, len(run.admission.founders), CONTRIBUTORS_USUAL), run.admission.contributors_max)
     terms = config.storage.checkpoints_kept, run.agreement.history_rounds, contributors
-    of_run = [dataset_directory(config, run.data.manifest)] if data_bytes else []  # on both sides, or on neither
+    of_run = [of_data] if of_data else []  # on both sides, or on neither
     if run.is_sealed:
         of_run.append(run_directory(config, bytes.fromhex(run.run_id)))
     used = sum(file.st_blocks * 512 for directory in of_run for _, file in below(directory))
@@ -174,7 +187,7 @@ def disk_demand(run: RunConfig, config: NodeConfig, need: Need, data_bytes: int 
     if run.adapt.base:
         bases = below(bases_directory(config))
         used += sum(file.st_blocks * 512 for path, file in bases if path.name.startswith(run.adapt.base))
-    formula = need.disk_formula(*terms) + (f", data of {mega(data_bytes)}" if data_bytes else "")
+    formula = need.disk_formula(*terms) + (f", {mega(data_bytes)} of data for a round" if data_bytes else "")
     formula += f", frozen weights of {mega(frozen)}" if frozen else ""
     return DiskDemand(need.disk(*terms) + data_bytes + frozen, used, free, config.limits.disk_bytes, formula)
 

@@ -38,8 +38,7 @@ log = logging.getLogger("p2ptrain.node")
 
 def evaluated_sequences(run: RunConfig) -> int:
     """Returns how many held-out sequences a measurement of this run takes."""
-    trained = run.recipe.local_steps * run.recipe.passes_per_step * run.recipe.sequences_per_pass
-    return min(EVALUATED_SEQUENCES, max(1, trained // SEQUENCES_SHARE))
+    return min(EVALUATED_SEQUENCES, max(1, run.recipe.round_sequences // SEQUENCES_SHARE))
 
 
 class ModelProgress:

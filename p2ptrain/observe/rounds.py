@@ -230,8 +230,7 @@ class Recorder:
 
 def tokens_of(run: RunConfig) -> int:
     """Returns the number of tokens behind one contribution."""
-    recipe = run.recipe
-    return recipe.local_steps * recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length
+    return run.recipe.round_sequences * run.model.sequence_length
 
 
 def _rows(records: Iterable[Stored]) -> Iterator[Row]:

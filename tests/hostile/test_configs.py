@@ -13,22 +13,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from p2ptrain.config import RunConfig
 from p2ptrain.config.node import LimitsConfig, NodeConfig, StorageConfig
 from p2ptrain.config.recipe import ROUND_SEQUENCES_MAX
 from p2ptrain.config.text import to_toml
-from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError, P2ptrainError, RemoteProtocolError, TooLargeError
+from p2ptrain.digest import PIECE_BYTES, digest
+from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError, TooLargeError
 from p2ptrain.learn import memory
 from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.data import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.learn.memory import need_of
-from p2ptrain.learn.trainer import Trainer
+from p2ptrain.learn.trainer import EVALUATED_SEQUENCES, Trainer
 from p2ptrain.node import limits
 from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import find_dataset, open_dataset
+from tests.helpers.large_sets import manifest_of
 from tests.helpers.plugins import install
 from tests.helpers.trainer import ONE_THREAD, TINY, embedded
 
@@ -246,17 +248,29 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_in_a_line(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_data_that_the_disk_cannot_hold_are_refused_before_a_piece_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 10**9))
-    storage = StorageConfig(directory=str(tmp_path))
-    run = of_sizes()
-    limits.refuse_too_much_data(run, NodeConfig(storage=storage), 80 * 10**9)
-    with pytest.raises(ConfigError, match=r"data of 2,199\.0 GB\), and may have 95\.0 GB\. Make room"):
-        limits.refuse_too_much_data(run, NodeConfig(storage=storage), 2**41)
-    allowed = NodeConfig(storage=storage, limits=LimitsConfig(disk_bytes=2**42))
-    limits.refuse_too_much_data(run, allowed, 2**41)
+def test_a_run_is_refused_only_if_the_data_of_one_round_do_not_fit_the_disk_beside_it(tmp_path: Path) -> None:
+    names = [f"{number:064x}" for number in range(100_000)]
+    encoded, run = manifest_of(names), of_sizes(recipe={"local_steps": 2})
+    data = store_manifest(tmp_path / "data", encoded, manifest_digest(encoded))
+    least = data.fetched_bytes_min(run.recipe.round_sequences, EVALUATED_SEQUENCES, run.model.sequence_length)
+    assert run.recipe.round_sequences < least / PIECE_BYTES < 1.5 * run.recipe.round_sequences
+
+    def allowed(disk_bytes: int) -> NodeConfig:
+        storage = StorageConfig(directory=str(tmp_path))
+        return NodeConfig(storage=storage, limits=LimitsConfig(disk_bytes=disk_bytes))
+
+    needed = limits.disk_demand(run, allowed(0), need_of(run)).needed + len(encoded) + least
+    limits.keep_data_within(run, allowed(needed), data)
+    with pytest.raises(
+        ConfigError,
+        match=r"^limits\.disk_bytes: run large needs .* MB of data for a round\), and may have .*\. Make room, .*"
+        r"or allow it with limits\.disk_bytes$",
+    ):
+        limits.keep_data_within(run, allowed(needed - 1), data)
+    fetched = [bytes.fromhex(name) for name in names[: least // PIECE_BYTES]]
+    assert data.need(np.arange(len(fetched)) * PIECE_BYTES // 256, 256) == fetched
+    with pytest.raises(DataError, match="are needed at once"):
+        data.need(np.arange(len(fetched) + 1) * PIECE_BYTES // 256, 256)
 
 
 def test_the_places_of_the_largest_round_take_little() -> None:

@@ -59,7 +59,7 @@ def test_a_run_asks_for_what_its_model_and_its_members_take(tmp_path: Path) -> N
     assert terms["run"] == f"tiny, {RUN.run_id}"
     assert terms["model"] == f"1m (builtin), {NEED.parameters:,} parameters"
     assert "MB of main memory, " in terms["memory"] and terms["memory"].endswith(" are free")
-    assert " MB and the run's data, " in terms["disk"]
+    assert " MB, and data as far as there is room; " in terms["disk"]
     hourly = 3_600 / 2.5 * (exchanged_bytes(NEED, 4) + messages_bytes(RUN, 4))
     assert terms["traffic"] == (
         f"about {count_of(hourly)} an hour each way: 3 contributions of {NEED.payload:,} bytes and 14.5 KB of messages "

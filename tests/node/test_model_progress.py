@@ -68,7 +68,7 @@ class Data:
     def __init__(self, trainer: FakeTrainer, sequences: int = 1_000, fetch_seconds: float | None = None) -> None:
         self.trainer, self.sequences, self.fetch_seconds = trainer, sequences, fetch_seconds
         self.is_missing, self.fetches = fetch_seconds is not None, 0
-        recipe = SimpleNamespace(local_steps=10, passes_per_step=1, sequences_per_pass=8)
+        recipe = SimpleNamespace(round_sequences=80)
         self.run = SimpleNamespace(recipe=recipe, model=SimpleNamespace(kind="builtin", sequence_length=256))
         self.dataset = self
 

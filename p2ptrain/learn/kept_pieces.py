@@ -1,0 +1,108 @@
+"""The pieces of a data set that a joiner has fetched: those that were needed least recently go when the room is full.
+
+They lie in a directory of their own, so that nothing that the owner has put into the data set is ever removed. Their
+order survives a restart in the files' times of change, which are set whenever a piece is needed; times of access would
+not do, since most disks do not keep them (relatime).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from p2ptrain.errors import DataError
+from p2ptrain.files import PARTIAL_SUFFIX, entries, forget, trouble
+
+DEVIATIONS = 4  # above the mean: one round in 30,000 needs more
+
+
+def pieces_of_a_round(sequences: int, share: float) -> int:
+    """Returns in how many pieces a round's sequences lie, if they are drawn from all of the data.
+
+    share: of a piece that a sequence takes; one lies in 1 + `share` pieces on average
+    """
+    part = share % 1
+    return math.ceil(sequences * (1 + share) + DEVIATIONS * math.sqrt(sequences * part * (1 - part)))
+
+
+class KeptPieces:
+    """Counts the fetched pieces, and removes the least recently needed ones. Its methods are thread-safe."""
+
+    def __init__(self, directory: Path, room: int, removed: Callable[[str], None]) -> None:
+        """room: bytes for all of them; `removed` is called for each piece that had to go."""
+        self.directory, self.room, self._removed = directory, room, removed
+        self._held: dict[str, dict[str, int]] = {}  # what is needed now, by who needs it: never removed
+        self._lock = threading.RLock()
+        found = []
+        for path in entries(directory):
+            if path.name.endswith(PARTIAL_SUFFIX):  # of a write that a crash has broken off
+                forget(path)
+                continue
+            with trouble(path, "cannot be read"):
+                known = path.stat()
+            found.append((known.st_mtime_ns, path.name, known.st_size))
+        self._sizes = OrderedDict((name, size) for _, name, size in sorted(found))  # least recently needed first
+        self._bytes = sum(self._sizes.values())
+        self._make_room(0)
+
+    def hold(self, who: str, needed: Mapping[str, int]) -> None:
+        """Keeps these pieces, given with their sizes, until `who` holds others; DataError if they do not fit."""
+        with self._lock:
+            held = {name: size for each, sizes in self._held.items() if each != who for name, size in sizes.items()}
+            if (total := sum((held | dict(needed)).values())) > self.room:
+                what = f"{total:,} bytes of training data are needed at once, and there is room for {self.room:,}"
+                raise DataError(f"{what}. Allow more with limits.disk_bytes")
+            self._held[who] = dict(needed)
+            self._touch(needed)
+
+    def fitting(self, wanted: Mapping[str, int]) -> frozenset[str]:
+        """Returns those of the pieces that fit beside all that is held, and marks the ones that are here as needed."""
+        with self._lock:
+            held = {name: size for sizes in self._held.values() for name, size in sizes.items()}
+            self._touch(wanted)
+            left, fit = self.room - sum(held.values()), set[str]()
+            here_first = sorted(wanted.items(), key=lambda each: each[0] not in self._sizes)
+            for name, size in here_first:
+                left -= 0 if name in held else size
+                if left < 0:
+                    break
+                fit.add(name)
+            return frozenset(fit)
+
+    def add(self, name: str, size: int, write: Callable[[], None]) -> None:
+        """Makes room for a piece and has it written."""
+        with self._lock:
+            self._forget(name)  # a file that is replaced takes its space until then
+            self._make_room(size)
+            write()
+            self._sizes[name] = size
+            self._bytes += size
+
+    def _forget(self, name: str) -> None:
+        self._bytes -= self._sizes.pop(name, 0)
+
+    def _touch(self, names: Mapping[str, int]) -> None:
+        for name in names:
+            if name in self._sizes:
+                self._sizes.move_to_end(name)
+                with suppress(OSError):  # only the order after a restart depends on it
+                    os.utime(self.directory / name)
+
+    def _make_room(self, size: int) -> None:
+        if self._bytes + size <= self.room:
+            return
+        held = {name for sizes in self._held.values() for name in sizes}
+        for name in [name for name in self._sizes if name not in held]:
+            path = self.directory / name
+            with trouble(path, "cannot be removed"):
+                path.unlink(missing_ok=True)
+            self._forget(name)
+            self._removed(name)
+            if self._bytes + size <= self.room:
+                return
+        raise DataError(f"no room for {size:,} bytes of training data beside what is needed now")
