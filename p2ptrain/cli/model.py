@@ -112,7 +112,8 @@ def evaluate(
     Takes the newest certified checkpoint of this node, or the one that is named.
     """
     from p2ptrain.learn.evaluate import evaluate as measure
-    from p2ptrain.learn.trainer import open_device, packing_of
+    from p2ptrain.learn.run_data import packing_of
+    from p2ptrain.learn.trainer import open_device
     from p2ptrain.node.saved import held_out_of
 
     node = node_config(config, data_dir)

@@ -80,14 +80,21 @@ def terms_of(run: RunConfig, config: NodeConfig, members: int, seen: RoundsSeen 
     disk = disk_demand(run, config, need, members=members)
     memory = [f"{mega(each.needed)} of {each.what}, {mega(each.free)} are free" for each in demands]
     plugins = " and ".join(sorted({run.model.plugin, run.recipe.plugin} - {""}))
-    return ({"plug-ins": f"{plugins}, which you have allowed"} if plugins else {}) | {
-        "run": f"{run.name}, {run.run_id}",
-        "model": f"{_model_name(run.model)}, {few(need.parameters, 'parameter', 'parameters')}",
-        "memory": "; ".join(memory),
-        "disk": f"{mega(disk.needed)} and the run's data, {mega(disk.free)} are free",
-        "traffic": traffic_text(run, need, members, seen),
-        "at first": f"{count_of(need.state)} of weights are fetched, and data as it is needed",
-    }
+    is_own = run.data.source == "own"
+    fetched = "held-out data" if is_own else "data"
+    own = {"data": "your own, of which nothing is sent; but contributions, which are sent, are made of it"}
+    return (
+        ({"plug-ins": f"{plugins}, which you have allowed"} if plugins else {})
+        | {
+            "run": f"{run.name}, {run.run_id}",
+            "model": f"{_model_name(run.model)}, {few(need.parameters, 'parameter', 'parameters')}",
+            "memory": "; ".join(memory),
+            "disk": f"{mega(disk.needed)} and the run's {fetched}, {mega(disk.free)} are free",
+            "traffic": traffic_text(run, need, members, seen),
+            "at first": f"{count_of(need.state)} of weights are fetched, and {fetched} as it is needed",
+        }
+        | (own if is_own else {})
+    )
 
 
 def _model_name(model: ModelConfig) -> str:

@@ -34,6 +34,7 @@ from p2ptrain.core.pace import takes_another
 from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult, mean_loss
+from p2ptrain.learn.own_data import OwnData
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.node.fetching import PIECES_TOLD
 from p2ptrain.node.limits import rest_seconds
@@ -94,10 +95,12 @@ class Device:
         self._check_thread = ThreadPoolExecutor(1, "check")
 
     @classmethod
-    async def open(cls, run: RunConfig, config: DeviceConfig, dataset: TokenDataset, me: bytes) -> Device:
+    async def open(
+        cls, run: RunConfig, config: DeviceConfig, dataset: TokenDataset, me: bytes, own: OwnData | None = None
+    ) -> Device:
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "trainer")
-        trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, dataset, initial=False))
+        trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, dataset, own=own, initial=False))
         return cls(trainer, me, thread, await loop.run_in_executor(thread, torch.get_num_threads))
 
     def set_threads(self, count: int) -> None:

@@ -253,10 +253,11 @@ class Driver:
         await self.pauses.are_over()
         try:
             async with asyncio.timeout(DATA_SECONDS):
-                positions = await asyncio.to_thread(
-                    self.device.trainer.positions_for, effect.round, effect.place, effect.places
-                )
-                await self.edges.fetching.data(positions)
+                if self.node.view().run.data.source == "shared":  # own data is all here
+                    positions = await asyncio.to_thread(
+                        self.device.trainer.positions_for, effect.round, effect.place, effect.places
+                    )
+                    await self.edges.fetching.data(positions)
             held_out = await self.progress.look(effect)
             kept = frozenset(effect.unsettled)
             name, payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)

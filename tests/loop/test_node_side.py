@@ -74,7 +74,7 @@ def test_the_digest_of_frozen_parameters_is_of_names_types_shapes_and_numbers() 
 async def test_batches_that_cannot_tell_what_is_learned_are_refused(is_masked: bool, documents: str) -> None:
     dataset = SimpleNamespace(is_masked=is_masked)
     run = RunConfig(name="mine", data=DataConfig(documents=documents))  # type: ignore[arg-type]
-    device = SimpleNamespace(trainer=SimpleNamespace(dataset=dataset))
+    device = SimpleNamespace(trainer=SimpleNamespace(dataset=dataset, trained_on=dataset))
     daemon: Any = SimpleNamespace(run=run, driver=SimpleNamespace(device=device))
     loop = ScriptLoop(None, None, begun())  # type: ignore[arg-type]  # nothing is said yet
     with pytest.raises(DataError, match=r"and a plain batch can carry neither\. Load and mask the data in the script"):
