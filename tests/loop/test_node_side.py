@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from p2ptrain.config import DataConfig, RunConfig
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn.models import frozen_digest
-from p2ptrain.loop.channel import Begin
+from p2ptrain.loop.channel import Begin, TakeSequences
 from p2ptrain.loop.node_side import ScriptLoop, _run_of
 
 WEIGHT = (("weight", (3, 4)),)
@@ -79,3 +79,15 @@ async def test_batches_that_cannot_tell_what_is_learned_are_refused(is_masked: b
     loop = ScriptLoop(None, None, begun())  # type: ignore[arg-type]  # nothing is said yet
     with pytest.raises(DataError, match=r"and a plain batch can carry neither\. Load and mask the data in the script"):
         await loop._read(range(2), daemon)
+
+
+async def test_a_script_that_names_no_data_gets_no_batches_of_a_run_whose_nodes_bring_theirs() -> None:
+    closed = {"policy": "allowlist", "keys": ["ab" * 32]}
+    run = RunConfig.model_validate({"name": "mine", "data": {"source": "own"}, "admission": closed})
+    loop = ScriptLoop(None, None, begun())  # type: ignore[arg-type]  # nothing is said yet
+    loop._device = SimpleNamespace(trainer=SimpleNamespace(own=None))  # type: ignore[assignment]
+    loop._daemon = SimpleNamespace(run=run)  # type: ignore[assignment]
+    with pytest.raises(
+        ConfigError, match=r"this script has none\. Give the directory .* or read batches from a loader"
+    ):
+        await loop._do(1, TakeSequences(0))

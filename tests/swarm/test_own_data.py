@@ -107,6 +107,8 @@ def test_three_nodes_train_one_model_on_data_that_stays_with_each(swarm: Swarm) 
         others = set().union(*(pieces_of(data) for data in own if data != own[nodes.index(node)]))
         assert others
         assert not [path for path in node.directory.rglob("*") if path.name in others]
+    status, out, error = p2ptrain("evaluate", "--data-dir", third.directory)  # on the held-out data, which is here
+    assert (status, "loss" in out) == (0, True), error
     shown = p2ptrain("status", "--data-dir", third.directory)[1]
     assert re.search(r"^data +the owner's, which stays on this machine; contributions leave it", shown, re.MULTILINE)
 
