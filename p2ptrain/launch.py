@@ -24,6 +24,7 @@ from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.own_data import PREPARE_FIX, OwnData, open_own
 from p2ptrain.learn.plugins import allow
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
@@ -111,13 +112,17 @@ def join(
     run: str | None,
     invitation: str | None,
     trust: str | None = None,
+    data: Path | None = None,
     *,
     asks: bool = False,
     loop: Loop | None = None,
 ) -> None:
-    """Runs `p2ptrain join`. `asks`: before anything is fetched, ask the person at the terminal, if there is one."""
+    """Runs `p2ptrain join`.
+
+    data: this node's own; asks: before anything is fetched, ask the person at the terminal, if there is one
+    """
     allow(config.plugins.allow)
-    _run(_join(config, run, invitation, _read_trust(trust), asks, loop))
+    _run(_join(config, run, invitation, _read_trust(trust), data, asks, loop))
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
@@ -231,8 +236,12 @@ async def _start(
         http = await _show(stack, config, daemon)
         await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
         log.info("preparing the data and the first weights of %s", run.name)
-        place = dataset_directory(config, run.data.manifest)
         before = begun_here(run, said, config, identity.key.hex())
+        own = await asyncio.to_thread(_own_data, before or run, config, dataset, identity, loop)
+        if own is not None:
+            dataset = own.dataset.directory
+        is_known = before is not None and run.data.source == "own"  # by the digest of what is shared
+        place = dataset_directory(config, before.data.manifest if before and is_known else run.data.manifest)
         await asyncio.to_thread(refuse_too_large, before or run, config)
         if loop is not None and before is not None:  # the script's model has other weights by now
             begun = await asyncio.to_thread(begin_again, before, place, dataset)
@@ -243,12 +252,18 @@ async def _start(
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
         await asyncio.to_thread(keep_tokenizer, config, begun.run, data)
         transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
-        started = Launch(begun.run, config, identity, transport, data, begun.base, state=begun.state)
+        started = Launch(begun.run, config, identity, transport, data, begun.base, state=begun.state, own=own)
         await _serve(stack, started, daemon, http, loop)
 
 
 async def _join(
-    config: NodeConfig, wanted: str | None, invitation: str | None, trust: bytes, asks: bool, loop: Loop | None
+    config: NodeConfig,
+    wanted: str | None,
+    invitation: str | None,
+    trust: bytes,
+    given: Path | None,
+    asks: bool,
+    loop: Loop | None,
 ) -> None:
     be_nice(config.limits.nice)
     set_up(config.logging)
@@ -267,6 +282,10 @@ async def _join(
         await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
         refuse_trust_in_the_start(trust, run)
         await asyncio.to_thread(refuse_too_large, run, config)
+        if given is not None and run.data.source == "shared":
+            what = f"the nodes of run {run.name} share their training data, and do not bring their own"
+            raise ConfigError(what, key="--data", fix="Leave it out")
+        own = await asyncio.to_thread(_own_data, run, config, given, identity, loop)
         if not await takes_part(transport, run, sources, config, asks):
             return
         directory = find_dataset(config, run.data.manifest)
@@ -277,8 +296,23 @@ async def _join(
             await asyncio.to_thread(keep_data_within, run, config, data)
         base = await find_base(transport, config, run, sources)
         claim = claim_for(read, identity, run.run_id) if read else b""
-        launch = Launch(run, config, identity, transport, data, base, claim=claim, trust=trust)
+        launch = Launch(run, config, identity, transport, data, base, claim=claim, trust=trust, own=own)
         await _serve(stack, launch, daemon, http, loop)
+
+
+def _own_data(
+    run: RunConfig, config: NodeConfig, given: Path | None, identity: Identity, loop: Loop | None
+) -> OwnData | None:
+    """Opens this node's own data, in a run whose nodes bring theirs; a script may have it in a loader of its own."""
+    if run.data.source == "shared":
+        return None
+    named = given or (Path(config.storage.own_data) if config.storage.own_data else None)
+    if named is not None:
+        return open_own(run, named, identity.key)
+    if loop is not None:
+        return None
+    what = f"the nodes of run {run.name} bring their own data, and this one has none"
+    raise ConfigError(what, key="--data", fix=PREPARE_FIX)
 
 
 def _check_model(run: RunConfig, loop: Loop | None) -> None:

@@ -88,11 +88,13 @@ def join(  # noqa: PLR0913  # a node has many settings
     listen: Sequence[str] | None = None,
     invitation: str = "",
     trust: str = "",
+    data: str | Path | None = None,
 ) -> Swarm:
     """Joins the run of the node at this address, which trains the same model; its weights become the agreed ones.
 
     run: the id, if the node knows several, or how it begins; invitation: a text or file, if the run requires one;
-    trust: join only a history with this head; the rest as in `start`
+    trust: join only a history with this head; data: this node's own, for `Swarm.batches` in a run with data.source =
+    "own"; the rest as in `start`
     """
     begin = Begin(
         address=(address,) if isinstance(address, str) else tuple(address),
@@ -101,6 +103,7 @@ def join(  # noqa: PLR0913  # a node has many settings
         parameters=_trained(model),
         frozen=_frozen(model),
         config_file=str(config or ""),
+        data=str(data or ""),
         wanted=run,
         invitation=invitation,
         trust=trust,

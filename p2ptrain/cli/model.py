@@ -127,7 +127,7 @@ def evaluate(
         _run_tasks(node_config(config, data_dir), run, number, checkpoint, tasks, sequences)
         return
     from p2ptrain.learn.evaluate import evaluate as measure
-    from p2ptrain.learn.packing import packing_of
+    from p2ptrain.learn.run_data import packing_of
     from p2ptrain.learn.trainer import open_device
     from p2ptrain.node.saved import held_out_of
 

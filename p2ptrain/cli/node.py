@@ -90,7 +90,9 @@ def start(  # noqa: PLR0913, PLR0917  # a command has many options
     run: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's config; `config example` prints some.")],
     data: Annotated[
         Path | None,
-        typer.Option("--data", metavar="DIR", help="The data set, if the run names one; see `data prepare`."),
+        typer.Option(
+            "--data", metavar="DIR", help="The data set, if the run names one, or your own; see `data prepare`."
+        ),
     ] = None,
     weights: Annotated[
         Path | None,
@@ -140,6 +142,10 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
         str | None,
         typer.Option("--trust", metavar="HEAD", help="Join only a history with this head; `status --json` shows one."),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="Your own data, if the run asks for it; see `data prepare`."),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask first whether to take part.")] = False,
     config: NodeFile = None,
     data_dir: DataDir = None,
@@ -155,7 +161,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
     node = node_config(config, data_dir, bootstrap, listen, log_level, log_format)
     from p2ptrain.launch import join as take_part  # last, so that errors need not wait two seconds for torch
 
-    take_part(node, run, invitation, trust, asks=not yes)
+    take_part(node, run, invitation, trust, data, asks=not yes)
 
 
 def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:

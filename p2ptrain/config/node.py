@@ -197,6 +197,11 @@ class StorageConfig(Section):
     """Storage of data and checkpoints."""
 
     directory: FilePath = Field("", description="directory of runs, data and keys; empty: the user's data directory")
+    own_data: FilePath = Field(
+        "",
+        description="directory that `p2ptrain data prepare` made, for runs whose nodes train on data of their own; it "
+        "is read there and never sent; empty: none",
+    )
     checkpoint_every_rounds: int = Field(
         8, ge=1, le=10**6, description="rounds between checkpoints, at most half of the run's history_rounds"
     )

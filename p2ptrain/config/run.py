@@ -34,6 +34,7 @@ PROTOCOL_VERSION: Final = 2
 # which a run behaves as one without the key. A key is added here whenever it is added to a section.
 LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
     ("data", "documents"): "together",
+    ("data", "source"): "shared",
     ("model", "frozen"): "",
     ("model", "parameters"): [],
     ("recipe", "inner"): "adamw",
@@ -84,7 +85,12 @@ class DataConfig(Section):
     manifest: Annotated[
         str, Field(pattern=r"^(embedded|[0-9a-f]{64})$"), Accepts("embedded, or 64 hexadecimal digits in lower case")
     ] = Field(
-        "embedded", description="digest that `p2ptrain data prepare` printed; embedded: text that every Python has"
+        "embedded",
+        description="digest that `p2ptrain data prepare` printed; embedded: text that every Python has, or with "
+        'source = "own" the held-out data that `p2ptrain start` makes',
+    )
+    source: Literal["shared", "own"] = Field(
+        "shared", description="own: each node trains on what its owner prepared, and only held-out data is shared"
     )
     documents: Literal["together", "apart"] = Field(
         "together", description="apart: documents in one sequence do not see each other, and positions restart"
@@ -235,6 +241,11 @@ class RunConfig(Section):
             raise ValueError(
                 f'adapt.kind = "{self.adapt.kind}" does not work with a model of kind {self.model.kind}: '
                 'set "none", or train a model of kind builtin or transformers'
+            )
+        if self.data.source == "own" and self.admission.policy == "open":
+            raise ValueError(
+                'data.source = "own" does not work with admission.policy = "open", because nobody can look at the '
+                'data of a stranger: set "invite" or "allowlist"'
             )
         if self.model.hf is not None and self.model.vocab_size < 256 and self.tokenizer.kind == "bytes":
             raise ValueError(

@@ -27,10 +27,11 @@ from p2ptrain.learn.adapters import Base, base_file, make_base, read_base
 from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.learn.models import first_model, named_shapes, shapes_digest, without_adapters
+from p2ptrain.learn.own_data import KEY, PREPARE_FIX, open_own, share_held_out
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.root import octets, state_root
+from p2ptrain.learn.run_data import check_data
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, load_tokenizer, tokenizer_digest
-from p2ptrain.learn.trainer import check_data
 
 log = logging.getLogger("p2ptrain.learn")
 EMBEDDED = "embedded"
@@ -62,7 +63,8 @@ def begin(
     given: GivenWeights | None = None,
     bases: Path | None = None,
 ) -> NewRun:
-    """Seals `run`. The embedded data set is made in `directory`; any other is read from `dataset`.
+    """Seals `run`. The embedded data set is made in `directory`; any other is read from `dataset`. If the run's nodes
+    bring their own data, `dataset` is this node's, and what is shared of it is made beside `directory`.
 
     founders: public keys in hex; given: the first weights, if they are not made from the seed; bases: where frozen ones
     are kept. Idempotent: called again with the original or the sealed run, it returns the same result and reuses the
@@ -140,7 +142,8 @@ def _check_founders(run: RunConfig, founders: Sequence[str]) -> None:
 
 def _open_data(run: RunConfig, directory: Path, dataset: Path | None) -> TokenDataset:
     """Opens the run's data set, which has to be complete, because nobody else has it yet."""
-    path = _find_data(run, directory, dataset)
+    is_own = run.data.source == "own"
+    path = _shared_of_own(run, directory, dataset) if is_own else _find_data(run, directory, dataset)
     try:
         found = manifest_digest(read_manifest(path))
         if run.data.manifest not in (EMBEDDED, found):
@@ -158,6 +161,23 @@ def _open_data(run: RunConfig, directory: Path, dataset: Path | None) -> TokenDa
         fix = f"Copy the tokenizer's file there as {TOKENIZER_NAME}"
         raise ConfigError(f"{path} lacks the tokenizer {data.tokenizer.digest}", key="tokenizer.digest", fix=fix)
     return data
+
+
+def _shared_of_own(run: RunConfig, directory: Path, dataset: Path | None) -> Path:
+    """Returns the directory of the held-out data that the nodes share; makes it first if it does not exist yet."""
+    if run.data.manifest != EMBEDDED and (directory / MANIFEST_NAME).exists():
+        return directory  # the owner's data may be other data by now
+    if dataset is None:
+        raise ConfigError("the run's nodes bring their own data, and this one has none", key=KEY, fix=PREPARE_FIX)
+    own = open_own(run, dataset, b"").dataset
+    if not own.held_out_sequences(run.model.sequence_length):
+        what = f"{dataset} has no held-out sequence, and the nodes measure what they learn by those of the first"
+        raise ConfigError(what, key=KEY, fix="Prepare it with a larger --held-out")
+    made = share_held_out(own, directory.parent)
+    if run.data.manifest not in (EMBEDDED, manifest_digest(made.manifest_bytes())):
+        what = f"names other data than what the nodes share, which is the held-out part of {dataset}"
+        raise ConfigError(what, key="data.manifest", fix="Leave it out: `p2ptrain start` fills it in")
+    return made.directory
 
 
 def _find_data(run: RunConfig, directory: Path, dataset: Path | None) -> Path:

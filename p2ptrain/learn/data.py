@@ -113,8 +113,8 @@ def decode_manifest(encoded: bytes) -> DatasetIndex:
         expected = -(-split.tokens * manifest.token_bytes // PIECE_BYTES)
         if len(split.pieces) != expected:
             raise ValueError(f"{len(split.pieces)} pieces for {split.tokens} {name} tokens, which take {expected}")
-    if not manifest.training.tokens:
-        raise ValueError("no training tokens")
+    if not manifest.training.tokens and not manifest.held_out.tokens:
+        raise ValueError("no tokens")
     return manifest
 
 

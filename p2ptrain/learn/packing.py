@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from p2ptrain.config import RunConfig
-    from p2ptrain.learn.data import TokenDataset
     from p2ptrain.learn.model import Model
 
 
@@ -59,12 +57,6 @@ class Packing:
 
 
 PLAIN = Packing()
-
-
-def packing_of(run: RunConfig, dataset: TokenDataset) -> Packing:
-    """Returns how the run's sequences are read."""
-    is_apart = run.data.documents == "apart"
-    return Packing(dataset.is_masked, dataset.open_tokenizer().end_of_document if is_apart else None)
 
 
 def within_documents(positions: Tensor, dtype: torch.dtype) -> Tensor:  # [batch, length] -> [batch, 1, length, length]

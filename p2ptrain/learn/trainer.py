@@ -39,7 +39,7 @@ from torch import Tensor
 from p2ptrain.capacity import cores, return_large_blocks
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError, DataError, DeviceError, RemoteProtocolError, TrainingError
+from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError, TrainingError
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.assignment import Positions, shard
 from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
@@ -48,10 +48,11 @@ from p2ptrain.learn.evaluate import evaluate
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
 from p2ptrain.learn.models import build, first_model
-from p2ptrain.learn.packing import packing_of
+from p2ptrain.learn.own_data import OwnData
 from p2ptrain.learn.plugins import blamed_in_run
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, LocalRecipe, Withdrawal, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
+from p2ptrain.learn.run_data import check_data, check_tokens, packing_of
 from p2ptrain.learn.sample import SampleRequest, sample
 from p2ptrain.learn.schedule import learning_rate, reach
 from p2ptrain.learn.shortage import told
@@ -78,32 +79,6 @@ def _check_compiler() -> None:
         raise DeviceError(f"torch.compile does not work here: {first}", fix=fix) from error
 
 
-def check_data(run: RunConfig, dataset: TokenDataset) -> None:
-    """Refuses a data set that the run's model cannot train on."""
-    check_tokens(run, dataset)
-    if not dataset.sequences(run.model.sequence_length):
-        fix = "Add data, or train on shorter sequences"
-        raise ConfigError("the data is shorter than one sequence", key="model.sequence_length", fix=fix)
-
-
-def check_tokens(run: RunConfig, dataset: TokenDataset) -> None:
-    """Refuses a data set made with another tokenizer: no other check would notice the wrong tokens."""
-    made = dataset.tokenizer
-    if (made.kind, made.digest) != (run.tokenizer.kind, run.tokenizer.digest):
-        fix = "Prepare the data with the run's tokenizer, or name the data's tokenizer in the run"
-        found = f"the data was made with tokenizer {made.kind} {made.digest}".strip()
-        raise ConfigError(found, key="tokenizer", fix=fix)
-    if made.vocab_size > run.model.vocab_size:
-        fix = f"Set it to {made.vocab_size} or more"
-        if run.model.hf is not None:
-            fix = f"The model has {run.model.vocab_size}: prepare the data with its own tokenizer.json"
-        raise ConfigError(f"the data has {made.vocab_size} tokens", key="model.vocab_size", fix=fix)
-    if dataset.is_masked and not run.model.supports_packing:
-        what = f"the data has a loss mask, which a model of kind {run.model.kind} would ignore"
-        fix = 'Use a model of kind "builtin" or "transformers", or data prepared from plain text'
-        raise ConfigError(what, key="model.kind", fix=fix)
-
-
 @dataclass(frozen=True)
 class Capture:
     """A trainer's state at one moment, to be written while training continues."""
@@ -128,6 +103,7 @@ class Capture:
 class Trainer:
     """A node's model, residual and recipe.
 
+    own: what it trains on in a run whose nodes bring their own data; a script with a loop of its own needs none.
     Only the node that begins a run needs `initial` weights; otherwise all matrices are zero until `adopt` or `load`.
     base: the file of the frozen weights, if adapters train
     """
@@ -138,11 +114,14 @@ class Trainer:
         device: DeviceConfig,
         dataset: TokenDataset,
         *,
+        own: OwnData | None = None,
         initial: bool = True,
         base: Path | None = None,
     ) -> None:
         check_data(run, dataset)
-        self.run, self.dataset = run, dataset
+        self.run, self.dataset, self.own = run, dataset, own
+        self.trained_on = own.dataset if own else dataset
+        check_tokens(run, self.trained_on)
         self.device, autocast = open_device(device)
         check_exactness(run.recipe.chunk, self.device)
         if device.checkpointing:
@@ -159,7 +138,7 @@ class Trainer:
             autocast=autocast,
             sequences_per_pass=device.sequences_per_pass,
             half_state=device.half_state,
-            packing=packing_of(run, dataset),
+            packing=packing_of(run, dataset, self.trained_on),
         )
         self.layout = Layout(self.live.shapes, run.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, run.recipe)
@@ -179,8 +158,11 @@ class Trainer:
 
     def positions_for(self, round_number: int, place: int, places: int) -> Positions:
         """Returns the sequences that `train` uses, in its order."""
+        count = self.run.recipe.round_sequences
+        if self.run.data.source == "own":
+            return self.own.positions(self.run, round_number, count) if self.own else np.empty(0, np.int64)
         sequences = self.dataset.sequences(self.run.model.sequence_length)
-        return shard(self.run.seed, round_number, place, places, self.run.recipe.round_sequences, sequences)
+        return shard(self.run.seed, round_number, place, places, count, sequences)
 
     def train(
         self,
@@ -203,7 +185,7 @@ class Trainer:
             chosen = positions[step * each : (step + 1) * each]
             drawing, at_work = self._drawing(round_number, place, step), blamed_in_run(self.run, "trained")
             with at_work, told("training", self.device), drawing:
-                batch = torch.from_numpy(self.dataset.batch(chosen, length)).to(self.device)
+                batch = torch.from_numpy(self.trained_on.batch(chosen, length)).to(self.device)
                 results.append(self.recipe.local_step(step, batch, chosen.tolist()))
             if on_step(results[-1]) is False:
                 break

@@ -40,6 +40,7 @@ from p2ptrain.daemon import Daemon
 from p2ptrain.errors import INTERRUPTED, ConfigError, DataError, P2ptrainError
 from p2ptrain.learn.begin import GivenWeights
 from p2ptrain.learn.models import named_shapes
+from p2ptrain.learn.own_data import PREPARE_FIX
 from p2ptrain.learn.plugins import allow
 from p2ptrain.learn.trainer import EVALUATED_SEQUENCES, Trainer
 from p2ptrain.loop.channel import (
@@ -133,7 +134,7 @@ class ScriptLoop:
         """Makes the device of this node."""
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "trainer")
         run, config, data = started.run, started.config.device, started.data
-        trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, data, initial=False))
+        trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, data, own=started.own, initial=False))
         threads = await loop.run_in_executor(thread, torch.get_num_threads)
         self._place = data_directory(started.config)
         self._device = LoopDevice(trainer, started.identity.key, thread, threads, self._memory)
@@ -187,6 +188,9 @@ class ScriptLoop:
                 log.warning("the script takes the steps of round %d again: %s", device.current().number, why)
                 device.begin_again()
             case TakeSequences(step=step):
+                if daemon.run.data.source == "own" and device.trainer.own is None:
+                    fix = f"{PREPARE_FIX}, or read batches from a loader of the script"
+                    raise ConfigError("the run's nodes bring their own data, and this script has none", fix=fix)
                 each = self._sequences
                 chosen = device.current().positions[step * each : (step + 1) * each]
                 if not len(chosen):
@@ -208,7 +212,8 @@ class ScriptLoop:
     async def _read(self, positions: Any, daemon: Daemon, is_held_out: bool = False) -> Sequences:
         import numpy as np  # noqa: PLC0415
 
-        data, length = daemon.driver.device.trainer.dataset, daemon.run.model.sequence_length
+        trainer, length = daemon.driver.device.trainer, daemon.run.model.sequence_length
+        data = trainer.dataset if is_held_out else trainer.trained_on
         if data.is_masked or daemon.run.data.documents == "apart":
             what = "the run masks tokens or keeps documents apart, and a plain batch can carry neither"
             raise DataError(f"{what}. Load and mask the data in the script instead of calling batches() or evaluate()")
@@ -268,7 +273,8 @@ def take_part(begin: Begin, connection: socket.socket, memory: Memory) -> None:
     allow(config.plugins.allow)
     loop = ScriptLoop(connection, memory, begin)
     if begin.address:
-        launch.join(config, begin.wanted or None, begin.invitation or None, begin.trust or None, loop=loop)
+        data = Path(begin.data) if begin.data else None
+        launch.join(config, begin.wanted or None, begin.invitation or None, begin.trust or None, data=data, loop=loop)
         return
     said, run = _run_of(begin)
     loop.check(run)

@@ -22,6 +22,7 @@ from p2ptrain.files import DiskError, read, write_atomically
 from p2ptrain.identity import Identity, RunSigner
 from p2ptrain.learn.adapters import Base
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.own_data import OwnData
 from p2ptrain.net.address_book import Origin
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
@@ -58,11 +59,12 @@ class Launch:
     config: NodeConfig
     identity: Identity
     transport: Transport
-    data: TokenDataset
+    data: TokenDataset  # what all nodes of the run share
     base: Base | None = None  # the frozen weights, if adapters train
     state: bytes = b""  # the first weights, on the node that starts the run
     claim: bytes = b""
     trust: bytes = b""  # a head that a history must contain to be adopted
+    own: OwnData | None = None  # what this node alone trains on; nothing but its trainer may have it
 
     @property
     def run_id(self) -> bytes:
@@ -101,7 +103,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     me = launch.identity.key
     store = _open_store(stack, launch)
     if device is None:
-        device = await Device.open(run, config.device, launch.data, me, launch.base)
+        device = await Device.open(run, config.device, launch.data, me, own=launch.own, base=launch.base)
         stack.callback(device.close)
     signer = NotingSigner(RunSigner(launch.identity, run_id))
     seed = secrets.token_hex(16)

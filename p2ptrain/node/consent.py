@@ -80,15 +80,23 @@ def terms_of(run: RunConfig, config: NodeConfig, members: int, seen: RoundsSeen 
     disk = disk_demand(run, config, need, members=members)
     memory = [f"{mega(each.needed)} of {each.what}, {mega(each.free)} are free" for each in demands]
     plugins = " and ".join(sorted({run.model.plugin, run.recipe.plugin} - {""}))
-    return ({"plug-ins": f"{plugins}, which you have allowed"} if plugins else {}) | {
-        "run": f"{run.name}, {run.run_id}",
-        "model": f"{_model_name(run.model)}, {few(need.parameters, 'parameter', 'parameters')}"
-        + (f" in adapters of rank {run.adapt.rank}" if run.adapt.is_on else ""),
-        "memory": "; ".join(memory),
-        "disk": f"{mega(disk.needed)}, and data as far as there is room; {mega(disk.free)} are free",
-        "traffic": traffic_text(run, need, members, seen),
-        "at first": f"{count_of(need.state + run.adapt.base_bytes)} of weights are fetched, and data as it is needed",
-    }
+    is_own = run.data.source == "own"
+    fetched = "held-out data" if is_own else "data"
+    own = {"data": "your own, of which nothing is sent; but contributions, which are sent, are made of it"}
+    adapters = f" in adapters of rank {run.adapt.rank}" if run.adapt.is_on else ""
+    weights = count_of(need.state + run.adapt.base_bytes)
+    return (
+        ({"plug-ins": f"{plugins}, which you have allowed"} if plugins else {})
+        | {
+            "run": f"{run.name}, {run.run_id}",
+            "model": f"{_model_name(run.model)}, {few(need.parameters, 'parameter', 'parameters')}{adapters}",
+            "memory": "; ".join(memory),
+            "disk": f"{mega(disk.needed)}, and {fetched} as far as there is room; {mega(disk.free)} are free",
+            "traffic": traffic_text(run, need, members, seen),
+            "at first": f"{weights} of weights are fetched, and {fetched} as it is needed",
+        }
+        | (own if is_own else {})
+    )
 
 
 def _model_name(model: ModelConfig) -> str:

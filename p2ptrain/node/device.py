@@ -35,6 +35,7 @@ from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, Training
 from p2ptrain.learn.adapters import Base
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult, mean_loss
+from p2ptrain.learn.own_data import OwnData
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.node.fetching import PIECES_TOLD
 from p2ptrain.node.limits import rest_seconds
@@ -96,12 +97,20 @@ class Device:
 
     @classmethod
     async def open(
-        cls, run: RunConfig, config: DeviceConfig, dataset: TokenDataset, me: bytes, base: Base | None = None
+        cls,
+        run: RunConfig,
+        config: DeviceConfig,
+        dataset: TokenDataset,
+        me: bytes,
+        *,
+        own: OwnData | None = None,
+        base: Base | None = None,
     ) -> Device:
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "trainer")
         frozen = base.path if base else None
-        trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, dataset, initial=False, base=frozen))
+        make = partial(Trainer, run, config, dataset, own=own, initial=False, base=frozen)
+        trainer = await loop.run_in_executor(thread, make)
         return cls(trainer, me, thread, await loop.run_in_executor(thread, torch.get_num_threads))
 
     def set_threads(self, count: int) -> None:

@@ -283,12 +283,20 @@ class Driver:
             await self.progress.write(effect)
 
     async def _fetch_data(self, number: int, place: int, places: int) -> None:
-        positions = await asyncio.to_thread(self.device.trainer.positions_for, number, place, places)
-        await self.edges.fetching.data(positions)
+        if self._is_data_shared:
+            positions = await asyncio.to_thread(self.device.trainer.positions_for, number, place, places)
+            await self.edges.fetching.data(positions)
+
+    @property
+    def _is_data_shared(self) -> bool:
+        """Whether peers have the data that this node trains on; its own is all here."""
+        return self.node.view().run.data.source == "shared"
 
     async def _fetch_ahead(self, effect: ev.Train) -> None:
         """Fetches the data of the next round while this one trains, assuming that the roster stays as it is."""
         view = self.node.view()
+        if not self._is_data_shared:
+            return
 
         def goes_on() -> bool:
             return not self.pauses and not view.is_stopping

@@ -25,8 +25,8 @@ from p2ptrain.files import make_directory, read_regular, trouble, write_atomical
 from p2ptrain.learn.adapters import base_file, read_base
 from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.learn.export import Weights
+from p2ptrain.learn.run_data import check_tokens
 from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
-from p2ptrain.learn.trainer import check_tokens
 from p2ptrain.node.directories import bases_directory, run_directory
 from p2ptrain.node.find import choose_run, find_dataset
 from p2ptrain.store.checkpoints import LOOKS_MAX, STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp

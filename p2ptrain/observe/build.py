@@ -39,6 +39,7 @@ BLOB_PURPOSES: dict[Purpose, tuple[str, ...]] = {
     "states": ("state", "base"),
     "data": ("data", "manifest", "tokenizer"),
 }
+OWN_DATA = "the owner's, which stays on this machine; contributions leave it, which are made of it"
 WAYS = ("sent", "received")
 
 
@@ -119,6 +120,7 @@ def status_of(daemon: Running) -> Status:
         http=daemon.http,
         loop_lag_seconds=round(daemon.lag.worst, 4),
         uptime_seconds=round(daemon.uptime, 1),
+        own_data=OWN_DATA if daemon.run.data.source == "own" else "",
         roots={str(number): root.hex() for number, root in sorted(roots.items())[-ROOTS_TOLD:]},
         payload_bytes=device.payload_bytes,
         state_bytes=device.state_bytes,

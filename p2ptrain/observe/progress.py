@@ -113,6 +113,7 @@ def lines_of(status: dict[str, Any]) -> str:
         "state root": status["state_root"] or "none yet",
         "loss": loss,
         "speed": f"{status['tokens_per_second']:,.0f} tokens/s",
+        "data": status.get("own_data", ""),
         "peers": str(len(status["peers"])),
         "roster": f"{few(len(status['roster']), 'member', 'members')}, "
         f"of which {few(status['quorum'], 'decides', 'decide')}; "

@@ -246,9 +246,8 @@ class Status(Answer, LearningFigures):
     loop_lag_seconds: Annotated[float, Figure("event loop's lag", "seconds", "event_loop_lag_seconds")] = Field(
         ge=0, description="the longest delay of the event loop in the last minute"
     )
-    uptime_seconds: Annotated[float, Figure("up", "seconds")] = Field(
-        ge=0, description="since this daemon started with the run"
-    )
+    uptime_seconds: Annotated[float, Figure("up", "seconds")] = Field(ge=0, description="since its start with the run")
+    own_data: str = Field(description="what of its owner's data leaves this machine; empty: data is shared")
     roots: dict[str, str] = Field(description="this node's own state roots after the last rounds, by round, hex")
     payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes", text="Size of one contribution.")] = (
         Field(description="of one contribution")

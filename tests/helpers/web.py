@@ -80,6 +80,7 @@ STATUS: dict[str, Any] = {
     **LEARNING,
     "text": "The swarm keeps what it has agreed on",
     "text_round": 5,
+    "own_data": "",
     "loss": 2.5,
     "step": 3,
     "tokens": 4_000,

@@ -319,7 +319,7 @@ def test_a_manifest_of_one_piece_opens(tmp_path: Path) -> None:
         (manifest(token_bytes=2), "2 bytes per token do not fit 256 tokens"),
         (manifest(extra=1), "unknown field `extra`"),
         ({key: value for key, value in manifest().items() if key != "held_out"}, "missing required field `held_out`"),
-        (manifest(training={"pieces": [], "tokens": 0}), "no training tokens"),
+        (manifest(training={"pieces": [], "tokens": 0}), "no tokens"),
         (manifest(training={"pieces": [PIECE], "tokens": 0}), "1 pieces for 0 training tokens, which take 0"),
         (manifest(training={"pieces": [PIECE], "tokens": 2**20 + 1}), "which take 2"),
         (manifest(held_out={"pieces": [PIECE], "tokens": 2**39}), "1 pieces for 549755813888 held_out tokens"),

@@ -22,7 +22,8 @@ from p2ptrain.learn.model import Model
 from p2ptrain.learn.models import first_model
 from p2ptrain.learn.packing import Packing
 from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.trainer import Trainer, check_data
+from p2ptrain.learn.run_data import check_data
+from p2ptrain.learn.trainer import Trainer
 from tests.helpers.hf_models import ARCHITECTURES, hf_model
 from tests.helpers.tokenizers import written
 from tests.helpers.trainer import ONE_THREAD, TINY, make, swarm_round

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from p2ptrain.config import DataConfig, RunConfig
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn.models import frozen_digest
-from p2ptrain.loop.channel import Begin
+from p2ptrain.loop.channel import Begin, TakeSequences
 from p2ptrain.loop.node_side import ScriptLoop, _run_of
 
 WEIGHT = (("weight", (3, 4)),)
@@ -74,8 +74,20 @@ def test_the_digest_of_frozen_parameters_is_of_names_types_shapes_and_numbers() 
 async def test_batches_that_cannot_tell_what_is_learned_are_refused(is_masked: bool, documents: str) -> None:
     dataset = SimpleNamespace(is_masked=is_masked)
     run = RunConfig(name="mine", data=DataConfig(documents=documents))  # type: ignore[arg-type]
-    device = SimpleNamespace(trainer=SimpleNamespace(dataset=dataset))
+    device = SimpleNamespace(trainer=SimpleNamespace(dataset=dataset, trained_on=dataset))
     daemon: Any = SimpleNamespace(run=run, driver=SimpleNamespace(device=device))
     loop = ScriptLoop(None, None, begun())  # type: ignore[arg-type]  # nothing is said yet
     with pytest.raises(DataError, match=r"and a plain batch can carry neither\. Load and mask the data in the script"):
         await loop._read(range(2), daemon)
+
+
+async def test_a_script_that_names_no_data_gets_no_batches_of_a_run_whose_nodes_bring_theirs() -> None:
+    closed = {"policy": "allowlist", "keys": ["ab" * 32]}
+    run = RunConfig.model_validate({"name": "mine", "data": {"source": "own"}, "admission": closed})
+    loop = ScriptLoop(None, None, begun())  # type: ignore[arg-type]  # nothing is said yet
+    loop._device = SimpleNamespace(trainer=SimpleNamespace(own=None))  # type: ignore[assignment]
+    loop._daemon = SimpleNamespace(run=run)  # type: ignore[assignment]
+    with pytest.raises(
+        ConfigError, match=r"this script has none\. Give the directory .* or read batches from a loader"
+    ):
+        await loop._do(1, TakeSequences(0))

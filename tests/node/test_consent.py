@@ -68,6 +68,15 @@ def test_a_run_asks_for_what_its_model_and_its_members_take(tmp_path: Path) -> N
     assert terms["at first"] == f"{count_of(NEED.state)} of weights are fetched, and data as it is needed"
 
 
+def test_a_run_of_own_data_says_what_leaves_the_machine(tmp_path: Path) -> None:
+    raw = {**RUN.model_dump(), "data": {"source": "own", "manifest": "1" * 64}}
+    raw["admission"] |= {"policy": "allowlist", "keys": (KEYS[0].hex(),)}
+    terms = terms_of(RunConfig.model_validate(raw), mine(tmp_path), 3, None)
+    assert terms["data"] == "your own, of which nothing is sent; but contributions, which are sent, are made of it"
+    assert " MB and the run's held-out data, " in terms["disk"]
+    assert terms["at first"].endswith(" of weights are fetched, and held-out data as it is needed")
+
+
 @pytest.mark.parametrize(
     ("seen", "begins", "ends"),
     [

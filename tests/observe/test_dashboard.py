@@ -12,6 +12,7 @@ from playwright.sync_api import Error as PlaywrightError
 
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.observe import events
+from p2ptrain.observe.build import OWN_DATA
 from p2ptrain.observe.guard import Guard
 from tests.helpers.dashboard import (
     CHARTS,
@@ -348,6 +349,16 @@ def test_what_the_model_writes_is_shown_as_text_and_nothing_until_it_has_written
         assert page.evaluate("() => window.hacked") is None
         node.change(text="")
         page.wait_for_function("() => document.getElementById('text-card').hidden")
+
+
+def test_a_node_that_trains_on_its_owners_data_says_what_leaves_the_machine(browser: Browser, node: Node) -> None:
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        assert not page.locator("#own-data").is_visible()
+        node.change(own_data=OWN_DATA)
+        until_text(page, "own-data", OWN_DATA)
+        assert page.locator("#own-data").is_visible()
+        assert text_of(page, "own-data") == f"Training data: {OWN_DATA}."
 
 
 def test_an_hour_of_rounds_makes_the_page_no_larger(browser: Browser, node: Node) -> None:

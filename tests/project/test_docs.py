@@ -87,6 +87,7 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
 }  # Pages that are read one after the other by one reader, and whether somebody else has a run already.
 SITTINGS: dict[str, tuple[bool, list[str]]] = {
     "invitations": (False, ["docs/how-to/invite-only-runs.md"]),
+    "own data": (False, ["docs/how-to/own-data.md"]),
     "how-to": (
         True,
         [
@@ -291,7 +292,7 @@ def test_what_is_read_first_is_short(name: str, lines: int) -> None:
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
 
 
-@pytest.mark.parametrize("name", ["own_loop.py", "hf_trainer.py", "lora_chat.py"])
+@pytest.mark.parametrize("name", ["own_loop.py", "own_data.py", "hf_trainer.py", "lora_chat.py"])
 def test_an_example_is_short(name: str) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) < 60
 

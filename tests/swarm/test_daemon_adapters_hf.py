@@ -17,7 +17,7 @@ from p2ptrain.learn.export import load_model
 from p2ptrain.learn.memory import need_of
 from p2ptrain.learn.model import Model
 from p2ptrain.learn.models import first_model
-from p2ptrain.learn.packing import packing_of
+from p2ptrain.learn.run_data import packing_of
 from p2ptrain.learn.sample import SampleRequest, sample
 from p2ptrain.node.saved import SavedModel, find_model
 from tests.helpers.daemons import Swarm, p2ptrain

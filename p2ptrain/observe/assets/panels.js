@@ -38,6 +38,8 @@ export function showHead(status) {
   at("me").title = words.cut(status.peer_id);
   say("device", status.device);
   say("release", words.name(status.release));
+  at("own-data").hidden = !status.own_data;
+  say("own-data", `Training data: ${status.own_data}.`);
 }
 
 export function showNow(status) {
