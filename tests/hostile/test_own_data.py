@@ -59,7 +59,7 @@ async def test_own_data_is_sent_to_nobody_by_any_name(who: Identity, tmp_path: P
         "admission": {"policy": "allowlist", "keys": [ME.key.hex(), FRIEND.key.hex()]},
     }
     place = tmp_path / "node" / "data" / "embedded"
-    run, directory, state = begin(RunConfig.model_validate(raw), place, [ME.key.hex(), FRIEND.key.hex()], made.path)
+    run, directory, state, _ = begin(RunConfig.model_validate(raw), place, [ME.key.hex(), FRIEND.key.hex()], made.path)
     shared, own = TokenDataset.open(directory, run.data.manifest), open_own(run, made.path, ME.key)
     assert len(own.dataset.manifest.training.pieces) > 2
     network = Network()

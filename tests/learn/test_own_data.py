@@ -57,7 +57,7 @@ def a_trainer(run: RunConfig, shared: TokenDataset, own: OwnData | None) -> Trai
 
 
 def test_only_the_held_out_split_is_shared_and_no_digest_of_the_rest(own: TokenDataset, tmp_path: Path) -> None:
-    run, path, _ = begin(RUN, tmp_path / "data" / "embedded", [KEY], own.directory)
+    run, path, *_ = begin(RUN, tmp_path / "data" / "embedded", [KEY], own.directory)
     assert path.parent == tmp_path / "data"
     assert run.data.manifest == manifest_digest(read_manifest(path))
     shared = TokenDataset.open(path, run.data.manifest)

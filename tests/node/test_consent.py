@@ -73,7 +73,7 @@ def test_a_run_of_own_data_says_what_leaves_the_machine(tmp_path: Path) -> None:
     raw["admission"] |= {"policy": "allowlist", "keys": (KEYS[0].hex(),)}
     terms = terms_of(RunConfig.model_validate(raw), mine(tmp_path), 3, None)
     assert terms["data"] == "your own, of which nothing is sent; but contributions, which are sent, are made of it"
-    assert " MB and the run's held-out data, " in terms["disk"]
+    assert " MB, and held-out data as far as there is room" in terms["disk"]
     assert terms["at first"].endswith(" of weights are fetched, and held-out data as it is needed")
 
 
