@@ -6,12 +6,13 @@ import itertools
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from p2ptrain.digest import PIECE_BYTES, leaf_digests
 from p2ptrain.errors import DataError
+from p2ptrain.learn.adapters import read_base
 from p2ptrain.net.blobs.blob import BlobName, WholeFile, verified
 from p2ptrain.node.served_blobs import STATES_SERVED, SavedStates, ServedBlobs, StateBlob
 from tests.helpers.net import some_bytes
@@ -109,3 +110,24 @@ def test_a_file_that_was_damaged_since_it_was_checked_is_not_served(tmp_path: Pa
         with pytest.raises(DataError, match="is damaged"):
             wrong.read(0)
     assert len(checked) == 2
+
+
+def test_frozen_weights_are_served_by_their_digest_and_checked_as_they_are_read(tmp_path: Path) -> None:
+    path, nothing = tmp_path / "base", cast(Any, None)
+    path.write_bytes(some_bytes(PIECE_BYTES + 7))
+    base = read_base(path)
+    run: Any = SimpleNamespace(adapt=SimpleNamespace(base=base.digest))
+    library = ServedBlobs(run, nothing, SavedStates(), nothing, nothing, base)
+    name = bytes.fromhex(base.digest)
+    found = library.find(BlobName("base", name), NOBODY)
+    assert found is not None
+    assert b"".join(verified(found)) == path.read_bytes()
+    assert library.find(BlobName("base", bytes(32)), NOBODY) is None
+    assert library.find(BlobName("state", name), NOBODY) is None
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert found.read(0)
+    with pytest.raises(DataError, match="is damaged: piece 1"):
+        found.read(1)
+    path.unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        found.read(0)
