@@ -322,6 +322,10 @@ def _check_model(run: RunConfig, loop: Loop | None) -> None:
     elif run.model.kind == "own":
         what = f"run {run.name} trains a model that only its members' own scripts have"
         raise ConfigError(what, key="model.kind", fix="Take part with such a script, by p2ptrain.join(...) in Python")
+    elif run.adapt.is_on:
+        from p2ptrain.learn.models import check_base_bytes  # noqa: PLC0415  # imports torch
+
+        check_base_bytes(run.model, run.adapt)
 
 
 def _pinned(pin: str, wanted: str | None) -> str | None:

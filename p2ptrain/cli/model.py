@@ -60,7 +60,7 @@ def export(
     check_target(out)
 
     def look() -> SavedModel:
-        found = find_model(node_config(config, data_dir), run, number, checkpoint)
+        found = find_model(node_config(config, data_dir), run, number, checkpoint, needs_base=not adapter)
         if adapter and not found.run.adapt.is_on:
             raise ConfigError(f"{found.run.name} trains whole weights", key="--adapter", fix="Leave it out")
         with reading(found.checkpoint):

@@ -27,14 +27,16 @@ from torch.nn import functional
 from p2ptrain.config import AdaptConfig, ModelConfig, RunConfig
 from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.files import PARTIAL_SUFFIX, make_directory, open_regular, rename, trouble, write_all
+from p2ptrain.files import PARTIAL_SUFFIX, forget, make_directory, open_regular, rename, trouble, write_all
 from p2ptrain.learn.model import Linear, Model
+from p2ptrain.learn.root import FLOAT_BYTES
 
 Shape = tuple[int, ...]
 FIRST, SECOND = "lora_A.weight", "lora_B.weight"  # the ends of the adapters' names
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # the first that fits is taken
 HEADER_ALIGNMENT = 8  # bytes; safetensors data begin at a multiple of this
 NAMED_MAX = 6  # modules that an error names
+ORIGIN_FIX = "Whoever began the run made it so: install the versions that its founder has, or join another"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -180,12 +182,15 @@ class Base:
 def make_base(directory: Path, weights: Mapping[str, Tensor]) -> Base:
     """Writes a base into the directory, under its digest; the same weights make the same file everywhere."""
     make_directory(directory)
-    partial = directory / f"new{PARTIAL_SUFFIX}"
-    write_base(partial, weights)
-    written = read_base(partial)
-    path = base_file(directory, written.digest)
-    with trouble(path):
-        rename(partial, path)
+    partial = directory / f"new{PARTIAL_SUFFIX}"  # one process at a time uses a data directory
+    try:
+        write_base(partial, weights)
+        written = read_base(partial)
+        path = base_file(directory, written.digest)
+        with trouble(path):
+            rename(partial, path)
+    finally:
+        forget(partial)
     return replace(written, path=path)
 
 
@@ -214,14 +219,14 @@ def write_base(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 def _stored_type(tensor: Tensor) -> torch.dtype:
     """Returns the smallest type that holds these numbers exactly."""
-    return next(kind for kind in STORED if torch.equal(tensor.to(kind).float(), tensor))
+    return next((kind for kind in STORED if torch.equal(tensor.to(kind).float(), tensor)), torch.float32)
 
 
 def read_base(path: Path) -> Base:
     """Reads the whole file, for its digest."""
     leaves: list[bytes] = []
     size = 0
-    with trouble(path, "cannot be read"), open_regular(path) as file:
+    with trouble(path, "cannot be read"), open_regular(path.resolve()) as file:  # its owner may have moved it
         while piece := file.read(PIECE_BYTES):
             leaves.append(leaf_digest(len(leaves), piece))
             size += len(piece)
@@ -242,11 +247,14 @@ def base_tensors(path: Path, shapes: Mapping[str, Shape]) -> Iterator[tuple[str,
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             if found != dict(shapes):
                 name = min(found.items() ^ shapes.items())[0]
-                raise DataError(f"{path}: {ascii(name)[:100]} is not as in the run's model")
+                raise DataError(f"{path}: {ascii(name)[:100]} is not as in the run's model. {ORIGIN_FIX}")
             for name in shapes:
                 tensor = file.get_tensor(name)
                 if tensor.dtype not in STORED or not bool(torch.isfinite(tensor).all()):
-                    raise DataError(f"{path}: {ascii(name)[:100]} has numbers that are not finite, or none")
-                yield name, tensor.float()
+                    raise DataError(
+                        f"{path}: {ascii(name)[:100]} has numbers that are not finite, or none. {ORIGIN_FIX}"
+                    )
+                is_aligned = tensor.data_ptr() % FLOAT_BYTES == 0  # after an odd count of two bytes it is not
+                yield name, tensor.float() if is_aligned else tensor.float().clone()
     except (SafetensorError, OSError) as error:
-        raise DataError(f"{path}: not the weights of a model ({error})") from error
+        raise DataError(f"{path}: not the weights of a model ({ascii(str(error))[:200]}). {ORIGIN_FIX}") from error

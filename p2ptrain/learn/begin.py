@@ -23,7 +23,7 @@ from p2ptrain.config import WHOLE, ModelConfig, NodeConfig, RunConfig
 from p2ptrain.config.text import problem
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import read_regular
-from p2ptrain.learn.adapters import Base, base_file, make_base, read_base
+from p2ptrain.learn.adapters import Base, base_file, base_tensors, make_base, read_base
 from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.learn.models import first_model, named_shapes, shapes_digest, without_adapters
@@ -108,17 +108,24 @@ def first_weights(run: RunConfig) -> Tensor:
 
 def _base(run: RunConfig, directory: Path, given: GivenWeights | None) -> Base:
     """Returns the frozen weights: those of a run that was begun here before, or the given ones, or from the seed."""
-    wanted = run.adapt.base
-    if wanted and given is None and base_file(directory, wanted).exists():
-        base = read_base(base_file(directory, wanted))
-    else:
-        model = without_adapters(run.model)
-        flat = given.read(model) if given else first_weights(run.model_copy(update={"model": model, "adapt": WHOLE}))
-        shapes = named_shapes(model)
-        parts = torch.split(flat, [math.prod(shape) for _, shape in shapes])
-        base = make_base(directory, {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)})
-    if wanted not in ("", base.digest):
-        what = f"these weights are {base.digest}, and not those that the run adapts"
+    wanted, model = run.adapt.base, without_adapters(run.model)
+    kept, shapes = base_file(directory, wanted), named_shapes(model)
+    base = read_base(kept) if wanted and kept.exists() else None
+    if base is not None and base.digest != wanted:
+        log.warning("%s: damaged: making it again", kept)
+        base = None
+    if base is not None and given is None:
+        return base
+    flat = given.read(model) if given else first_weights(run.model_copy(update={"model": model, "adapt": WHOLE}))
+    parts = torch.split(flat, [math.prod(shape) for _, shape in shapes])
+    named = {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+    if base is None:
+        base = make_base(directory, named)
+        is_same = wanted in ("", base.digest)
+    else:  # not written a second time
+        is_same = all(torch.equal(each, named[name]) for name, each in base_tensors(kept, dict(shapes)))
+    if not is_same:
+        what = "these weights are others than those that the run adapts"
         fix = "Give the --weights that it began with; to begin another run, remove adapt.base and adapt.base_bytes"
         raise ConfigError(what, key="adapt.base", fix=fix)
     return base

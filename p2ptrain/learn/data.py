@@ -39,7 +39,7 @@ from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.files import entries, replace_file, trouble, write_atomically
 from p2ptrain.learn.assignment import Positions
-from p2ptrain.learn.kept_pieces import KeptPieces, pieces_of_a_round
+from p2ptrain.learn.kept_pieces import KeptPieces, pieces_of_a_round, size_of
 from p2ptrain.learn.tokenizer import (
     TOKENIZER_BYTES_MAX,
     VOCAB_SIZE_MAX,
@@ -153,8 +153,8 @@ def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> Tok
 class TokenDataset:
     """A data set on disk, some pieces of which may still be missing.
 
-    Each piece is checked against its digest when it is first used. A damaged one is removed, and an error
-    names it; from then on it counts as missing, until `add_piece` restores it. A batch that needs a missing piece
+    Each piece is checked against its digest when it is first used. A damaged one is removed if it was fetched, and an
+    error names it; from then on it counts as missing, until `add_piece` restores it. A batch that needs a missing piece
     is an error too, so callers that may lack pieces check `missing` first. Only one thread may make batches; all
     other methods are thread-safe. After `keep_within`, pieces that are added lie apart and may be removed again, but
     not while they are needed: `need` and `need_held_out` say which.
@@ -168,6 +168,7 @@ class TokenDataset:
         self._type = token_type(manifest.tokenizer.vocab_size, manifest.masked)
         self._checked: set[str] = set()
         self._damaged: set[str] = set()
+        self._bad: set[str] = set()  # prepared pieces that are damaged: they stay, and are not used
         self._open: OrderedDict[str, Tokens] = OrderedDict()  # least recently used first
         self._writing = threading.Lock()  # two writers of one piece would share its temporary name
         self._kept: KeptPieces | None = None  # None: all that is added stays
@@ -217,7 +218,7 @@ class TokenDataset:
 
     def keep_within(self, room: int) -> None:
         """Keeps at most `room` bytes of the pieces that are added: the least recently needed ones go."""
-        self._kept = KeptPieces(self._fetched, room, self._let_go)
+        self._kept = KeptPieces(self._fetched, room, self._sizes, self._let_go)
 
     @property
     def prepared_bytes(self) -> int:
@@ -235,7 +236,8 @@ class TokenDataset:
 
     @property
     def _prepared_pieces(self) -> int:
-        return sum(self._sizes.get(path.name, 0) for path in entries(self._own))
+        names = [path.name for path in entries(self._own) if path.name in self._sizes]
+        return sum(self._sizes[name] for name in names if self._is_own(name))
 
     def need(self, positions: Positions, length: int) -> list[bytes]:
         """Returns what `missing` does, and keeps these pieces until the next call; DataError if there is no room."""
@@ -264,7 +266,7 @@ class TokenDataset:
         return {name: self._sizes[name] for name in names if not self._is_own(name)}
 
     def _is_own(self, name: str) -> bool:
-        return _size_of(self._own / name) == self._sizes[name]
+        return name not in self._bad and size_of(self._own / name) == self._sizes[name]
 
     def _let_go(self, name: str) -> None:
         """Closes the map of a piece that was removed: its space is not free before."""
@@ -303,6 +305,7 @@ class TokenDataset:
             raise DataError(f"piece {name} has {len(piece)} bytes, but {self._sizes[name]} by the manifest")
         if self._kept is None:
             self._write(self._own / name, piece)
+            self._bad.discard(name)
         else:
             path = self._fetched / name
             self._kept.add(name, len(piece), lambda: self._write(path, piece))
@@ -393,11 +396,12 @@ class TokenDataset:
             replace_file(path, content)
 
     def _remove(self, name: str) -> None:
-        """Removes a damaged piece, so that the node fetches it again."""
+        """Has the node fetch a damaged piece again. Only what it has fetched itself is removed."""
         self._damaged.add(name)
+        self._bad.add(name)
         self._checked.discard(name)
         with suppress(OSError):  # if the disk cannot be written, the piece counts as missing anyway
-            self._path(name).unlink()
+            (self._fetched / name).unlink()
 
     # -----------------------------------------------------------------------------------------------
     # Batches
@@ -457,15 +461,8 @@ class TokenDataset:
 
     def _size_on_disk(self, name: str) -> int:
         """Size of a piece's file in bytes; -1 if there is none."""
-        size = _size_of(self._own / name)
-        return size if size == self._sizes[name] else max(size, _size_of(self._fetched / name))
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
+        size = size_of(self._own / name)
+        return size if size == self._sizes[name] else max(size, size_of(self._fetched / name))
 
 
 def _sequences(split: Split, length: int) -> int:

@@ -11,12 +11,12 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from p2ptrain.errors import DataError
-from p2ptrain.files import PARTIAL_SUFFIX, entries, forget, trouble
+from p2ptrain.files import PARTIAL_SUFFIX, DiskError, entries, forget, trouble
 
 DEVIATIONS = 4  # above the mean: one round in 30,000 needs more
 
@@ -30,16 +30,27 @@ def pieces_of_a_round(sequences: int, share: float) -> int:
     return math.ceil(sequences * (1 + share) + DEVIATIONS * math.sqrt(sequences * part * (1 - part)))
 
 
+def size_of(path: Path) -> int:
+    """Returns a file's size; -1 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
 class KeptPieces:
     """Counts the fetched pieces, and removes the least recently needed ones. Its methods are thread-safe."""
 
-    def __init__(self, directory: Path, room: int, removed: Callable[[str], None]) -> None:
-        """room: bytes for all of them; `removed` is called for each piece that had to go."""
+    def __init__(self, directory: Path, room: int, names: Container[str], removed: Callable[[str], None]) -> None:
+        """room: bytes for all of them; names: of the data set's pieces, all else in the directory is left alone;
+        `removed` is called for each piece that had to go."""
         self.directory, self.room, self._removed = directory, room, removed
         self._held: dict[str, dict[str, int]] = {}  # what is needed now, by who needs it: never removed
         self._lock = threading.RLock()
         found = []
         for path in entries(directory):
+            if path.name.removesuffix(PARTIAL_SUFFIX) not in names or not path.is_file() or path.is_symlink():
+                continue
             if path.name.endswith(PARTIAL_SUFFIX):  # of a write that a crash has broken off
                 forget(path)
                 continue
@@ -79,7 +90,14 @@ class KeptPieces:
         with self._lock:
             self._forget(name)  # a file that is replaced takes its space until then
             self._make_room(size)
-            write()
+            try:
+                write()
+            except DiskError as error:
+                if not error.is_full:
+                    raise
+                self.room = max(size, self._bytes)  # others take the disk, too
+                self._make_room(size)
+                write()
             self._sizes[name] = size
             self._bytes += size
 
@@ -97,12 +115,12 @@ class KeptPieces:
         if self._bytes + size <= self.room:
             return
         held = {name for sizes in self._held.values() for name in sizes}
-        for name in [name for name in self._sizes if name not in held]:
+        while self._bytes + size > self.room:
+            name = next((each for each in self._sizes if each not in held), None)  # soon: what is held comes last
+            if name is None:
+                raise DataError(f"no room for {size:,} bytes of training data beside what is needed now")
             path = self.directory / name
             with trouble(path, "cannot be removed"):
                 path.unlink(missing_ok=True)
             self._forget(name)
             self._removed(name)
-            if self._bytes + size <= self.room:
-                return
-        raise DataError(f"no room for {size:,} bytes of training data beside what is needed now")

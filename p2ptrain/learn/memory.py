@@ -101,7 +101,8 @@ class Need:
     def main(self, device: str) -> int:
         """Main memory that the node's process needs when `device` trains."""
         rest = self.program + self.payloads + self.checkpoint + self.data + self.history
-        return rest if device.startswith("cuda") else rest + self.trainer
+        begun = self.program + 2 * self.base  # whoever begins the run has them twice for a moment
+        return max(begun, rest if device.startswith("cuda") else rest + self.trainer)
 
     def of_trainer(self) -> str:
         """Spells out how `trainer` adds up, for a person."""
@@ -266,7 +267,8 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         residual=residual,
         optimizer=copies * state + inner + libraries,
         activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes))
-        + _attention_mask_bytes(run, sequences, passes),
+        + _attention_mask_bytes(run, sequences, passes)
+        + _adapter_bytes(run, shapes, sequences),
         codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work, orthogonal),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * form.contribution_bytes),
@@ -295,6 +297,14 @@ def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: Pass
     at_once = max([BATCH_ELEMENTS, *hidden])
     inner = passes.state_bytes * sum(sizes) + FLOAT_BYTES * (sum(sizes) - sum(hidden))
     return inner, MUON_COPIES * (2 if passes.autocast else 4) * at_once
+
+
+def _adapter_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], sequences: int) -> int:
+    """Returns the memory of what adapters compute in a pass: what the first of each gives, and the widest change."""
+    if not run.adapt.is_on:
+        return 0
+    tokens, pairs = sequences * run.model.sequence_length, len(shapes) // 2
+    return FLOAT_BYTES * tokens * (pairs * run.adapt.rank + 2 * max(shape[0] for shape in shapes[1::2]))
 
 
 def _attention_mask_bytes(run: RunConfig, sequences: int, passes: PassSettings) -> int:

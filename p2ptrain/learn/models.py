@@ -26,6 +26,7 @@ from p2ptrain.learn.model import Model, Transformer, parameter_shapes
 
 Shape = tuple[int, ...]
 NamedShapes = tuple[tuple[str, Shape], ...]
+ENTRY_BYTES_MAX = 512  # of a tensor, in the header of a file of weights
 BUILTIN_PREFIX = "model."  # in Hugging Face's names, not in those of the built-in model
 
 
@@ -210,6 +211,15 @@ def parameter_count(config: ModelConfig, adapt: AdaptConfig = WHOLE) -> int:
 def without_adapters(config: ModelConfig) -> ModelConfig:
     """Returns the model of a run that trains adapters as it is without them: the run's digest is that of theirs."""
     return config.model_copy(update={"shapes": ""})
+
+
+def check_base_bytes(config: ModelConfig, adapt: AdaptConfig) -> None:
+    """Refuses frozen weights of a size that the model's cannot have, before they are fetched."""
+    shapes = named_shapes(without_adapters(config))
+    count = sum(prod(shape) for _, shape in shapes)
+    if adapt.base and not 2 * count < adapt.base_bytes <= 4 * count + ENTRY_BYTES_MAX * (1 + len(shapes)):
+        what = f"{adapt.base_bytes:,} bytes are not the size of the model's {count:,} weights"
+        raise ConfigError(what, key="adapt.base_bytes", fix="Whoever began the run made it so: join another")
 
 
 def exported_name(config: ModelConfig, name: str) -> str:

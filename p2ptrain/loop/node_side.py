@@ -202,7 +202,10 @@ class ScriptLoop:
                 if count < 1:
                     raise DataError("the run's data has no held-out sequence")
                 await daemon.driver.edges.fetching.held_out(count)
-                return await self._read(range(count), daemon, is_held_out=True)
+                try:
+                    return await self._read(range(count), daemon, is_held_out=True)
+                finally:
+                    data.need_held_out(0, length)  # they may go again
         return Done()
 
     @property

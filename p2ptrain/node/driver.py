@@ -67,6 +67,7 @@ class Driver:
         self._has_effects = asyncio.Event()
         self._catching_up: asyncio.Task[None] | None = None
         self._fetching_ahead: asyncio.Task[None] | None = None  # the data of the next training
+        self._repeating = asyncio.Lock()  # one by one: each is trained on the data that was fetched for it
         self._fetching: dict[bytes, dict[asyncio.Task[None], Sequence[bytes]]] = {}  # by payload: who is asked by each
         self._told: set[bytes] = set()  # peers for whom a history is being encoded
         self._encoding = asyncio.Lock()
@@ -271,7 +272,8 @@ class Driver:
                 await self.edges.persistence.note(failed)
             why = str(error) or "timed out fetching the training data"
             log.warning("no contribution to round %d: %s", effect.round, why)
-            self.give(ev.TrainingFailed(effect.round, why))
+            # The log of events may be given to others, and a damaged piece's name tells of the data.
+            self.give(ev.TrainingFailed(effect.round, why if self._is_data_shared else type(error).__name__))
             return
         self.edges.persistence.put(name, payload)
         run = self.node.view().run
@@ -312,13 +314,14 @@ class Driver:
 
     async def _repeat(self) -> None:
         """Repeats what was trained from this state before a restart; data that had to go since is fetched again."""
-        while (each := await self.device.due()) is not None:
-            try:
-                async with asyncio.timeout(DATA_SECONDS):
-                    await self._fetch_data(each.round, each.place, each.places)
-            except (DataError, FetchError, TimeoutError) as error:  # the device tells what cannot be repeated
-                log.info("no data to repeat the training of round %d: %s", each.round, error)
-            await self.device.repeat_next()
+        async with self._repeating:
+            while (each := await self.device.due()) is not None:
+                try:
+                    async with asyncio.timeout(DATA_SECONDS):
+                        await self._fetch_data(each.round, each.place, each.places)
+                except (DataError, FetchError, TimeoutError) as error:  # the device tells what cannot be repeated
+                    log.info("no data to repeat the training of round %d: %s", each.round, error)
+                await self.device.repeat_next()
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""

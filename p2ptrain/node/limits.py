@@ -149,13 +149,14 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
 def keep_data_within(run: RunConfig, config: NodeConfig, data: TokenDataset) -> None:
     """Has the data set keep what is fetched of it in the room beside the run. Raises ConfigError if there is not even
     room for what one round needs."""
-    from p2ptrain.learn.memory import need_of  # noqa: PLC0415
+    from p2ptrain.learn.memory import DISK_SHARE, need_of  # noqa: PLC0415
     from p2ptrain.learn.trainer import EVALUATED_SEQUENCES  # noqa: PLC0415
 
     least = data.fetched_bytes_min(run.recipe.round_sequences, EVALUATED_SEQUENCES, run.model.sequence_length)
     disk = disk_demand(run, config, need_of(run), data.prepared_bytes + least, of_data=data.directory)
     _refuse_disk(run, disk)
-    data.keep_within(disk.room - disk.needed + least)
+    spare = 0 if config.limits.disk_bytes else int((1 - DISK_SHARE) * disk.used)  # else each start would take more
+    data.keep_within(max(least, disk.room - disk.needed + least - spare))
 
 
 def _refuse_disk(run: RunConfig, disk: DiskDemand) -> None:

@@ -113,7 +113,7 @@ class ModelProgress:
         count = min(evaluated_sequences(run), dataset.held_out_sequences(length))
         if not count or not self._may_measure(count):
             return 0
-        if not await asyncio.to_thread(dataset.missing_held_out, count, length):
+        if not await asyncio.to_thread(dataset.need_held_out, count, length):
             return count
         began = self._clock()
         if self.seconds > TIME_SHARE * (began - self._began):

@@ -103,7 +103,12 @@ class SavedModel:
 
 
 def find_model(
-    config: NodeConfig, wanted: str | None = None, number: int | None = None, directory: Path | None = None
+    config: NodeConfig,
+    wanted: str | None = None,
+    number: int | None = None,
+    directory: Path | None = None,
+    *,
+    needs_base: bool = True,
 ) -> SavedModel:
     """Finds a saved model: by default the newest undamaged one that the node's log certifies, or the one of a round or
     in a directory. Raises `DataError` if there is none, or if the log contradicts it."""
@@ -124,18 +129,22 @@ def find_model(
         checkpoints = Checkpoints(run_directory(config, run_id) / CHECKPOINTS_NAME, run_id)
         chosen = newest_whole(checkpoints, number)
     tokenizer = _tokenizer(config, run, chosen.checkpoint.path)
-    return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer, _base(config, run))
+    base = _base(config, run, chosen.checkpoint.path) if needs_base else None
+    return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer, base)
 
 
-def _base(config: NodeConfig, run: RunConfig) -> Path | None:
-    """Returns the file of the frozen weights of a run that trains adapters."""
+def _base(config: NodeConfig, run: RunConfig, directory: Path) -> Path | None:
+    """Returns the file of the frozen weights of a run that trains adapters, from beside the checkpoint or the node."""
     if not run.adapt.is_on:
         return None
-    path = base_file(bases_directory(config), run.adapt.base)
+    places = (directory, bases_directory(config))
+    path = next((each for place in places if (each := base_file(place, run.adapt.base)).exists()), None)
+    path = path or base_file(bases_directory(config), run.adapt.base)
     if not path.exists() or read_base(path).digest != run.adapt.base:
         raise DataError(
             f"{path}: damaged, or missing: it holds the weights that the run adapts. Take part in the run "
-            "once more, which fetches them, or name the directory of a node that does with --data-dir"
+            "once more, which fetches them, name the directory of a node that does with --data-dir, or put the "
+            "file of such a node beside the checkpoint"
         )
     return path
 

@@ -18,7 +18,7 @@ from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.export import export, load_model
 from p2ptrain.learn.given_weights import read_weights
 from p2ptrain.learn.memory import need_of
-from p2ptrain.learn.models import build, exported_shapes, first_model, named_shapes, parameter_count
+from p2ptrain.learn.models import build, check_base_bytes, exported_shapes, first_model, named_shapes, parameter_count
 from p2ptrain.learn.tokenizer import BytesTokenizer
 from p2ptrain.learn.trainer import Trainer
 from tests.helpers.export import Node, weights_of
@@ -106,6 +106,26 @@ def test_a_base_of_another_model_is_refused(how: str, tmp_path: Path) -> None:
         load_base(build(MODEL, adapt=LORA), path)
 
 
+def test_a_strangers_header_is_quoted_shortly_and_as_plain_text(tmp_path: Path) -> None:
+    evil = "\x1b[31mEVIL\n" * 10_000
+    header = json.dumps({"w": {"dtype": evil, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path = tmp_path / "evil"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(DataError) as caught:
+        load_base(build(MODEL, adapt=LORA), path)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("size", [1, 2 * 26_784, 4 * 26_784 + 2**15])
+def test_frozen_weights_of_an_impossible_size_are_not_fetched(size: int) -> None:
+    count = parameter_count(MODEL)
+    assert count == 26_784
+    with pytest.raises(ConfigError, match=r"adapt.base_bytes: .* bytes are not the size of the model's 26,784 weights"):
+        check_base_bytes(MODEL, LORA.model_copy(update={"base": "1" * 64, "base_bytes": size}))
+    check_base_bytes(MODEL, LORA.model_copy(update={"base": "1" * 64, "base_bytes": 4 * count + 1_000}))
+
+
 def test_replicas_learn_and_stay_the_same_bits(dataset: TokenDataset, tmp_path: Path) -> None:
     made = begun(tmp_path)
     assert made.base is not None
@@ -133,6 +153,13 @@ def test_a_begin_is_repeated_and_refuses_other_weights(tmp_path: Path) -> None:
     made = begun(tmp_path)
     assert made.base is not None
     assert begun(tmp_path, made.run) == made
+    content = made.base.path.read_bytes()
+    made.base.path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert begun(tmp_path, made.run) == made, "a damaged one is made again"
+    assert made.base.path.read_bytes() == content
+    (made.base.path.parent / "new.partial").mkdir()  # cannot be written
+    assert begun(tmp_path, made.run) == made, "a good one is not written again"
+    (made.base.path.parent / "new.partial").rmdir()
     made.base.path.unlink()
     assert begun(tmp_path, made.run) == made, "made again from the seed"
     shapes = dict(exported_shapes(MODEL))
@@ -140,7 +167,7 @@ def test_a_begin_is_repeated_and_refuses_other_weights(tmp_path: Path) -> None:
     given = GivenWeights(
         tmp_path / "other.safetensors", lambda model: read_weights(tmp_path / "other.safetensors", model)
     )
-    with pytest.raises(ConfigError, match=r"adapt.base: these weights are .* not those that the run adapts. Give the"):
+    with pytest.raises(ConfigError, match=r"adapt.base: these weights are others than those that the run adapts"):
         begun(tmp_path, made.run, given)
 
 

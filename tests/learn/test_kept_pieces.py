@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 from p2ptrain.config import DataConfig, ModelConfig, RunConfig
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
+from p2ptrain.files import DiskError
 from p2ptrain.learn.begin import begin
 from p2ptrain.learn.data import TokenDataset, manifest_digest, store_manifest
+from p2ptrain.learn.kept_pieces import KeptPieces
 from tests.helpers.large_sets import set_of_names, set_of_pieces
 from tests.helpers.trainer import TINY
 
@@ -207,3 +210,32 @@ def test_a_piece_that_was_read_does_not_stay_in_memory(whole: TokenDataset) -> N
     resident = [int(block.split("Rss:")[1].split()[0]) for block in blocks]  # kB
     assert len(resident) >= PIECES
     assert max(resident) < PIECE_BYTES // 1_024 // 4
+
+
+def test_what_is_no_piece_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "README").write_bytes(bytes(100))
+    (tmp_path / "link").symlink_to(tmp_path / "README")
+    kept = KeptPieces(tmp_path, 10, {"a", "link", "lost+found"}, lambda name: None)
+    kept.add("a", 10, lambda: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README", "link", "lost+found"]
+
+
+def test_a_disk_that_others_have_filled_costs_older_pieces_and_not_the_new_one(tmp_path: Path) -> None:
+    gone: list[str] = []
+    kept = KeptPieces(tmp_path, 100, {"a", "b", "c"}, gone.append)
+    for name in ("a", "b"):
+        kept.add(name, 10, lambda: None)
+
+    def write() -> None:
+        if not gone:
+            raise DiskError(tmp_path, "cannot be written", OSError(errno.ENOSPC, "full"))
+
+    kept.add("c", 10, write)
+    assert (gone, kept.room) == (["a"], 20)
+    with pytest.raises(DiskError):
+        kept.add("a", 10, lambda: write_to_a_broken_disk(tmp_path))
+
+
+def write_to_a_broken_disk(path: Path) -> None:
+    raise DiskError(path, "cannot be written", OSError(errno.EIO, "broken"))

@@ -75,6 +75,9 @@ class Data:
     def held_out_sequences(self, length: int) -> int:
         return self.sequences
 
+    def need_held_out(self, count: int, length: int) -> list[bytes]:
+        return self.missing_held_out(count, length)
+
     def missing_held_out(self, count: int, length: int) -> list[bytes]:
         return [b"piece"] if self.is_missing else []
 

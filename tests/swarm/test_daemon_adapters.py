@@ -108,4 +108,4 @@ def test_what_an_adapter_run_cannot_use_is_told_in_a_line(swarm: Swarm) -> None:
     described = 'adapt: adapters are described, but kind is "none". Set kind = "lora", or remove the other keys'
     assert described in refused(RUN.replace('kind = "lora"', ""))
     other = f'base = "{"0" * 64}"\nbase_bytes = 5'
-    assert "adapt.base: these weights are " in refused(RUN.replace("rank = 4", f"rank = 4\n{other}"))
+    assert "adapt.base_bytes: 5 bytes are not the size of" in refused(RUN.replace("rank = 4", f"rank = 4\n{other}"))
