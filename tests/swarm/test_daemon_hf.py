@@ -57,6 +57,7 @@ with p2ptrain.join(sys.argv[2], model, optimizer, directory=sys.argv[1]) as swar
 """
 # A program on the same machine, whose Python has everything but transformers.
 WITHOUT = """\
+import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "transformers" else found(name, *rest)
 """
