@@ -48,7 +48,7 @@ from matplotlib import pyplot
 from rivals import RIVALS, DeMoWithFloats, LocalRival
 from simulated import FullySynchronised, Swarm
 
-from p2ptrain.config import ModelConfig, RecipeConfig
+from p2ptrain.config import ModelConfig, PrivacyConfig, RecipeConfig
 from p2ptrain.learn.assignment import shard
 from p2ptrain.learn.corpus import Reading, documents, embedded_sources
 from p2ptrain.learn.data import TokenDataset
@@ -56,6 +56,7 @@ from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.packing import PLAIN, Packing
 from p2ptrain.learn.prepare import prepare
+from p2ptrain.learn.private import Privacy, SpentSteps
 from p2ptrain.learn.tokenizer import BytesTokenizer
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-learning-{os.getpid()}"
@@ -101,6 +102,7 @@ class Setting:
     slow: int = 0  # peers ten times slower, which take a tenth of the steps
     half_state: bool = False  # residual and momentum in bf16
     documents: str = ""  # together or apart, in a corpus of short ones
+    noise: str = ""  # of DP-SGD, in which each peer has data of its own; 0: none, on as much data
     rate: str = "1/1000"  # of the inner optimizer where there is one
     seed: int = 0
     size: str = "quick"
@@ -108,6 +110,8 @@ class Setting:
     @property
     def sequences(self) -> int:
         """Returns the sequences in a peer's step: one for 16 peers or more, so that a run takes only minutes."""
+        if self.noise:
+            return 64  # noise is divided by their number
         return 4 if self.peers < 16 else 1
 
     @property
@@ -119,7 +123,7 @@ class Setting:
         """What is compared with another: of each, the best goes on."""
         name = f"local {self.inner}" if self.system == "local" else f"{self.system} {self.inner}".removesuffix(" adamw")
         parts = [name, "one round late" * bool(self.delay), "some slow" * bool(self.slow), "bf16" * self.half_state]
-        parts += [f"documents {self.documents}" * bool(self.documents)]
+        parts += [f"documents {self.documents}" * bool(self.documents), f"noise {self.noise}" * bool(self.noise)]
         return ", ".join([*filter(None, parts), f"{self.peers} peers"])
 
     @property
@@ -140,6 +144,7 @@ class Setting:
         parts += [f"{self.slow} take a tenth of them"] if self.slow else []
         parts += ["bf16 residual and momentum"] if self.half_state else []
         parts += [f"short documents {self.documents}"] if self.documents else []
+        parts += [f"noise {self.noise} on 64 sequences a step"] if self.noise else []
         return ", ".join([*parts, f"{self.peers} peers"])
 
 
@@ -171,6 +176,7 @@ def grid() -> list[Setting]:
     found += [replace(muon, k=256, decay=decay) for decay in ("9/10", "1")]
     found += [replace(muon, k=k, half_state=True) for k in (64, 256)]
     found += [replace(muon, k=256, documents=how) for how in ("together", "apart")]
+    found += [replace(muon, k=256, peers=2, noise=noise) for noise in ("0", "1/2", "1", "2")]
     found += [replace(muon, k=k, chunk=32) for k in (16, 64)]
     found += [replace(muon, k=k, peers=16) for k in (64, 256)]
     found += [replace(muon, k=256, peers=peers, slow=slow) for peers, slow in ((8, 5), (8, 3), (3, 0))]
@@ -214,12 +220,20 @@ def run(setting: Setting) -> dict[str, Any]:
     initialise(model, setting.seed)
     apart = Packing(document_end=BytesTokenizer.end_of_document)
     packing = apart if setting.documents == "apart" else PLAIN
-    live = LiveModel(model, autocast=False, half_state=setting.half_state, packing=packing)
     length, rounds = model_config.sequence_length, size.steps // setting.local_steps
+    privacy = None
+    if Fraction(setting.noise or 0):
+        one_each = dataset.sequences(length) // setting.peers
+        terms = PrivacyConfig(epsilon=Fraction(1_000), delta=Fraction(1, 10**5), noise=Fraction(setting.noise))
+        privacy = Privacy(terms, setting.sequences, one_each, SpentSteps(CACHE / "no ledger"))  # nothing is spent
+    live = LiveModel(model, autocast=False, half_state=setting.half_state, packing=packing, privacy=privacy)
     half = min(EVALUATED, dataset.held_out_sequences(length) // 2)
     last = dataset.held_out_sequences(length)
 
     def batches(round_number: int, peer: int) -> list[torch.Tensor]:
+        if privacy is not None:
+            draws = (privacy.draw() * setting.peers + peer for _ in range(setting.local_steps))
+            return [torch.from_numpy(dataset.batch(draw, length)) for draw in draws]
         count = setting.sequences * setting.local_steps
         seed = RUN_SEED + setting.seed
         found = shard(seed, round_number, peer, setting.peers, count, dataset.sequences(length))
@@ -262,6 +276,7 @@ def run(setting: Setting) -> dict[str, Any]:
         "tuning_loss": tuning if math.isfinite(tuning) else None,
         "validation_loss": reported if math.isfinite(reported) else None,
         "curve": [(step, loss) for step, _, loss in curve],
+        "epsilon": privacy and privacy.epsilon(rounds * setting.local_steps),
         "processor_seconds": round(time.process_time() - start, 2),
     }
 
@@ -385,6 +400,7 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row = {"method": method, "family": setting_of(runs[0]).family, "seeds": len(losses)}
             row |= {name: runs[0][name] for name in ("k", "rate", "parameters", "steps", "bytes_per_peer_step")}
             row["seconds"] = {str(mbit): line_seconds(runs[0], runs[0]["steps"], mbit) for mbit in LINES_MBIT}
+            row["epsilon"] = runs[0].get("epsilon")
             row["edge"] = Fraction(runs[0]["rate"]) in (rates[0], rates[-1])
             row["deviation"] = statistics.stdev(losses) if len(losses) > 1 else None
             rows.append(row | {"loss": statistics.mean(losses)})
@@ -401,7 +417,8 @@ def table(results: list[dict[str, Any]]) -> str:
         size, spread = row["bytes_per_peer_step"], math.nan if row["deviation"] is None else row["deviation"]
         on_lines = " ".join(f"{seconds:9,.0f} s" for seconds in row["seconds"].values())
         text = f"{row['loss']:6.3f} {spread:6.3f} {row['seeds']:5} {row['rate'] + '*' * row['edge']:>8} {size:11,.0f} "
-        lines.append(f"{text}{4 * row['parameters'] / size:9,.0f} {on_lines}  {row['method']}")
+        private = "" if row["epsilon"] is None else f", epsilon {row['epsilon']:.2f}"
+        lines.append(f"{text}{4 * row['parameters'] / size:9,.0f} {on_lines}  {row['method']}{private}")
     return "\n".join(lines)
 
 

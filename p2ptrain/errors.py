@@ -65,6 +65,14 @@ class TrainingError(P2ptrainError):
         self.what, self.step, self.positions = what, step, positions
 
 
+class PrivacySpentError(P2ptrainError):
+    """The next steps would tell more of the owner's data than its budget allows."""
+
+    def __init__(self, spent: float, budget: float) -> None:
+        super().__init__(f"the privacy budget is spent: epsilon {spent:.2f} of {budget:g}")
+        self.spent, self.budget = spent, budget
+
+
 class MemoryShortError(P2ptrainError):
     """The device ran out of memory; says what is in use and which settings help."""
 

@@ -16,6 +16,7 @@ import tempfile
 from asyncio import Future
 from collections.abc import Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from p2ptrain.identity import Identity
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.own_data import PREPARE_FIX, OwnData, open_own
 from p2ptrain.learn.plugins import allow
+from p2ptrain.learn.private import open_privacy, refuse_without_own_steps
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.assembly import Launch
@@ -304,11 +306,14 @@ def _own_data(
     run: RunConfig, config: NodeConfig, given: Path | None, identity: Identity, loop: Loop | None
 ) -> OwnData | None:
     """Opens this node's own data, in a run whose nodes bring theirs; a script may have it in a loader of its own."""
+    refuse_without_own_steps(run, config.privacy, has_loop=loop is not None)
     if run.data.source == "shared":
         return None
     named = given or (Path(config.storage.own_data) if config.storage.own_data else None)
     if named is not None:
-        return open_own(run, named, identity.key)
+        own = open_own(run, named, identity.key)
+        sequences = own.dataset.sequences(run.model.sequence_length)
+        return replace(own, privacy=open_privacy(run, config.privacy, data_directory(config), sequences))
     if loop is not None:
         return None
     what = f"the nodes of run {run.name} bring their own data, and this one has none"

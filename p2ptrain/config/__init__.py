@@ -29,6 +29,7 @@ from p2ptrain.config.node import (
     LoggingConfig,
     NetworkConfig,
     NodeConfig,
+    PrivacyConfig,
     StorageConfig,
     TrackingConfig,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "ModelConfig",
     "NetworkConfig",
     "NodeConfig",
+    "PrivacyConfig",
     "Rational",
     "RecipeConfig",
     "RecipeSpec",

@@ -9,6 +9,7 @@ A path may begin with `~`, as in a shell; it is expanded here, and nowhere else.
 from __future__ import annotations
 
 import ipaddress
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -16,7 +17,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from p2ptrain.config.fields import Accepts, DigestOrEmpty, FromArray, Plugin, Section
+from p2ptrain.config.fields import Accepts, DigestOrEmpty, FromArray, Plugin, Rational, Section
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
 ENVIRONMENT_DELIMITER = "__"
@@ -210,6 +211,43 @@ class StorageConfig(Section):
     )
 
 
+class PrivacyConfig(Section):
+    """The most that contributions may tell of any one sequence of `storage.own_data` (differential privacy)."""
+
+    epsilon: Rational = Field(
+        Fraction(0),
+        ge=0,
+        le=1_000,
+        description="the most that all steps on this machine's data may tell of one sequence; training stops when it "
+        "is spent; 1 to 10 are usual; 0: off",
+    )
+    delta: Rational = Field(
+        Fraction(1, 10**6),
+        gt=0,
+        lt=1,
+        description="the chance that more is told; must be less than one in the number of sequences",
+    )
+    clip: Rational = Field(
+        Fraction(1), gt=0, le=10**6, description="the most that the norm of one sequence's gradient counts"
+    )
+    noise: Rational = Field(
+        Fraction(1),
+        ge=Fraction(1, 100),
+        le=10**4,
+        description="standard deviation of the noise that is added to a step's gradients, in clips",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if not self.is_on and self != type(self).model_construct():
+            raise ValueError("epsilon is 0, so there is no privacy: set it, or remove the other keys")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.epsilon > 0
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -292,6 +330,7 @@ class NodeConfig(BaseSettings):
     device: DeviceConfig = DeviceConfig()
     limits: LimitsConfig = LimitsConfig()
     storage: StorageConfig = StorageConfig()
+    privacy: PrivacyConfig = PrivacyConfig()
     http: HttpConfig = HttpConfig()
     plugins: PluginsConfig = PluginsConfig()
     tracking: TrackingConfig = TrackingConfig()

@@ -36,6 +36,7 @@ class Code(StrEnum):
     OUTSIDE_HOURS = "outside_hours"
     ON_BATTERY = "on_battery"
     GPU_BUSY = "gpu_busy"
+    PRIVACY_SPENT = "privacy_spent"
     PAUSED = "paused"
     CRASH_ONLY = "crash_only"
 
@@ -192,6 +193,13 @@ MEANINGS: dict[Code, Meaning] = {
         "Its owner has it yield the card to a game or another program. Training resumes when the card has been free "
         "for a minute. It keeps voting and applying rounds.",
         "no longer paused for other programs on the GPU",
+    ),
+    Code.PRIVACY_SPENT: Meaning(
+        "info", False, "the privacy budget is spent: epsilon {spent} of {budget}, training has ended",
+        "The privacy budget is spent",
+        "More training would tell more of this machine's data than its owner allowed. The node goes on voting and "
+        "applying rounds. A larger privacy.epsilon lets it train again after a restart.",
+        "the privacy budget allows training again",
     ),
     Code.PAUSED: Meaning(
         "info", False, "paused by its owner: `p2ptrain resume` continues training", "Paused by its owner",

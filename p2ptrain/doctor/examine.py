@@ -192,7 +192,7 @@ def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
     found = [Diagnosis("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
     try:
         taken = _taken_by(facts.directory) if facts.daemon.is_answering else None  # its own share counts as available
-        found += machine.check_memory(demands_of(run, config.device, taken), config.limits.memory_bytes)
+        found += machine.check_memory(demands_of(run, config, taken), config.limits.memory_bytes)
     except DeviceError as error:
         found.append(Diagnosis("memory", "failed", str(error)))
     members = len(facts.status["roster"]) if facts.status else 0

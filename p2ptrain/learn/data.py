@@ -407,7 +407,8 @@ class TokenDataset:
     # Batches
 
     def _gather(self, split: Split, positions: Positions, length: int) -> npt.NDArray[np.int64]:
-        assert positions.size, "a batch of nothing"
+        if not positions.size:
+            return np.empty((0, length + 1), np.int64)
         _check_positions(split, positions, length)
         # Sorted and without duplicates, sequences make one rising run of token numbers, which few pieces cover.
         wanted, places = np.unique(positions, return_inverse=True)

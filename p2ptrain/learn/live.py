@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.learn.model import Model
 from p2ptrain.learn.packing import PLAIN, Packing
 from p2ptrain.learn.shortage import SETTINGS_THAT_HELP, SMALLER, is_out_of_memory, memory_taken
+
+if TYPE_CHECKING:
+    from p2ptrain.learn.private import Privacy  # which needs more packages
+
+NOISE_BLOCK = 2**20  # numbers that are drawn at a time
 
 log = logging.getLogger("p2ptrain.learn")
 
@@ -39,11 +45,17 @@ def mean_loss(results: Sequence[StepResult]) -> float | None:
     return sum(result.loss * result.learned for result in results) / learned if learned else None
 
 
+def _does_not_fit(batch: Tensor) -> MemoryShortError:
+    what = f"a pass of one sequence of {batch.shape[1] - 1} tokens does not fit: {memory_taken(batch.device)}"
+    return MemoryShortError(f"{what}. {SMALLER}, and so does a run with a smaller model")
+
+
 class LiveModel:
     """A model whose parameters are views of `weights` and whose gradients are views of `gradient`.
 
     sequences_per_pass: this device's limit, if the recipe asks for more; halved when memory runs out. 0: no limit
     half_state: whether a recipe keeps what no other node sees in bf16; packing: how a batch is read
+    privacy: what a gradient may tell of a sequence
     """
 
     def __init__(
@@ -54,8 +66,10 @@ class LiveModel:
         sequences_per_pass: int = 0,
         half_state: bool = False,
         packing: Packing = PLAIN,
+        privacy: Privacy | None = None,
     ) -> None:
         self.model, self.autocast, self.sequences_per_pass, self.packing = model, autocast, sequences_per_pass, packing
+        self.privacy = privacy
         self.state_type = torch.bfloat16 if half_state else torch.float32
         parameters = list(model.parameters())
         self.names = [name for name, _ in model.named_parameters()]
@@ -93,16 +107,7 @@ class LiveModel:
         computed from it can reach a contribution. If memory runs out, this step is repeated, and all later ones taken,
         with half as many sequences per pass; MemoryShortError if not even one fits.
         """
-        sequences = self.sequences_at_a_time(recipe)
-        while (total := self._backward(batch, sequences)) is None:
-            self.gradient.zero_()
-            taken = memory_taken(batch.device)
-            if sequences == 1:
-                what = f"a pass of one sequence of {batch.shape[1] - 1} tokens does not fit: {taken}"
-                raise MemoryShortError(f"{what}. {SMALLER}, and so does a run with a smaller model")
-            what = "out of memory in a pass of %d sequences (%s): continuing with %d per pass. %s"
-            log.warning(what, sequences, taken, -(-sequences // 2), SETTINGS_THAT_HELP)
-            self.sequences_per_pass = sequences = -(-sequences // 2)
+        total = self._gradient(batch, recipe) if self.privacy is None else self._private_gradient(batch, self.privacy)
         norm = float(torch.linalg.vector_norm(self.gradient))
         for what, value in (("the loss", total), ("the gradient", norm)):
             if not math.isfinite(value):
@@ -113,6 +118,35 @@ class LiveModel:
             self.gradient.mul_(clip / norm)
         tokens = batch.shape[0] * (batch.shape[1] - 1)
         return StepResult(total, tokens, norm, self.packing.learned(batch))
+
+    def _gradient(self, batch: Tensor, recipe: RecipeConfig) -> float:
+        """Leaves the gradient of the mean loss in `gradient`, and returns the loss."""
+        sequences = self.sequences_at_a_time(recipe)
+        while (total := self._backward(batch, sequences)) is None:
+            self.gradient.zero_()
+            if sequences == 1:
+                raise _does_not_fit(batch)
+            what = "out of memory in a pass of %d sequences (%s): continuing with %d per pass. %s"
+            log.warning(what, sequences, memory_taken(batch.device), -(-sequences // 2), SETTINGS_THAT_HELP)
+            self.sequences_per_pass = sequences = -(-sequences // 2)
+        return total
+
+    def _private_gradient(self, batch: Tensor, privacy: Privacy) -> float:
+        """Leaves a noisy mean of the sequences' gradients in `gradient`, each of limited norm; returns their mean loss.
+
+        A gradient that is not finite counts as nothing: whether a step fails would tell of the data.
+        """
+        total, losses = torch.zeros_like(self.gradient), []
+        for place in range(len(batch)):
+            if (loss := self._backward(batch[place : place + 1], 1)) is None:
+                raise _does_not_fit(batch)
+            if math.isfinite(loss) and (size := privacy.clip(float(torch.linalg.vector_norm(self.gradient)))):
+                total.add_(self.gradient, alpha=size)
+                losses.append(loss)
+        for block in torch.split(total, NOISE_BLOCK):
+            block.add_(torch.from_numpy(privacy.noise(len(block))).to(block))
+        torch.div(total, privacy.expected, out=self.gradient)
+        return sum(losses) / max(1, len(losses))
 
     def _backward(self, batch: Tensor, sequences: int) -> float | None:
         """Returns the mean loss and leaves its gradient in `gradient`; None if memory runs out."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from p2ptrain.capacity import free_memory_bytes, memory_bytes
-from p2ptrain.config import DeviceConfig, ModelConfig, RunConfig
+from p2ptrain.config import DeviceConfig, ModelConfig, NodeConfig, RunConfig
 from p2ptrain.config.hf import HfConfig
 from p2ptrain.errors import DeviceError
 from p2ptrain.learn.aggregate import INT16_MAX
@@ -68,6 +68,7 @@ class PassSettings:
     sequences_per_pass: int = 0
     device: str = "cpu"
     half_state: bool = False
+    is_private: bool = False  # one sequence at a time, and a sum of gradients beside the gradient
 
     @property
     def state_bytes(self) -> int:
@@ -190,14 +191,18 @@ class MemoryDemand:
         return "warning" if self.needed > self.free else "good"
 
 
-def demands_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -> list[MemoryDemand]:
+def demands_of(run: RunConfig, config: NodeConfig, taken: int | None = None) -> list[MemoryDemand]:
     """Returns demand and size of main memory and, if the device has its own, of that. DeviceError if there is no such
     device.
 
     taken: bytes that the node occupies already; by default this process's
     """
-    device, autocast = find_device(config)
-    passes = PassSettings(autocast, config.checkpointing, config.sequences_per_pass, device.type, config.half_state)
+    settings, is_private = config.device, config.privacy.is_on
+    device, autocast = find_device(settings)
+    sequences = 1 if is_private else settings.sequences_per_pass
+    passes = PassSettings(
+        autocast, settings.checkpointing, sequences, device.type, settings.half_state, is_private=is_private
+    )
     need, least = need_of(run, passes), need_of(run, replace(passes, sequences_per_pass=1))
     if taken is None:
         memory = psutil.Process().memory_info()
@@ -215,12 +220,13 @@ def demands_of(run: RunConfig, config: DeviceConfig, taken: int | None = None) -
     return demands
 
 
-def passes_that_fit(run: RunConfig, config: DeviceConfig) -> int:
+def passes_that_fit(run: RunConfig, config: NodeConfig) -> int:
     """Returns the largest number of sequences per pass with which the run fits this machine's main memory."""
     least, most = 1, run.recipe.sequences_per_pass
     while least < most:
         middle = (least + most + 1) // 2
-        demand, *_ = demands_of(run, config.model_copy(update={"sequences_per_pass": middle}))
+        settings = config.device.model_copy(update={"sequences_per_pass": middle})
+        demand, *_ = demands_of(run, config.model_copy(update={"device": settings}))
         least, most = (middle, most) if demand.needed <= demand.total else (least, middle - 1)
     return least
 
@@ -268,7 +274,8 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         optimizer=copies * state + inner + libraries,
         activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes))
         + _attention_mask_bytes(run, sequences, passes)
-        + _adapter_bytes(run, shapes, sequences),
+        + _adapter_bytes(run, shapes, sequences)
+        + (state if passes.is_private else 0),
         codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work, orthogonal),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * form.contribution_bytes),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,6 +29,9 @@ from p2ptrain.learn.data import (
     read_manifest,
 )
 
+if TYPE_CHECKING:
+    from p2ptrain.learn.private import Privacy  # which needs more packages
+
 KEY = "--data"
 PREPARE_FIX = "Give the directory that `p2ptrain data prepare` made with --data, or as own_data in [storage]"
 DIGITS = 16  # of a data set's digest, in the name of its directory
@@ -35,10 +39,14 @@ DIGITS = 16  # of a data set's digest, in the name of its directory
 
 @dataclass(frozen=True)
 class OwnData:
-    """A node's own data, and the key of the node, by which nodes with the same data train on different parts of it."""
+    """A node's own data, and the key of the node, by which nodes with the same data train on different parts of it.
+
+    privacy: what contributions may tell of the data, if there is a limit
+    """
 
     dataset: TokenDataset
     me: bytes
+    privacy: Privacy | None = None
 
     def positions(self, run: RunConfig, round_number: int, count: int) -> Positions:
         """Returns the sequences of a round: the same ones when it is repeated, in whatever place of the roster."""

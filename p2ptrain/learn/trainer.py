@@ -139,6 +139,7 @@ class Trainer:
             sequences_per_pass=device.sequences_per_pass,
             half_state=device.half_state,
             packing=packing_of(run, dataset, self.trained_on),
+            privacy=own.privacy if own else None,
         )
         self.layout = Layout(self.live.shapes, run.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, run.recipe)
@@ -177,18 +178,22 @@ class Trainer:
         """
         recipe, length = self.run.recipe, self.run.model.sequence_length
         each = recipe.passes_per_step * recipe.sequences_per_pass
-        positions = self.positions_for(round_number, place, places)
+        positions, privacy = self.positions_for(round_number, place, places), self.live.privacy
         self._trained = None
+        if privacy is not None:
+            privacy.spend(recipe.local_steps)
         self.recipe.begin(round_number)
         results = []
         for step in range(recipe.local_steps):
-            chosen = positions[step * each : (step + 1) * each]
+            chosen = positions[step * each : (step + 1) * each] if privacy is None else privacy.draw()
             drawing, at_work = self._drawing(round_number, place, step), blamed_in_run(self.run, "trained")
             with at_work, told("training", self.device), drawing:
                 batch = torch.from_numpy(self.trained_on.batch(chosen, length)).to(self.device)
                 results.append(self.recipe.local_step(step, batch, chosen.tolist()))
             if on_step(results[-1]) is False:
                 break
+        if privacy is not None:
+            privacy.refund(recipe.local_steps - len(results))
         self.recipe.end()
         self._trained = round_number
         return results

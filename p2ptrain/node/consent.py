@@ -76,7 +76,7 @@ def terms_of(run: RunConfig, config: NodeConfig, members: int, seen: RoundsSeen 
     from p2ptrain.learn.memory import demands_of, need_of  # noqa: PLC0415  # imports torch
     from p2ptrain.learn.shortage import mega  # noqa: PLC0415
 
-    need, demands = need_of(run), demands_of(run, config.device)
+    need, demands = need_of(run), demands_of(run, config)
     disk = disk_demand(run, config, need, members=members)
     memory = [f"{mega(each.needed)} of {each.what}, {mega(each.free)} are free" for each in demands]
     plugins = " and ".join(sorted({run.model.plugin, run.recipe.plugin} - {""}))

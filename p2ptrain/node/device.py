@@ -36,6 +36,7 @@ from p2ptrain.learn.adapters import Base
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult, mean_loss
 from p2ptrain.learn.own_data import OwnData
+from p2ptrain.learn.private import Privacy
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.node.fetching import PIECES_TOLD
 from p2ptrain.node.limits import rest_seconds
@@ -112,6 +113,11 @@ class Device:
         make = partial(Trainer, run, config, dataset, own=own, initial=False, base=frozen)
         trainer = await loop.run_in_executor(thread, make)
         return cls(trainer, me, thread, await loop.run_in_executor(thread, torch.get_num_threads))
+
+    @property
+    def privacy(self) -> Privacy | None:
+        """What contributions may tell of the data that this node trains on, if there is a limit."""
+        return self.trainer.live.privacy
 
     def set_threads(self, count: int) -> None:
         self.threads = count
@@ -202,8 +208,10 @@ class Device:
         payload: str,
         sequences: int,
         steps: int,
-    ) -> Trained:
-        """Counts a training, and returns its entry in the diary."""
+    ) -> Trained | None:
+        """Counts a training, and returns its entry in the diary: with privacy it has none, and is never repeated."""
+        if self.privacy is not None:
+            return None
         self.trained += 1
         base, still, threads = self.trainer.round, tuple(sorted(outstanding)), torch.get_num_threads()
         return Trained(self.trained, number, base, place, places, still, payload, threads, sequences, steps)
@@ -215,7 +223,8 @@ class Device:
 
     def repeat(self, trainings: Iterable[Trained], last: int) -> None:
         """Schedules these trainings to be repeated, each from the state it started from, and counts on from `last`."""
-        self._to_repeat.extend(trainings)
+        if self.privacy is None:  # with which the owner may have started again
+            self._to_repeat.extend(trainings)
         self.trained = last
 
     async def due(self) -> Trained | None:

@@ -16,12 +16,13 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_answer
 from p2ptrain.core.messages import NUMBER_MAX, author_of
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
-from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError, TrainingError
+from p2ptrain.errors import DataError, MemoryShortError, PrivacySpentError, RemoteProtocolError, TrainingError
 from p2ptrain.net.blobs.blob import verified
 from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.mail import Deliver, MessageQuery, TellHistory
@@ -267,6 +268,9 @@ class Driver:
                 await self.edges.persistence.note(trained)
         except StoppedError:
             return
+        except PrivacySpentError as error:  # from now on this node is one that never finishes its training
+            self.pauses.begin(complaint(Code.PRIVACY_SPENT, spent=f"{error.spent:.2f}", budget=f"{error.budget:g}"))
+            return
         except (TrainingError, MemoryShortError, DataError, FetchError, TimeoutError) as error:
             if (failed := self.device.take_failed()) is not None:
                 await self.edges.persistence.note(failed)
@@ -278,7 +282,7 @@ class Driver:
         self.edges.persistence.put(name, payload)
         run = self.node.view().run
         attachment = payload if run.agreement.is_inline(len(payload)) else b""
-        loss = min(round(1e6 * (self.device.loss or 0.0)), NUMBER_MAX - 1)
+        loss = 0 if self.device.privacy else min(round(1e6 * (self.device.loss or 0.0)), NUMBER_MAX - 1)
         steps = self.device.steps
         self.give(ev.TrainingFinished(effect.round, name, len(payload), attachment, steps, loss, held_out))
         with suppress(StoppedError):

@@ -123,7 +123,7 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
     from p2ptrain.learn.memory import demands_of, need_of, passes_that_fit  # noqa: PLC0415  # imports torch
     from p2ptrain.learn.shortage import mega  # noqa: PLC0415
 
-    demands = demands_of(run, config.device)
+    demands = demands_of(run, config)
     disk = disk_demand(run, config, need_of(run))
     log.info("run %s needs about %s", run.name, " and ".join([*(each.takes for each in demands), disk.takes]))
     limit = config.limits.memory_bytes
@@ -133,9 +133,7 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
     for each in demands:
         if each.level == "failed" and each.least <= each.total:
             what = f"run {run.name} needs about {each.takes}, but there are only {mega(each.total)}"
-            fix = (
-                f"Set device.sequences_per_pass = {passes_that_fit(run, config.device)}, so that less is needed at once"
-            )
+            fix = f"Set device.sequences_per_pass = {passes_that_fit(run, config)}, so that less is needed at once"
             raise TooLargeError(what, fix=fix)
         if each.level == "failed":
             least = f"{mega(each.least)} even with one sequence per pass"

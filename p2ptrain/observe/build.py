@@ -11,6 +11,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.view import PeerView
 from p2ptrain.identity import peer_id_of
+from p2ptrain.learn.private import Privacy
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.connections import Connections
@@ -120,7 +121,8 @@ def status_of(daemon: Running) -> Status:
         http=daemon.http,
         loop_lag_seconds=round(daemon.lag.worst, 4),
         uptime_seconds=round(daemon.uptime, 1),
-        own_data=OWN_DATA if daemon.run.data.source == "own" else "",
+        own_data=_own_data_text(daemon.run, device.privacy),
+        privacy_epsilon=device.privacy.spent if device.privacy else None,
         roots={str(number): root.hex() for number, root in sorted(roots.items())[-ROOTS_TOLD:]},
         payload_bytes=device.payload_bytes,
         state_bytes=device.state_bytes,
@@ -136,6 +138,12 @@ def status_of(daemon: Running) -> Status:
         staleness={str(rounds): count for rounds, count in view.staleness.items()},
         observed=view.observed,
     )
+
+
+def _own_data_text(run: RunConfig, privacy: Privacy | None) -> str:
+    if run.data.source == "shared":
+        return ""
+    return OWN_DATA if privacy is None else f"{OWN_DATA}, with noise: {privacy}"
 
 
 def complaints_of(daemon: Running) -> list[Complaint]:

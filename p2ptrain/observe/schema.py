@@ -118,9 +118,7 @@ class Limits(Part):
         Count, Figure("download limit", "bytes/s", "limit_bytes_per_second", labels=RECEIVED)
     ] = Field(description="0: no limit")
     memory_bytes: Count = Field(description="of main memory; 0: no limit")
-    hours: str = Field(
-        description="the hours in which it trains, in the machine's local time, such as 22:00-07:00; empty: always"
-    )
+    hours: str = Field(description="when it trains, in the machine's local time, such as 22:00-07:00; empty: always")
     device_percent: int = Field(ge=1, le=100, description="share of the time in which the device may work")
     threads: Count = Field(description="torch's threads for training; 0: unknown")
     on_battery: Literal["pause", "train"] = Field(description="what to do while the machine runs on battery")
@@ -248,6 +246,9 @@ class Status(Answer, LearningFigures):
     )
     uptime_seconds: Annotated[float, Figure("up", "seconds")] = Field(ge=0, description="since its start with the run")
     own_data: str = Field(description="what of its owner's data leaves this machine; empty: data is shared")
+    privacy_epsilon: Annotated[float | None, Figure("epsilon spent", metric="privacy_epsilon")] = Field(
+        description="the most that all steps so far tell of one sequence of the owner's data; null: no limit is set"
+    )
     roots: dict[str, str] = Field(description="this node's own state roots after the last rounds, by round, hex")
     payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes", text="Size of one contribution.")] = (
         Field(description="of one contribution")

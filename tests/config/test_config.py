@@ -263,8 +263,10 @@ IN_A_NODE = {
     "[storage]\ndirectory = '~nobody at all/x'": "FILE: storage.directory: expected a path whose ~ stands for a known "
     'home directory, found "~nobody at all/x". Write for instance directory = ""',
     # pydantic-settings takes arguments with such names, which would read another file
-    "_env_file = 'x'": "FILE: _env_file: unknown key. Known here: identity, network, device, limits, storage, http, "
-    "plugins, tracking, logging",
+    "_env_file = 'x'": "FILE: _env_file: unknown key. Known here: identity, network, device, limits, storage, "
+    "privacy, http, plugins, tracking, logging",
+    "[privacy]\nnoise = 2": "FILE: privacy: epsilon is 0, so there is no privacy. Set it, or remove the other keys",
+    "[privacy]\nepsilon = -1": "FILE: privacy.epsilon: -1 is not valid. Choose 0 to 1,000",
 }
 
 

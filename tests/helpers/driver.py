@@ -72,7 +72,7 @@ class ChainTrainer:
         self.run = RunConfig(name="chain", recipe=RecipeConfig(name="distro"))
         self.own_drift = 0.25
         self.drift: float | None = None
-        self.live = SimpleNamespace(sequences_per_pass=0, set_sequences_per_pass=lambda count: None)
+        self.live = SimpleNamespace(sequences_per_pass=0, privacy=None, set_sequences_per_pass=lambda count: None)
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()
         self.made: dict[int, bytes] = {}  # contributions since the start

@@ -81,6 +81,7 @@ STATUS: dict[str, Any] = {
     "text": "The swarm keeps what it has agreed on",
     "text_round": 5,
     "own_data": "",
+    "privacy_epsilon": None,
     "loss": 2.5,
     "step": 3,
     "tokens": 4_000,

@@ -100,7 +100,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = RunConfig.model_validate({"name": "large"})
-    (main,) = demands_of(run, config_of(0).device)
+    (main,) = demands_of(run, config_of(0))
     with caplog.at_level("INFO"):
         refuse_too_large(run, config_of(0))
     assert "run large needs about" in caplog.text, "what it takes is told before it is taken"

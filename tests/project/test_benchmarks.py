@@ -51,7 +51,7 @@ def test_the_learning_benchmark_compares_every_recipe_with_every_rival_and_basel
     systems = {setting.system for setting in settings}
     assert systems == {"full", "distro", "demo", "local", "demo32", *learning.RIVALS}
     assert {setting.inner for setting in settings if setting.system == "full"} == {"adamw", "muon"}
-    assert {setting.peers for setting in settings} == {3, 4, 8, 16}
+    assert {setting.peers for setting in settings} == {2, 3, 4, 8, 16}
     assert {setting.slow for setting in settings} == {0, 3, 5}
     assert any(setting.delay for setting in settings)
 

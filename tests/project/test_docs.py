@@ -79,6 +79,9 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
         "pip install 'p2ptrain[eval]'",
         "p2ptrain evaluate --tasks arc_easy,piqa --sequences 200",
     ],
+    ("docs/how-to/privacy.md", "join"): [  # a test of tests/swarm/test_own_data.py does
+        "p2ptrain join --bootstrap ADDR --invitation friends.invitation --config private.toml"
+    ],
     ("docs/how-to/recover.md", "root"): ["sudo timedatectl set-ntp true"],
     ("docs/how-to/recover.md", "chosen"): [
         "mv ~/.local/share/p2ptrain/runs/RUN runs.old",
@@ -87,7 +90,7 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
 }  # Pages that are read one after the other by one reader, and whether somebody else has a run already.
 SITTINGS: dict[str, tuple[bool, list[str]]] = {
     "invitations": (False, ["docs/how-to/invite-only-runs.md"]),
-    "own data": (False, ["docs/how-to/own-data.md"]),
+    "own data": (False, ["docs/how-to/own-data.md", "docs/how-to/privacy.md"]),
     "how-to": (
         True,
         [

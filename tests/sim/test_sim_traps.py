@@ -173,7 +173,7 @@ MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "long-cut": (views_pass_by_the_clock, "of the faults' end"),
     "deadline": (what_came_in_time_is_applied, "have different manifests for round"),
     "absence": (absent_is_who_is_not_named, "members in the end are "),
-    "settle": (nobody_settles, "of a different history from node "),
+    "settle": (nobody_settles, "branches begun: "),
     "lost-prevotes": (nothing_is_repaired, "have not applied round 40"),
     "lost-proposals": (nothing_is_handed_over, "have not applied round 30"),
     "empty-rounds": (rounds_close_by_the_clock, "contributions of node 0 were taken, expected "),

@@ -153,3 +153,41 @@ def test_the_example_trains_on_two_texts(swarm: Swarm) -> None:
         each.signal(signal.SIGINT)
         each.until_ended()
         assert "away: ended" in each.text.splitlines()[-1]  # it keeps its admission
+
+
+def test_a_node_with_a_privacy_budget_tells_no_loss_and_ends_its_training_when_it_is_spent(swarm: Swarm) -> None:
+    own = [prepared(swarm.directory / "data" / name, text) for name, text in zip(NAMES, texts_of(2), strict=False)]
+    first = swarm.add("first", "start", closed_run(swarm, NAMES[:2]), "--data", own[0]).start().until_up()
+    privacy = {"P2PTRAIN_PRIVACY__EPSILON": "1/10"}
+    arguments = ("join", "--bootstrap", first.address, "--listen", LISTEN, "--data", own[1])
+    status, _, error = p2ptrain(*arguments, "--data-dir", swarm.directory / "second", **privacy)
+    assert status == 2
+    assert re.search(r"privacy\.epsilon: 0\.1 allows no round: \d+ steps? with noise 1 on \d+ sequences", error)
+    privacy = {"P2PTRAIN_PRIVACY__EPSILON": "1/5", "P2PTRAIN_PRIVACY__NOISE": "4"}
+    second = swarm.add("second", "join", "--bootstrap", first.address, "--data", own[1], **privacy).start()
+    second.until(lambda: int(second.status().get("mine", {}).get("applied", 0)) > 2)
+    second.kill()
+    paid = steps_paid(second)
+    second.start().until(lambda: steps_paid(second) > paid)  # what was lost is trained anew, and paid for again
+    second.until(lambda: "the privacy budget is spent" in str(second.status().get("health")))
+    status = second.status()
+    assert 0.15 < status["privacy_epsilon"] <= 0.2
+    assert re.search(r"with noise: epsilon 0\.\d\d of 0\.2 is spent \(delta 1e-06\)$", status["own_data"])
+    paid, number = steps_paid(second), first.applied
+    first.until_applied(number + 5)  # the swarm goes on without it
+    second.until_applied(number + 5)
+    assert steps_paid(second) == paid
+    assert not re.search("came out differently|cannot be repeated", second.text)
+    swarm.compared()
+    assert set(losses_announced(second)) == {0}
+    assert min(losses_announced(first)) > 0
+
+
+def steps_paid(node: Daemon) -> int:
+    return sum(int(each["steps"]) for each in json.loads((node.directory / "privacy.json").read_text()))
+
+
+def losses_announced(node: Daemon) -> list[int]:
+    """Returns the losses of trainings that a node told the core, which announces them."""
+    logs = b"".join(path.read_bytes() for path in sorted(node.directory.glob("runs/*/events/*")))
+    return [int(each) for each in re.findall(rb'"TrainingFinished".*?"loss":(\d+)', logs)]
