@@ -24,7 +24,9 @@ from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError
 from p2ptrain.identity import Identity
+from p2ptrain.learn.begin import GivenWeights, begin, begin_again
 from p2ptrain.learn.data import TokenDataset
+from p2ptrain.learn.models import check_base_bytes
 from p2ptrain.learn.own_data import PREPARE_FIX, OwnData, open_own
 from p2ptrain.learn.plugins import allow
 from p2ptrain.learn.private import open_privacy, refuse_without_own_steps
@@ -54,6 +56,7 @@ from p2ptrain.node.find import (
 from p2ptrain.node.invitations import claim_for, read_invitation
 from p2ptrain.node.limits import be_nice, keep_data_within, refuse_too_large
 from p2ptrain.node.notify import notify
+from p2ptrain.node.saved import keep_tokenizer
 from p2ptrain.observe.build import status_of
 from p2ptrain.observe.http import STARTING, HttpFace
 from p2ptrain.observe.logs import set_up
@@ -64,7 +67,6 @@ from p2ptrain.observe.wandb_run import WandbRun
 from p2ptrain.store.lock import Lock
 
 if TYPE_CHECKING:
-    from p2ptrain.learn.begin import GivenWeights
     from p2ptrain.node.device import Device
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -223,9 +225,6 @@ async def _start(
     given: GivenWeights | None,
     loop: Loop | None,
 ) -> None:
-    from p2ptrain.learn.begin import begin, begin_again  # noqa: PLC0415  # imports torch: two seconds until an error
-    from p2ptrain.node.saved import keep_tokenizer  # noqa: PLC0415  # likewise
-
     be_nice(config.limits.nice)
     set_up(config.logging)
     check_addresses(config.network)
@@ -242,8 +241,8 @@ async def _start(
         own = await asyncio.to_thread(_own_data, before or run, config, dataset, identity, loop)
         if own is not None:
             dataset = own.dataset.directory
-        is_known = before is not None and run.data.source == "own"  # by the digest of what is shared
-        place = dataset_directory(config, before.data.manifest if before and is_known else run.data.manifest)
+        named = before if before is not None and run.data.source == "own" else run  # its shared part has a digest
+        place = dataset_directory(config, named.data.manifest)
         await asyncio.to_thread(refuse_too_large, before or run, config)
         if loop is not None and before is not None:  # the script's model has other weights by now
             begun = await asyncio.to_thread(begin_again, before, place, dataset)
@@ -328,8 +327,6 @@ def _check_model(run: RunConfig, loop: Loop | None) -> None:
         what = f"run {run.name} trains a model that only its members' own scripts have"
         raise ConfigError(what, key="model.kind", fix="Take part with such a script, by p2ptrain.join(...) in Python")
     elif run.adapt.is_on:
-        from p2ptrain.learn.models import check_base_bytes  # noqa: PLC0415  # imports torch
-
         check_base_bytes(run.model, run.adapt)
 
 

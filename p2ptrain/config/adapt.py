@@ -17,16 +17,16 @@ TargetName = Annotated[
 
 
 class AdaptConfig(Section):
-    """What of the model trains. With adapters the agreed state is them alone, and the model's own weights stay as they
-    were when the run was started: everybody fetches them once."""
+    """Trains every weight of the model, or only adapters beside them (LoRA). Then the adapters alone are the agreed
+    state, and the model's own weights stay as they were at the start: each node fetches them once."""
 
     kind: Literal["none", "lora"] = Field(
         "none", description="none: every weight trains; lora: two small matrices beside each target do (LoRA)"
     )
     rank: int = Field(16, ge=1, le=1_024, description="rows of the first small matrix, and columns of the second")
-    alpha: int = Field(32, ge=1, le=4_096, description="their product counts alpha / rank times")
+    alpha: int = Field(32, ge=1, le=4_096, description="the product of the two is scaled by alpha / rank")
     targets: tuple[TargetName, ...] = Field(
-        (), max_length=32, strict=False, description="the matrices that get them; empty: all but the vocabulary's"
+        (), max_length=32, strict=False, description="the matrices to adapt; empty: all but embedding and output head"
     )
     base: DigestOrEmpty = Field("", description="digest of the frozen weights; empty until the run is started")
     base_bytes: int = Field(

@@ -157,8 +157,8 @@ class LimitsConfig(Section):
         0,
         ge=0,
         le=2**60,
-        description="limit on disk space: a run that needs more, with the data of one round, is refused; of its data "
-        "as much is kept as there is room for; 0: 95 % of what is free",
+        description="limit on disk space: a run that needs more, including the data of one round, is refused; as much "
+        "of its data is kept as fits; 0: 95 % of what is free",
     )
     hours: Annotated[
         str,

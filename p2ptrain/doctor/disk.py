@@ -97,7 +97,7 @@ def check_locks(directory: Path, key: Path, note: Path, answers: bool, locks: Pa
 
 def check_space(demand: DiskDemand) -> Diagnosis:
     """Compares free disk space with the run's need, as a start does."""
-    text = f"{demand.takes}, {mega(demand.used)} are used, {mega(demand.free)} are free; kept data come on top"
+    text = f"{demand.takes}, {mega(demand.used)} are used, {mega(demand.free)} are free; kept data comes on top"
     return Diagnosis("disk space", demand.level, text, "" if demand.level == "good" else LESS_DISK)
 
 

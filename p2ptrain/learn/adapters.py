@@ -2,22 +2,19 @@
 
 A matrix W becomes W + alpha / rank * B A, where A [rank, inputs] is drawn at random and B [outputs, rank] begins as 0.
 The agreed state is A and B alone. The model's own weights are the base: a safetensors file that whoever begins a run
-writes and everybody else fetches once. Its name is the Merkle root over its pieces, so that each can be checked as it
-arrives, and one model's file is the same for everyone: tensors in the order of their names, each in the smallest type
-that holds its numbers exactly.
+writes and everybody else fetches once. It is named by the Merkle root over its pieces, so that each can be checked as
+it arrives, and the same weights make the same file everywhere: tensors in the order of their names, each in the
+smallest type that holds its numbers exactly.
 
 Names are those of the peft library, which reads what `p2ptrain export --adapter` writes.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,14 +24,13 @@ from torch.nn import functional
 from p2ptrain.config import AdaptConfig, ModelConfig, RunConfig
 from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.files import PARTIAL_SUFFIX, forget, make_directory, open_regular, rename, trouble, write_all
+from p2ptrain.files import PARTIAL_SUFFIX, forget, make_directory, open_regular, rename, trouble
 from p2ptrain.learn.model import Linear, Model
-from p2ptrain.learn.root import FLOAT_BYTES
+from p2ptrain.learn.root import FLOAT_BYTES, octets
+from p2ptrain.learn.tensor_file import Shape, write_tensors
 
-Shape = tuple[int, ...]
 FIRST, SECOND = "lora_A.weight", "lora_B.weight"  # the ends of the adapters' names
-STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # the first that fits is taken
-HEADER_ALIGNMENT = 8  # bytes; safetensors data begin at a multiple of this
+STORED = (torch.bfloat16, torch.float16, torch.float32)  # the first that fits is taken
 NAMED_MAX = 6  # modules that an error names
 ORIGIN_FIX = "Whoever began the run made it so: install the versions that its founder has, or join another"
 
@@ -162,21 +158,12 @@ def merged(weight: Tensor, first: Tensor, second: Tensor, run: RunConfig) -> Ten
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The file of a run's frozen weights, and the digests of its pieces."""
+    """The file of a run's frozen weights, its digest and those of its pieces."""
 
     path: Path
     size: int
+    digest: str
     leaves: bytes
-
-    def piece(self, index: int) -> bytes:
-        with trouble(self.path, "cannot be read"), self.path.open("rb") as file:
-            file.seek(index * PIECE_BYTES)
-            return file.read(PIECE_BYTES)
-
-    @property
-    def digest(self) -> str:
-        pieces = [self.leaves[at : at + 32] for at in range(0, len(self.leaves), 32)]
-        return merkle_root(pieces, self.size).hex()
 
 
 def make_base(directory: Path, weights: Mapping[str, Tensor]) -> Base:
@@ -184,7 +171,7 @@ def make_base(directory: Path, weights: Mapping[str, Tensor]) -> Base:
     make_directory(directory)
     partial = directory / f"new{PARTIAL_SUFFIX}"  # one process at a time uses a data directory
     try:
-        write_base(partial, weights)
+        _write_base(partial, weights)
         written = read_base(partial)
         path = base_file(directory, written.digest)
         with trouble(path):
@@ -199,38 +186,28 @@ def base_file(directory: Path, digest: str) -> Path:
     return directory / f"{digest}.safetensors"
 
 
-def write_base(path: Path, weights: Mapping[str, Tensor]) -> None:
-    entries: dict[str, Any] = {}
-    begin = 0
-    for name, tensor in sorted(weights.items()):
-        kind = _stored_type(tensor)
-        end = begin + tensor.numel() * kind.itemsize
-        entries[name] = {"dtype": STORED[kind], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        begin = end
-    encoded = json.dumps(entries, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % HEADER_ALIGNMENT)
-    with trouble(path), path.open("wb", buffering=0) as file:
-        write_all(file.fileno(), len(encoded).to_bytes(8, "little") + encoded)
-        for _, tensor in sorted(weights.items()):
-            stored = tensor.detach().to(_stored_type(tensor)).contiguous().reshape(-1)
-            write_all(file.fileno(), stored.view(torch.uint8).numpy().data)
-        os.fsync(file.fileno())
+def _write_base(path: Path, weights: Mapping[str, Tensor]) -> None:
+    stored = {name: _stored_type(tensor) for name, tensor in sorted(weights.items())}
+    tensors = [(name, dtype, tuple(weights[name].shape)) for name, dtype in stored.items()]
+    with trouble(path):
+        write_tensors(path, tensors, (octets(weights[name].to(dtype)) for name, dtype in stored.items()))
 
 
 def _stored_type(tensor: Tensor) -> torch.dtype:
     """Returns the smallest type that holds these numbers exactly."""
-    return next((kind for kind in STORED if torch.equal(tensor.to(kind).float(), tensor)), torch.float32)
+    return next((dtype for dtype in STORED if torch.equal(tensor.to(dtype).float(), tensor)), torch.float32)
 
 
 def read_base(path: Path) -> Base:
-    """Reads the whole file, for its digest."""
+    """Reads the whole file, for its digests."""
     leaves: list[bytes] = []
     size = 0
     with trouble(path, "cannot be read"), open_regular(path.resolve()) as file:  # its owner may have moved it
         while piece := file.read(PIECE_BYTES):
             leaves.append(leaf_digest(len(leaves), piece))
             size += len(piece)
-    return Base(path, size, b"".join(leaves or [leaf_digest(0, b"")]))
+    leaves = leaves or [leaf_digest(0, b"")]
+    return Base(path, size, merkle_root(leaves, size).hex(), b"".join(leaves))
 
 
 def load_base(model: AdaptedModel, path: Path) -> None:
@@ -241,20 +218,18 @@ def load_base(model: AdaptedModel, path: Path) -> None:
 
 
 def base_tensors(path: Path, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a base in fp32, in this order; all of these names and shapes are in it, and no other."""
+    """Yields a base's tensors in fp32, in this order. DataError unless it has exactly these names and shapes."""
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             if found != dict(shapes):
                 name = min(found.items() ^ shapes.items())[0]
-                raise DataError(f"{path}: {ascii(name)[:100]} is not as in the run's model. {ORIGIN_FIX}")
+                raise DataError(f"{path}: {ascii(name)[:100]} does not match the run's model. {ORIGIN_FIX}")
             for name in shapes:
                 tensor = file.get_tensor(name)
                 if tensor.dtype not in STORED or not bool(torch.isfinite(tensor).all()):
-                    raise DataError(
-                        f"{path}: {ascii(name)[:100]} has numbers that are not finite, or none. {ORIGIN_FIX}"
-                    )
-                is_aligned = tensor.data_ptr() % FLOAT_BYTES == 0  # after an odd count of two bytes it is not
+                    raise DataError(f"{path}: {ascii(name)[:100]} has values that are not finite floats. {ORIGIN_FIX}")
+                is_aligned = tensor.data_ptr() % FLOAT_BYTES == 0  # not after an odd number of two-byte values
                 yield name, tensor.float() if is_aligned else tensor.float().clone()
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: not the weights of a model ({ascii(str(error))[:200]}). {ORIGIN_FIX}") from error

@@ -8,7 +8,6 @@ here uses the network.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,7 +25,7 @@ from p2ptrain.files import read_regular
 from p2ptrain.learn.adapters import Base, base_file, base_tensors, make_base, read_base
 from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
-from p2ptrain.learn.models import first_model, named_shapes, shapes_digest, without_adapters
+from p2ptrain.learn.models import by_name, first_model, named_shapes, shapes_digest, without_adapters
 from p2ptrain.learn.own_data import KEY, PREPARE_FIX, open_own, share_held_out
 from p2ptrain.learn.prepare import prepare
 from p2ptrain.learn.root import octets, state_root
@@ -72,7 +71,7 @@ def begin(
     """
     _check_founders(run, founders)
     data = _open_data(run, directory, dataset)
-    base = _base(run, bases, given) if run.adapt.is_on and bases is not None else None
+    base = _base(run, bases, given) if run.adapt.is_on else None
     weights = given.read(run.model) if given and base is None else first_weights(run)
     if given:
         _suggest_tokenizer(given.place, data)
@@ -106,8 +105,9 @@ def first_weights(run: RunConfig) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
 
-def _base(run: RunConfig, directory: Path, given: GivenWeights | None) -> Base:
+def _base(run: RunConfig, directory: Path | None, given: GivenWeights | None) -> Base:
     """Returns the frozen weights: those of a run that was begun here before, or the given ones, or from the seed."""
+    assert directory is not None, "whoever begins a run that trains adapters has a directory for frozen weights"
     wanted, model = run.adapt.base, without_adapters(run.model)
     kept, shapes = base_file(directory, wanted), named_shapes(model)
     base = read_base(kept) if wanted and kept.exists() else None
@@ -117,8 +117,7 @@ def _base(run: RunConfig, directory: Path, given: GivenWeights | None) -> Base:
     if base is not None and given is None:
         return base
     flat = given.read(model) if given else first_weights(run.model_copy(update={"model": model, "adapt": WHOLE}))
-    parts = torch.split(flat, [math.prod(shape) for _, shape in shapes])
-    named = {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+    named = by_name(flat, shapes)
     if base is None:
         base = make_base(directory, named)
         is_same = wanted in ("", base.digest)

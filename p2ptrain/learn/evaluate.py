@@ -1,5 +1,5 @@
-"""The held-out loss of a model: the mean, in nats, over the tokens that are learned. And the tasks of EleutherAI's
-lm-evaluation-harness, which runs in a process of its own.
+"""Measures a model's held-out loss: the mean, in nats, over the tokens that are learned. Or runs tasks of EleutherAI's
+lm-evaluation-harness on it, in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exports the agreed weights as a checkpoint that Hugging Face's transformers loads; the built-in model as a Llama.
 
-Of a run that trains adapters, they are merged into the frozen weights, or exported alone for the peft library.
+Adapters are merged into the frozen weights, or exported alone for the peft library.
 
     config.json               the model's sizes
     model.safetensors         the weights; after its header come the bytes that the state root hashes
@@ -20,8 +20,6 @@ The output depends only on the run and the state: everyone who exports a round g
 from __future__ import annotations
 
 import json
-import math
-import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,12 +34,13 @@ from p2ptrain.config import ModelConfig, RunConfig
 from p2ptrain.config.hf import HfConfig
 from p2ptrain.digest import PIECE_BYTES, leaf_digest
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.files import PARTIAL_SUFFIX, forget, open_regular, rename, sync, trouble, write_all, write_file
+from p2ptrain.files import PARTIAL_SUFFIX, forget, open_regular, rename, sync, trouble, write_file
 from p2ptrain.learn.adapters import FIRST, SECOND, base_tensors, is_transposed, merged
 from p2ptrain.learn.model import INITIAL_DEVIATION, NORM_EPSILON, Model
 from p2ptrain.learn.models import (
-    Shape,
+    NamedShapes,
     build_with,
+    by_name,
     exported_name,
     exported_shapes,
     named_shapes,
@@ -50,11 +49,11 @@ from p2ptrain.learn.models import (
 )
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, root_of_leaves
 from p2ptrain.learn.sample import SampleRequest
+from p2ptrain.learn.tensor_file import write_tensors
 from p2ptrain.learn.tokenizer import Tokenizer, WithoutPanic
 
 MODE = 0o666  # less the user's umask: an export is meant to be shared
 PEFT_PREFIX = "base_model.model."  # in the names of peft's files
-HEADER_ALIGNMENT = 8  # bytes; safetensors data begin at a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +97,19 @@ class Weights:
         if root_of_leaves(leaves, size, self.covered) != self.root:
             raise DataError(f"{self.path}: not the weights of round {self.round}: their root is not {self.root.hex()}")
 
-    def named(self) -> dict[str, Tensor]:
-        """Reads all of them, by the names of the model's parameters."""
+    def flat(self) -> Tensor:  # -> [parameters] fp32
+        """Reads all of them, in the order of the state."""
         self.check_size()
-        shapes = dict(named_shapes(self.run.model, self.run.adapt))
-        flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()), dtype=torch.float32)
+        flat = torch.empty(self.size // FLOAT_BYTES, dtype=torch.float32)
         into, at = octets(flat), 0
         for piece in self.pieces():
             into[at : at + len(piece)] = piece
             at += len(piece)
-        parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return flat
+
+    def named(self) -> dict[str, Tensor]:
+        """Reads all of them, by the names of the model's parameters."""
+        return by_name(self.flat(), named_shapes(self.run.model, self.run.adapt))
 
 
 def load_model(weights: Weights, device: torch.device) -> Model:
@@ -176,13 +177,13 @@ def check_target(target: Path) -> None:
 
 
 def _write_weights(path: Path, weights: Weights) -> None:
-    _write_file(path, _header(weights, exported_shapes(weights.run.model)), weights.pieces())
+    _write_file(path, weights, exported_shapes(weights.run.model), weights.pieces())
 
 
 def _write_adapters(path: Path, weights: Weights) -> None:
     shapes = named_shapes(weights.run.model, weights.run.adapt)
-    named = [(PEFT_PREFIX + exported_name(weights.run.model, name), shape) for name, shape in shapes]
-    _write_file(path, _header(weights, named), weights.pieces())
+    named = tuple((PEFT_PREFIX + exported_name(weights.run.model, name), shape) for name, shape in shapes)
+    _write_file(path, weights, named, weights.pieces())
 
 
 def _write_merged(path: Path, weights: Weights) -> None:
@@ -197,35 +198,16 @@ def _write_merged(path: Path, weights: Weights) -> None:
             whole = frozen
             if module + FIRST in adapters:
                 whole = merged(frozen, adapters[module + FIRST], adapters[module + SECOND], run)
-            yield octets(whole.contiguous().reshape(-1))
+            yield octets(whole)
 
-    _write_file(path, _header(weights, exported_shapes(model)), numbers())
-
-
-def _write_file(path: Path, header: bytes, content: Iterable[bytes | memoryview]) -> None:
-    with path.open("wb", buffering=0) as file:
-        write_all(file.fileno(), header)
-        for part in content:
-            write_all(file.fileno(), part)
-        os.fsync(file.fileno())
+    _write_file(path, weights, exported_shapes(model), numbers())
 
 
-def _header(weights: Weights, shapes: Iterable[tuple[str, Shape]]) -> bytes:
-    """Returns the length and header of a safetensors file whose data are fp32 numbers of these shapes.
-
-    The library would need all weights in memory just to write this header. The output matrix is the embedding
-    (tied), which Hugging Face, like us, writes once.
-    """
-    named = {"run": weights.run.run_id, "round": str(weights.round), "state_root": weights.root.hex()}
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **named}}
-    begin = 0
-    for name, shape in shapes:
-        end = begin + math.prod(shape) * FLOAT_BYTES
-        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-    encoded = json.dumps(entries, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % HEADER_ALIGNMENT)
-    return len(encoded).to_bytes(8, "little") + encoded
+def _write_file(path: Path, weights: Weights, shapes: NamedShapes, content: Iterable[bytes | memoryview]) -> None:
+    """Writes fp32 numbers of these shapes. A tied output matrix is the embedding, which stands there once."""
+    told = {"run": weights.run.run_id, "round": str(weights.round), "state_root": weights.root.hex()}
+    tensors = [(name, torch.float32, shape) for name, shape in shapes]
+    write_tensors(path, tensors, content, {"format": "pt", **told})
 
 
 # ---------------------------------------------------------------------------------------------------

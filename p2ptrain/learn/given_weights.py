@@ -26,7 +26,6 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import read_regular
 from p2ptrain.learn.export import Weights, model_config
 from p2ptrain.learn.models import BUILTIN_PREFIX, Shape, exported_shapes
-from p2ptrain.learn.root import octets
 
 INDEX_NAME, SINGLE_NAME, CONFIG_NAME = "model.safetensors.index.json", "model.safetensors", "config.json"
 INDEX_BYTES_MAX = 2**26  # a name and a file for each tensor: some 100 KB for 70B parameters
@@ -63,18 +62,13 @@ def read_checkpoint(weights: Weights, model: ModelConfig) -> Tensor:  # -> [para
     """Reads the agreed weights of another run, checked against their root. ConfigError if its model is another."""
     if weights.run.adapt.is_on:
         fix = "Give what `p2ptrain export` makes of it, in which they are merged"
-        raise ConfigError("it has the adapters of a model alone", source=str(weights.path), fix=fix)
+        raise ConfigError("it has only the adapters of a model", source=str(weights.path), fix=fix)
     ours, theirs = exported_shapes(model), exported_shapes(weights.run.model)
     shapes = {name: Found(shape, lambda: torch.empty(0)) for name, shape in theirs}
     _refuse(weights.path, _misfits(dict(ours), shapes))
     if ours != theirs:
         raise ConfigError("its tensors are in another order", source=str(weights.path), fix=BELONGS_FIX)
-    flat = torch.empty(sum(prod(shape) for _, shape in ours), dtype=torch.float32)
-    into, at = octets(flat), 0
-    for piece in weights.pieces():
-        into[at : at + len(piece)] = piece
-        at += len(piece)
-    return flat
+    return weights.flat()
 
 
 def config_beside(path: Path) -> str:

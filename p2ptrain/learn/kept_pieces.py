@@ -1,4 +1,4 @@
-"""The pieces of a data set that a joiner has fetched: those that were needed least recently go when the room is full.
+"""Keeps the pieces of a data set that a joiner has fetched; when the room is full, the least recently needed ones go.
 
 They lie in a directory of their own, so that nothing that the owner has put into the data set is ever removed. Their
 order survives a restart in the files' times of change, which are set whenever a piece is needed; times of access would
@@ -22,7 +22,7 @@ DEVIATIONS = 4  # above the mean: one round in 30,000 needs more
 
 
 def pieces_of_a_round(sequences: int, share: float) -> int:
-    """Returns in how many pieces a round's sequences lie, if they are drawn from all of the data.
+    """Returns how many pieces nearly every round can do with, whose sequences are drawn from all of the data.
 
     share: of a piece that a sequence takes; one lies in 1 + `share` pieces on average
     """

@@ -307,7 +307,7 @@ def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: Pass
 
 
 def _adapter_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], sequences: int) -> int:
-    """Returns the memory of what adapters compute in a pass: what the first of each gives, and the widest change."""
+    """Returns the memory of the adapters' activations: the outputs of all first matrices, and the widest change."""
     if not run.adapt.is_on:
         return 0
     tokens, pairs = sequences * run.model.sequence_length, len(shapes) // 2

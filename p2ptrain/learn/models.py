@@ -23,6 +23,7 @@ from p2ptrain.errors import ConfigError, DeviceError
 from p2ptrain.learn import plugins
 from p2ptrain.learn.adapters import AdaptedModel, load_base
 from p2ptrain.learn.model import Model, Transformer, parameter_shapes
+from p2ptrain.learn.root import octets
 
 Shape = tuple[int, ...]
 NamedShapes = tuple[tuple[str, Shape], ...]
@@ -56,7 +57,7 @@ def build(
     adapt: AdaptConfig = WHOLE,
     base: Path | None = None,
 ) -> Model:
-    """Makes the model; its weights are arbitrary until they are initialised or loaded, but those of a `base`.
+    """Makes the model; its weights are arbitrary until they are initialised or loaded, except those of a `base`.
 
     seed: of what a plug-in's constructor draws; nobody else's random numbers change
     """
@@ -184,7 +185,7 @@ def frozen_digest(named: Iterable[tuple[str, Tensor]]) -> str:
             raise ConfigError(f"{name} is on the device meta, and has no numbers", key="model", fix=fix)
         what = json.dumps([name, str(each.dtype), list(each.shape)], separators=(",", ":")).encode()
         try:
-            content = _bytes_of(each)
+            content = octets(each)
         except RuntimeError as error:
             fix = "Make it a plain tensor"
             raise ConfigError(f"{name} cannot be read as bytes: {error}", key="model", fix=fix) from error
@@ -192,8 +193,10 @@ def frozen_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     return digest("frozen parameters", *parts).hex() if parts else ""
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def by_name(flat: Tensor, shapes: NamedShapes) -> dict[str, Tensor]:
+    """Cuts a flat state into its parameters, without a copy."""
+    parts = torch.split(flat, [prod(shape) for _, shape in shapes])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 
 
 def shapes_of(config: ModelConfig, adapt: AdaptConfig = WHOLE) -> list[Shape]:
@@ -209,12 +212,12 @@ def parameter_count(config: ModelConfig, adapt: AdaptConfig = WHOLE) -> int:
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
-    """Returns the model of a run that trains adapters as it is without them: the run's digest is that of theirs."""
+    """Returns the model of a run without its adapters, of whose shapes alone `shapes` is the digest."""
     return config.model_copy(update={"shapes": ""})
 
 
 def check_base_bytes(config: ModelConfig, adapt: AdaptConfig) -> None:
-    """Refuses frozen weights of a size that the model's cannot have, before they are fetched."""
+    """Refuses frozen weights whose size does not fit the model, before they are fetched."""
     shapes = named_shapes(without_adapters(config))
     count = sum(prod(shape) for _, shape in shapes)
     if adapt.base and not 2 * count < adapt.base_bytes <= 4 * count + ENTRY_BYTES_MAX * (1 + len(shapes)):

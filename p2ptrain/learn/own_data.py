@@ -63,8 +63,9 @@ def open_own(run: RunConfig, directory: Path, me: bytes) -> OwnData:
         raise ConfigError(str(error), key=KEY, fix=PREPARE_FIX) from error
     made, wanted = dataset.tokenizer, run.tokenizer
     if (made.kind, made.digest) != (wanted.kind, wanted.digest):
-        theirs = f"tokenizer {wanted.digest[:DIGITS]}" if wanted.digest else "the bytes tokenizer"
-        ours = f"tokenizer {made.digest[:DIGITS]}" if made.digest else "the bytes tokenizer"
+        ours, theirs = (
+            f"tokenizer {each.digest[:DIGITS]}" if each.digest else "the bytes tokenizer" for each in (made, wanted)
+        )
         what = f"{directory} was prepared with {ours}, and the run has {theirs}"
         fix = "Prepare the data again without --tokenizer"
         if wanted.digest:

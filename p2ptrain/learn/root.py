@@ -72,5 +72,5 @@ def _partial_root(pieces: list[int], leaves: list[bytes], size: int) -> bytes:
 
 
 def octets(part: Tensor) -> memoryview:
-    """Returns a flat fp32 tensor as bytes, without a copy if it is in main memory."""
-    return memoryview(part.detach().cpu().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
+    """Returns a tensor as bytes, without a copy if it is contiguous and in main memory."""
+    return part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

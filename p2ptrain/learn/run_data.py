@@ -37,8 +37,8 @@ def check_tokens(run: RunConfig, dataset: TokenDataset) -> None:
         raise ConfigError(what, key="model.kind", fix=fix)
 
 
-def packing_of(run: RunConfig, dataset: TokenDataset, trained_on: TokenDataset | None = None) -> Packing:
-    """Returns how the run's sequences are read."""
+def packing_of(run: RunConfig, *datasets: TokenDataset) -> Packing:
+    """Returns how the run's sequences are read, whichever of these data sets they are of."""
     is_apart = run.data.documents == "apart"
-    is_masked = dataset.is_masked or (trained_on is not None and trained_on.is_masked)
-    return Packing(is_masked, dataset.open_tokenizer().end_of_document if is_apart else None)
+    is_masked = any(each.is_masked for each in datasets)
+    return Packing(is_masked, datasets[0].open_tokenizer().end_of_document if is_apart else None)

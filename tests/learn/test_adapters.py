@@ -21,7 +21,7 @@ from p2ptrain.learn.memory import need_of
 from p2ptrain.learn.models import build, check_base_bytes, exported_shapes, first_model, named_shapes, parameter_count
 from p2ptrain.learn.tokenizer import BytesTokenizer
 from p2ptrain.learn.trainer import Trainer
-from tests.helpers.export import Node, weights_of
+from tests.helpers.export import Node, model_of, weights_of
 from tests.helpers.trainer import ONE_THREAD, TINY, embedded, swarm_round
 
 ME = "ab" * 32
@@ -180,11 +180,7 @@ def test_an_export_merges_or_has_the_adapters_alone(tmp_path: Path) -> None:
     weights = weights_of(node.save(8, state), made.run, base=made.base.path)
     model = load_model(weights, torch.device("cpu"))
     export(tmp_path / "whole", weights, BytesTokenizer(), None)
-    whole = first_model(MODEL, 0)
-    flat, at = read_weights(tmp_path / "whole", MODEL), 0
-    for parameter in whole.parameters():
-        parameter.data.copy_(flat[at : at + parameter.numel()].view(parameter.shape))
-        at += parameter.numel()
+    whole = model_of(made.run, read_weights(tmp_path / "whole", MODEL))
     torch.testing.assert_close(whole(tokens()), model(tokens()), rtol=0, atol=2e-5)
     export(tmp_path / "adapters", weights, BytesTokenizer(), None, only_adapters=True)
     names = {path.name for path in (tmp_path / "adapters").iterdir()}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from p2ptrain.config import ModelConfig
 from p2ptrain.learn.models import exported_shapes, first_model
-from tests.helpers.daemons import TEST_SECONDS, Swarm, p2ptrain
+from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, Swarm, p2ptrain
 from tests.helpers.trainer import TINY
 
 SIZES = "\n".join(f"{key} = {size}" for key, size in TINY.items())
@@ -29,12 +29,7 @@ sequences_per_pass = 4
 chunk = 16
 k = 64
 
-[agreement]
-staleness_rounds_max = 1
-
-[admission]
-probation_rounds = 1
-"""
+{AGREEMENT}"""
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 

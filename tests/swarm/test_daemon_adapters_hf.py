@@ -16,44 +16,29 @@ from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.learn.export import load_model
 from p2ptrain.learn.memory import need_of
 from p2ptrain.learn.model import Model
-from p2ptrain.learn.models import first_model
+from p2ptrain.learn.models import first_model, without_adapters
 from p2ptrain.learn.run_data import packing_of
 from p2ptrain.learn.sample import SampleRequest, sample
 from p2ptrain.node.saved import SavedModel, find_model
-from tests.helpers.daemons import Swarm, p2ptrain
-from tests.helpers.hf_models import SMOLLM2, SOURCES, save_tokenizer, smollm2
+from tests.helpers.daemons import AGREEMENT, Swarm, p2ptrain
+from tests.helpers.hf_models import (
+    HELD_OUT_SEQUENCES,
+    REAL_RUN,
+    REAL_SECONDS,
+    SMOLLM2,
+    SOURCES,
+    save_tokenizer,
+    smollm2,
+)
 
-ROUNDS, SECONDS, HELD_OUT_SEQUENCES = 6, 3_000.0, 24
-RUN = """\
-name = "smollm2-lora"
-
-[model]
-kind = "transformers"
-sequence_length = 128
+ROUNDS = 6
+ADAPTED = f"""\
+documents = "apart"
 
 [adapt]
 kind = "lora"
 
-[tokenizer]
-kind = "json"
-digest = "{tokenizer}"
-
-[data]
-manifest = "{manifest}"
-documents = "apart"
-
-[recipe]
-local_steps = 4
-local_steps_min = 1
-sequences_per_pass = 2
-inner_learning_rate = 0.001    # these weights know something already
-
-[agreement]
-staleness_rounds_max = 1
-
-[admission]
-probation_rounds = 1
-"""
+{AGREEMENT}"""
 MODULES = (
     *SOURCES, "asyncio", "builtins", "codecs", "collections", "concurrent.futures", "ctypes", "email.message", "enum",
     "functools", "gzip", "http.client", "http.cookiejar", "io", "itertools", "json", "logging", "mailbox", "math",
@@ -69,7 +54,12 @@ TEMPLATE = """\
 {% endif %}"""
 QUESTION = "<|im_start|>user\nWhat is shutil.copytree?<|im_end|>\n<|im_start|>assistant\n"
 
-pytestmark = [pytest.mark.hf, pytest.mark.slow, pytest.mark.timeout(2 * SECONDS), pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.hf,
+    pytest.mark.slow,
+    pytest.mark.timeout(2 * REAL_SECONDS),
+    pytest.mark.filterwarnings("default"),
+]
 
 
 def chats() -> list[dict[str, Any]]:
@@ -103,34 +93,22 @@ def test_four_nodes_adapt_a_real_model_to_chats(swarm: Swarm) -> None:
     manifest = manifest_digest(read_manifest(data))
     dataset = TokenDataset.open(data, manifest)
     file = place / "smollm2-lora.toml"
-    file.write_text(RUN.format(tokenizer=dataset.tokenizer.digest, manifest=manifest))
+    run = REAL_RUN.format(tokenizer=dataset.tokenizer.digest, manifest=manifest, local_steps=4, rate=0.001)
+    file.write_text(run + ADAPTED)
 
     first = swarm.add("first", "start", file, "--data", data, "--weights", gguf).start()
-    first.until(lambda: first.status().get("addresses"), SECONDS)
-    nodes = [first, *(swarm.joiner(name, first.address).start() for name in ("second", "third", "fourth"))]
-    for node in nodes:
-        node.until(lambda node=node: len(node.status().get("roster", ())) == len(nodes), SECONDS, look=2.0)
-    number = first.applied + ROUNDS
-    for node in nodes:
-        node.until(lambda node=node: node.applied >= number, SECONDS, look=2.0)
-    assert swarm.compared() >= ROUNDS
-    for node in nodes:
-        node.ask("leave")
-        assert node.until_ended(SECONDS) == 0, node.text[-3_000:]
+    nodes = swarm.train(first, ("second", "third", "fourth"), ROUNDS, REAL_SECONDS)
 
     found = find_model(NodeConfig(storage=StorageConfig(directory=str(nodes[1].directory))))
     before, after = _before(found), load_model(found.weights, torch.device("cpu"))
     losses = [_held_out(model, found.run, dataset) for model in (before, after)]
-    lora, whole = need_of(found.run), need_of(RunConfig(name="whole", model=_plain(found.run), recipe=found.run.recipe))
+    plain = RunConfig(name="whole", model=without_adapters(found.run.model), recipe=found.run.recipe)
+    lora, whole = need_of(found.run), need_of(plain)
     swarm.notes.append(f"{SMOLLM2}, {found.checkpoint.round} rounds: held-out loss {losses[0]:.3f} -> {losses[1]:.3f}")
     swarm.notes.append(f"a contribution has {lora.payload:,} bytes, of all weights {whole.payload:,}")
     for model in (before, after):
         swarm.notes.append(repr(sample(model, found.tokenizer, SampleRequest(QUESTION, 40, 0, 0.0))))
     assert losses[1] < losses[0]
-
-
-def _plain(run: RunConfig) -> Any:
-    return run.model.model_copy(update={"shapes": ""})
 
 
 def _before(found: SavedModel) -> Model:

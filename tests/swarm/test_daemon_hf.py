@@ -18,12 +18,22 @@ from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.learn.export import load_model
 from p2ptrain.learn.given_weights import read_weights
 from p2ptrain.node.saved import find_model
-from tests.helpers.daemons import TEST_SECONDS, Daemon, Swarm, p2ptrain
-from tests.helpers.hf_models import SMOLLM2, SOURCES, raw_config, save_tokenizer, smollm2, source_of
+from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, Daemon, Swarm, p2ptrain
+from tests.helpers.hf_models import (
+    HELD_OUT_SEQUENCES,
+    REAL_RUN,
+    REAL_SECONDS,
+    SMOLLM2,
+    SOURCES,
+    raw_config,
+    save_tokenizer,
+    smollm2,
+    source_of,
+)
 from tests.helpers.scripts import script, until_both_contributed
 from tests.helpers.tokenizers import tokenizer_json
 
-RUN = """\
+RUN = f"""\
 name = "mine"
 
 [model]
@@ -35,12 +45,7 @@ local_steps = 2
 sequences_per_pass = 4
 inner_learning_rate = 0.01
 
-[agreement]
-staleness_rounds_max = 1
-
-[admission]
-probation_rounds = 1
-"""
+{AGREEMENT}"""
 # The same model in a script, from weights of its own.
 SCRIPT = """\
 import json, sys
@@ -165,33 +170,7 @@ def test_the_example_adapts_a_model_to_chats(swarm: Swarm, transformers: Any) ->
 # ---------------------------------------------------------------------------------------------------
 # A real model
 
-ROUNDS, REAL_SECONDS, HELD_OUT_SEQUENCES = 4, 3_000.0, 24
-REAL = """\
-name = "smollm2"
-
-[model]
-kind = "transformers"
-sequence_length = 128
-
-[tokenizer]
-kind = "json"
-digest = "{tokenizer}"
-
-[data]
-manifest = "{manifest}"
-
-[recipe]
-local_steps = 2
-local_steps_min = 1
-sequences_per_pass = 2
-inner_learning_rate = 0.0005
-
-[agreement]
-staleness_rounds_max = 1
-
-[admission]
-probation_rounds = 1
-"""
+ROUNDS = 4
 
 
 @pytest.mark.slow
@@ -208,20 +187,10 @@ def test_a_real_model_goes_on_learning_on_three_nodes(swarm: Swarm, transformers
     manifest = manifest_digest(read_manifest(data))
     dataset = TokenDataset.open(data, manifest)
     file = place / "smollm2.toml"
-    file.write_text(REAL.format(tokenizer=dataset.tokenizer.digest, manifest=manifest))
-    start = ("start", file, "--data", data, "--weights", gguf)
-    first = swarm.add("first", *start).start()
-    first.until(lambda: first.status().get("addresses"), REAL_SECONDS)
-    nodes = [first, *(swarm.joiner(name, first.address).start() for name in ("second", "third"))]
-    for node in nodes:
-        node.until(lambda node=node: len(node.status().get("roster", ())) == 3, REAL_SECONDS, look=2.0)
-    number = first.applied + ROUNDS
-    for node in nodes:
-        node.until(lambda node=node: node.applied >= number, REAL_SECONDS, look=2.0)
-    assert swarm.compared() >= ROUNDS
-    for node in nodes:
-        node.ask("leave")
-        assert node.until_ended(REAL_SECONDS) == 0, node.text[-3_000:]  # its last checkpoint has 2 GB
+    run = REAL_RUN.format(tokenizer=dataset.tokenizer.digest, manifest=manifest, local_steps=2, rate=0.0005)
+    file.write_text(run + "\n" + AGREEMENT)
+    first = swarm.add("first", "start", file, "--data", data, "--weights", gguf).start()
+    nodes = swarm.train(first, ("second", "third"), ROUNDS, REAL_SECONDS)
     before, after = (_held_out(dataset, weights, nodes[1]) for weights in (gguf, None))
     swarm.notes.append(f"held-out loss of {SMOLLM2} in {ROUNDS} rounds: {before:.3f} -> {after:.3f}")
     assert after < before

@@ -13,36 +13,24 @@ from p2ptrain.files import PARTIAL_SUFFIX
 from p2ptrain.learn.data import manifest_digest
 from p2ptrain.learn.memory import need_of
 from p2ptrain.node.limits import disk_demand
-from tests.helpers.daemons import TEST_SECONDS, Swarm
+from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, TINY_MODEL, Swarm
 from tests.helpers.large_sets import set_of_pieces
 
 PIECES, ROOM = 64, 10
 LEAST = 6  # pieces: a round's four, one more in a round of 30,000, and one held out
 CONTRIBUTIONS = 6
 # Rounds of two seconds, because the first node rests; a joiner has four new pieces to fetch for each.
-RUN = """\
+RUN = f"""\
 name = "large"
 
-[model]
-dim = 32
-layers = 1
-heads = 2
-kv_heads = 1
-ffn_dim = 64
-sequence_length = 1024
-
+{TINY_MODEL.replace("sequence_length = 64", "sequence_length = 1024")}
 [recipe]
 name = "distro"
 k = 8
 sequences_per_pass = 4
 learning_rate = "0.002"
 
-[agreement]
-staleness_rounds_max = 1
-
-[admission]
-probation_rounds = 1
-"""
+{AGREEMENT}"""
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 

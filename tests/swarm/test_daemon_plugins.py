@@ -18,13 +18,12 @@ import torch
 from p2ptrain.learn import plugins
 from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
 from tests.helpers.cli import p2ptrain
-from tests.helpers.daemons import RUN, TEST_SECONDS, Swarm
+from tests.helpers.daemons import AGREEMENT, RUN, TEST_SECONDS, Swarm
 from tests.helpers.plugins import EXAMPLES, MODEL, RECIPE, install_example
 
 Command = Callable[..., tuple[int, str, str]]
 ROUNDS, ACCURACY = 12, 0.85  # at chance it is 0.1; these many rounds gave 0.92 to 0.94
 LENGTH, LABEL = 66, 64
-AGREEMENT = "\n[agreement]\nstaleness_rounds_max = 1\n\n[admission]\nprobation_rounds = 1\n"
 
 pytestmark = [pytest.mark.timeout(TEST_SECONDS), pytest.mark.filterwarnings("default")]
 
@@ -57,7 +56,7 @@ def test_a_model_of_ones_own_learns_to_read_digits(
     dataset = _prepared(swarm.directory, command)
     file = swarm.directory / "digits.toml"
     example = (EXAMPLES / "plugin-model" / "digits.toml").read_text()
-    file.write_text(example.replace("0" * 64, manifest_digest(read_manifest(dataset.directory))) + AGREEMENT)
+    file.write_text(example.replace("0" * 64, manifest_digest(read_manifest(dataset.directory))) + f"\n{AGREEMENT}")
     first = swarm.add("first", "start", file, "--data", dataset.directory, **own).start().until_up()
     nodes = [first, *(swarm.joiner(name, first.address, **own).start() for name in ("second", "third"))]
     _refuses_what_nobody_allowed(swarm, first.address, own["PYTHONPATH"])

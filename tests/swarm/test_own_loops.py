@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 
-from tests.helpers.daemons import LISTEN, STOP_SECONDS, TEST_SECONDS, TINY_MODEL, Swarm, p2ptrain
+from tests.helpers.daemons import AGREEMENT, LISTEN, STOP_SECONDS, TEST_SECONDS, TINY_MODEL, Swarm, p2ptrain
 from tests.helpers.scripts import script, until_both_contributed
 
 LATE = 50
@@ -19,12 +19,7 @@ name = "builtin"
 local_steps = 4
 sequences_per_pass = 8
 
-[agreement]
-staleness_rounds_max = 1
-
-[admission]
-probation_rounds = 1
-"""
+{AGREEMENT}"""
 BUILTIN_SCRIPT = """\
 import sys
 import torch

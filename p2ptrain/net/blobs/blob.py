@@ -250,10 +250,25 @@ class WholeFile:
                 self._leaves = b"".join(leaf_digests(whole)) if self._is_right(whole) else b""
         if not self._leaves:
             raise DataError(f"{self._path} is damaged")
-        piece = _read(self._path, index, self.size)
-        if not is_piece(self._leaves, self.size, index, piece):
-            raise DataError(f"{self._path} is damaged: piece {index}")
-        return piece
+        return _read_checked(self._path, index, self.size, self._leaves)
+
+
+class TreeFile:
+    """A file of this node that is a tree: each piece is checked when it is read."""
+
+    def __init__(self, path: Path, size: int, leaves: bytes) -> None:
+        self.size, self.leaves, self.held = size, leaves, all_pieces(size)
+        self._path = path
+
+    def read(self, index: int) -> bytes:
+        return _read_checked(self._path, index, self.size, self.leaves)
+
+
+def _read_checked(path: Path, index: int, size: int, leaves: bytes) -> bytes:
+    piece = _read(path, index, size)
+    if not is_piece(leaves, size, index, piece):
+        raise DataError(f"{path} is damaged: piece {index}")
+    return piece
 
 
 def _read(path: Path, index: int, size: int) -> bytes:
