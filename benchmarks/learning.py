@@ -225,7 +225,9 @@ def run(setting: Setting) -> dict[str, Any]:
     if Fraction(setting.noise or 0):
         one_each = dataset.sequences(length) // setting.peers
         terms = PrivacyConfig(epsilon=Fraction(1_000), delta=Fraction(1, 10**5), noise=Fraction(setting.noise))
-        privacy = Privacy(terms, setting.sequences, one_each, SpentSteps(CACHE / "no ledger"))  # nothing is spent
+        privacy = Privacy(
+            terms, setting.sequences, one_each, SpentSteps(CACHE / "no ledger", length)
+        )  # nothing is spent
     live = LiveModel(model, autocast=False, half_state=setting.half_state, packing=packing, privacy=privacy)
     half = min(EVALUATED, dataset.held_out_sequences(length) // 2)
     last = dataset.held_out_sequences(length)

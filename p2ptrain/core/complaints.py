@@ -195,7 +195,7 @@ MEANINGS: dict[Code, Meaning] = {
         "no longer paused for other programs on the GPU",
     ),
     Code.PRIVACY_SPENT: Meaning(
-        "info", False, "the privacy budget is spent: epsilon {spent} of {budget}, training has ended",
+        "info", False, "the privacy budget is spent: epsilon {spent} of {budget}, too little is left for another round",
         "The privacy budget is spent",
         "More training would tell more of this machine's data than its owner allowed. The node goes on voting and "
         "applying rounds. A larger privacy.epsilon lets it train again after a restart.",

@@ -45,6 +45,11 @@ def mean_loss(results: Sequence[StepResult]) -> float | None:
     return sum(result.loss * result.learned for result in results) / learned if learned else None
 
 
+def norm_of(flat: Tensor) -> float:
+    """Returns the norm. In fp32 that of 20 million numbers comes out 0.6 % too small, and a clip would not hold."""
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+
+
 def _does_not_fit(batch: Tensor) -> MemoryShortError:
     what = f"a pass of one sequence of {batch.shape[1] - 1} tokens does not fit: {memory_taken(batch.device)}"
     return MemoryShortError(f"{what}. {SMALLER}, and so does a run with a smaller model")
@@ -140,7 +145,9 @@ class LiveModel:
         for place in range(len(batch)):
             if (loss := self._backward(batch[place : place + 1], 1)) is None:
                 raise _does_not_fit(batch)
-            if math.isfinite(loss) and (size := privacy.clip(float(torch.linalg.vector_norm(self.gradient)))):
+            if math.isfinite(loss) and (
+                size := privacy.clip(float(torch.linalg.vector_norm(self.gradient, dtype=torch.float64)))
+            ):
                 total.add_(self.gradient, alpha=size)
                 losses.append(loss)
         for block in torch.split(total, NOISE_BLOCK):

@@ -33,8 +33,9 @@ from p2ptrain.learn.assignment import Positions
 
 LEDGER_NAME = "privacy.json"
 LEDGER_BYTES_MAX = 2**20
+COUNT_MAX = 2**53  # exact as floating-point numbers
 ENTRIES_MAX = 1_000  # different settings on one node; each takes 0.1 s at a start
-NORM_MARGIN = 1 + 1e-4  # a norm of millions of squares in fp32 is off by less
+NORM_MARGIN = 1 + 1e-6  # scaling rounds to fp32
 INSTALL = "Run: pip install 'p2ptrain[privacy]'"
 
 log = logging.getLogger("p2ptrain.learn")
@@ -52,13 +53,34 @@ class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def kind(self) -> tuple[int, int, float]:
         return self.expected, self.sequences, self.noise
 
+    @property
+    def is_possible(self) -> bool:
+        return (
+            0 < self.expected <= self.sequences < COUNT_MAX
+            and 0 <= self.steps < COUNT_MAX
+            and 0.01 <= self.noise <= 1e4
+        )
+
+
+class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that was told of sequences of one length."""
+
+    length: int  # tokens
+    steps: list[Spent]
+
 
 class SpentSteps:
     """The steps that this node has taken on its owner's data, in a file that is on the disk before a step is taken."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._steps = {entry.kind: entry.steps for entry in _read(path)}
+    def __init__(self, path: Path, length: int) -> None:
+        self.path, self.length = path, length
+        told = _read(path) or Told(length, [])
+        if told.length != length:
+            what = f"{path} counts what was told of sequences of {told.length} tokens, and this run's have {length}"
+            raise ConfigError(
+                what, key="privacy", fix="Such sums mean nothing: join a run with sequences of that length"
+            )
+        self._steps = {entry.kind: entry.steps for entry in told.steps}
 
     @property
     def steps(self) -> int:
@@ -71,22 +93,27 @@ class SpentSteps:
     def add(self, kind: tuple[int, int, float], steps: int) -> None:
         if kind not in self._steps and len(self._steps) >= ENTRIES_MAX:
             raise DataError(f"{self.path}: {ENTRIES_MAX} kinds of steps are noted, more than can be added up")
-        self._steps = self.with_steps(kind, steps)
-        entries = [Spent(*kind, steps) for kind, steps in sorted(self._steps.items())]
-        write_atomically(self.path, msgspec.json.format(msgspec.json.encode(entries)))
+        later = self.with_steps(kind, steps)
+        entries = [Spent(*kind, steps) for kind, steps in sorted(later.items())]
+        write_atomically(self.path, msgspec.json.format(msgspec.json.encode(Told(self.length, entries))))
+        self._steps = later
 
 
-def _read(path: Path) -> list[Spent]:
+def _read(path: Path) -> Told | None:
+    """Returns what is in the file; None if there is no file."""
+    if not path.exists():
+        return None
     try:
         with trouble(path, "cannot be read"):
-            encoded = path.read_bytes() if path.exists() else b"[]"
-        entries = msgspec.json.decode(encoded[:LEDGER_BYTES_MAX], type=list[Spent])
-        if not all(0 < each.expected <= each.sequences and each.noise > 0 <= each.steps for each in entries):
+            encoded = path.read_bytes()
+        told = msgspec.json.decode(encoded[:LEDGER_BYTES_MAX], type=Told)
+        entries = told.steps
+        if not all(each.is_possible for each in entries) or len({each.kind for each in entries}) < len(entries):
             raise msgspec.ValidationError("a number is not possible")
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         what = f"{path}: what was told of this machine's data so far cannot be read ({str(error)[:100]})"
         raise DataError(f"{what}. Restore the file from a copy; if you delete it, the budget begins anew") from error
-    return entries
+    return told
 
 
 def epsilon_of(steps: dict[tuple[int, int, float], int], delta: float) -> float:
@@ -103,9 +130,10 @@ def _divergence(expected: int, sequences: int, noise: float) -> NDArray[np.float
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent  # noqa: PLC0415
     from dp_accounting.rdp import RdpAccountant  # noqa: PLC0415
 
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of orders that it leaves out
     accountant = RdpAccountant()
     accountant.compose(PoissonSampledDpEvent(expected / sequences, GaussianDpEvent(noise)))
-    divergence: NDArray[np.float64] = accountant.rdp
+    divergence: NDArray[np.float64] = np.maximum(accountant.rdp, 0)  # tiny ones round to less
     return divergence
 
 
@@ -121,6 +149,7 @@ class Privacy:
         self._clip, self._noise = float(config.clip), float(config.noise)
         self._kind = expected, sequences, self._noise
         self.spent = self.epsilon()  # of the budget, by all steps so far
+        self._not_begun = 0  # steps that are paid for
 
     def __str__(self) -> str:
         return f"epsilon {self.spent:.2f} of {self.budget:g} is spent (delta {self.delta:g})"
@@ -128,6 +157,10 @@ class Privacy:
     def epsilon(self, steps: int = 0) -> float:
         """Returns the epsilon of all steps so far, and of so many more."""
         return epsilon_of(self.ledger.with_steps(self._kind, steps), self.delta)
+
+    def epsilon_alone(self, steps: int) -> float:
+        """Returns the epsilon of so many steps, if there had been none before."""
+        return epsilon_of({self._kind: steps}, self.delta)
 
     def steps_left(self, most: int = 2**40) -> int:
         """Returns how many more steps the budget allows."""
@@ -142,11 +175,16 @@ class Privacy:
         if self.epsilon(steps) > self.budget:
             raise PrivacySpentError(self.spent, self.budget)
         self._pay(steps)
+        self._not_begun = steps
 
-    def refund(self, steps: int) -> None:
+    def settle(self) -> None:
         """Takes back what was paid for steps that were not begun."""
-        if steps:
-            self._pay(-steps)
+        try:
+            if self._not_begun > 0:
+                self._pay(-self._not_begun)
+        except DataError as error:  # what was trained is good all the same
+            log.warning("%s; %d steps stay paid that were not taken", error, self._not_begun)
+        self._not_begun = 0
 
     def _pay(self, steps: int) -> None:
         self.ledger.add(self._kind, steps)
@@ -154,6 +192,7 @@ class Privacy:
 
     def draw(self) -> Positions:
         """Draws each sequence by itself, with the same probability."""
+        self._not_begun -= 1
         generator = np.random.default_rng(secrets.randbits(256))
         count = generator.binomial(self.sequences, self.expected / self.sequences)
         return generator.choice(self.sequences, count, replace=False, shuffle=False).astype(np.int64)
@@ -171,14 +210,20 @@ def gaussian(count: int) -> NDArray[np.float64]:
     """Draws normal numbers (Box and Muller's way) that nobody can guess: torch's generator has 2**32 beginnings."""
     pairs = -(-count // 2)
     stream = Cipher(ChaCha20(secrets.token_bytes(32), bytes(16)), mode=None).encryptor().update(bytes(16 * pairs))
-    uniform = ((np.frombuffer(stream, "<u8") >> 11) + 0.5) * 2.0**-53  # never 0 or 1
+    uniform = ((np.frombuffer(stream, "<u8") >> 12) + 0.5) * 2.0**-52  # never 0 or 1
     radius, angle = np.sqrt(-2 * np.log(uniform[:pairs])), 2 * np.pi * uniform[pairs:]
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
 
 
 def open_privacy(run: RunConfig, config: PrivacyConfig, directory: Path, sequences: int) -> Privacy | None:
     """Opens the ledger in a data directory; None without privacy. ConfigError if not one round fits the budget."""
+    path = directory / LEDGER_NAME
     if not config.is_on:
+        if path.exists():  # a forgotten --config would train without noise, and nobody would notice
+            what = f"{path} says that this machine's data has a privacy budget, and the settings have none"
+            raise ConfigError(
+                what, key="privacy", fix="Name the file with [privacy] again (--config), or remove that one"
+            )
         return None
     refuse_without_own_steps(run, config, has_loop=False)
     try:
@@ -187,13 +232,13 @@ def open_privacy(run: RunConfig, config: PrivacyConfig, directory: Path, sequenc
         raise ConfigError("needs dp-accounting", key="privacy", fix=INSTALL) from error
     if float(config.delta) * sequences >= 1:
         what = f"{float(config.delta):g} would allow to give away one of {sequences} sequences whole"
-        raise ConfigError(what, key="privacy.delta", fix=f"Set it to {1 / (10 * sequences):.1g} or less")
+        raise ConfigError(what, key="privacy.delta", fix=f'Set it to "1/{10 * sequences}" or less')
     expected = min(run.recipe.passes_per_step * run.recipe.sequences_per_pass, sequences)
-    privacy = Privacy(config, expected, sequences, SpentSteps(directory / LEDGER_NAME))
+    privacy = Privacy(config, expected, sequences, SpentSteps(path, run.model.sequence_length))
     steps, left = run.recipe.local_steps, privacy.steps_left()
-    if not privacy.ledger.steps and left < steps:
+    if (needed := privacy.epsilon_alone(steps)) > privacy.budget:
         what = f"{privacy.budget:g} allows no round: {steps} steps with noise {float(config.noise):g} on {sequences} "
-        what += f"sequences, {expected} of them in a step, take {privacy.epsilon(steps):.2f}"
+        what += f"sequences, {expected} of them in a step, take {needed:.2f}"
         raise ConfigError(what, key="privacy.epsilon", fix="Raise it or privacy.noise, or prepare more data")
     log.info("privacy: epsilon %.2f of %g is spent; %d more rounds fit", privacy.spent, privacy.budget, left // steps)
     return privacy
@@ -209,6 +254,6 @@ def refuse_without_own_steps(run: RunConfig, config: PrivacyConfig, *, has_loop:
     if has_loop:
         what = "a script takes its own steps, which get no noise here"
         raise ConfigError(what, key="privacy", fix="Remove the section, or take part without a script")
-    if run.recipe.plugin:
-        what = f"the recipe of plug-in {run.recipe.plugin} may send more than this section covers"
-        raise ConfigError(what, key="privacy", fix="Remove the section, or join a run without such a recipe")
+    if plugin := run.recipe.plugin or run.model.plugin:
+        what = f"the plug-in {plugin} may keep or send more of the data than this section covers"
+        raise ConfigError(what, key="privacy", fix="Remove the section, or join a run without plug-ins")

@@ -19,6 +19,7 @@ applied. `apply` takes the number of the round to apply, counted from 0.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections import OrderedDict
@@ -62,6 +63,8 @@ STATE_FORMAT = "p2ptrain trainer 1"
 STATE_TYPES = torch.float32, torch.bfloat16
 FINITE_BLOCK = 2**20  # numbers that are checked at a time
 EVALUATED_SEQUENCES = 64  # 16 KB of held-out text at the smallest preset, enough for a curve; a guess
+
+log = logging.getLogger("p2ptrain.learn")
 
 
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
@@ -184,16 +187,18 @@ class Trainer:
             privacy.spend(recipe.local_steps)
         self.recipe.begin(round_number)
         results = []
-        for step in range(recipe.local_steps):
-            chosen = positions[step * each : (step + 1) * each] if privacy is None else privacy.draw()
-            drawing, at_work = self._drawing(round_number, place, step), blamed_in_run(self.run, "trained")
-            with at_work, told("training", self.device), drawing:
-                batch = torch.from_numpy(self.trained_on.batch(chosen, length)).to(self.device)
-                results.append(self.recipe.local_step(step, batch, chosen.tolist()))
-            if on_step(results[-1]) is False:
-                break
-        if privacy is not None:
-            privacy.refund(recipe.local_steps - len(results))
+        try:
+            for step in range(recipe.local_steps):
+                chosen = positions[step * each : (step + 1) * each] if privacy is None else privacy.draw()
+                drawing, at_work = self._drawing(round_number, place, step), blamed_in_run(self.run, "trained")
+                with at_work, told("training", self.device), drawing:
+                    batch = torch.from_numpy(self.trained_on.batch(chosen, length)).to(self.device)
+                    results.append(self.recipe.local_step(step, batch, chosen.tolist()))
+                if on_step(results[-1]) is False:
+                    break
+        finally:
+            if privacy is not None:
+                privacy.settle()
         self.recipe.end()
         self._trained = round_number
         return results
@@ -411,6 +416,8 @@ class Trainer:
             tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
             tensors[f"kept.{number}.removed"] = torch.from_numpy(kept.removed)
         metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": self._run_digest()}
+        if self.live.privacy is not None:
+            metadata["private"] = "yes"
         return Capture(tensors, metadata, agreed)
 
     def save(self, path: Path) -> None:
@@ -440,6 +447,12 @@ class Trainer:
                 raise DataError(f"{path}: {name} is missing or not of shape {tuple(tensor.shape)}, {tensor.dtype}")
             if found.is_floating_point() and not _is_finite(found):
                 raise DataError(f"{path}: {name} is not finite")
+        if (
+            self.live.privacy is not None and "private" not in metadata
+        ):  # all that follows would tell of what came before
+            log.warning("%s was trained without privacy: what was not contributed of it is dropped", path)
+            kept = {}
+            tensors = {name: each if name.startswith("weights.") else each.zero_() for name, each in tensors.items()}
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         self.recipe.residual.keep(kept)

@@ -17,7 +17,7 @@ from dp_accounting.pld import PLDAccountant
 from p2ptrain.config import PrivacyConfig, RunConfig
 from p2ptrain.errors import ConfigError, DataError, PrivacySpentError
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.live import LiveModel
+from p2ptrain.learn.live import LiveModel, norm_of
 from p2ptrain.learn.own_data import OwnData, share_held_out
 from p2ptrain.learn.private import (
     LEDGER_NAME,
@@ -51,7 +51,7 @@ def config_of(epsilon: float = 1_000, noise: float = 1, **changes: Any) -> Priva
 
 
 def privacy_of(directory: Path, config: PrivacyConfig, expected: int = 8, sequences: int = SEQUENCES) -> Privacy:
-    return Privacy(config, expected, sequences, SpentSteps(directory / LEDGER_NAME))
+    return Privacy(config, expected, sequences, SpentSteps(directory / LEDGER_NAME, LENGTH))
 
 
 @pytest.fixture(scope="module")
@@ -114,22 +114,24 @@ def test_no_step_is_taken_beyond_the_budget(tmp_path: Path) -> None:
     privacy.spend(left)
     with pytest.raises(PrivacySpentError):
         privacy.spend(1)
-    privacy.refund(3)
-    privacy.spend(3)
-    assert json.loads((tmp_path / LEDGER_NAME).read_text()) == [
-        {"expected": 8, "sequences": SEQUENCES, "noise": 1.0, "steps": left}
-    ]
+    assert json.loads((tmp_path / LEDGER_NAME).read_text()) == {
+        "length": LENGTH,
+        "steps": [{"expected": 8, "sequences": SEQUENCES, "noise": 1.0, "steps": left}],
+    }
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{}", "[1]", '[{"expected":1,"sequences":1,"noise":1,"steps":-1}]', "\xff", "[" * 5_000,
-     '[{"expected":2,"sequences":1,"noise":1,"steps":1}]', '[{"expected":1,"sequences":1,"noise":0,"steps":1}]'],
+    ["", "{}", "[1]", "\xff", "[" * 5_000] + ['{"length":64,"steps":[' + each + "]}" for each in [
+        '{"expected":1,"sequences":1,"noise":1,"steps":-1}', '{"expected":2,"sequences":1,"noise":1,"steps":1}',
+        '{"expected":1,"sequences":1,"noise":1e-300,"steps":1}',
+        ",".join(['{"expected":1,"sequences":1,"noise":1,"steps":1}'] * 2),
+    ]],
 )  # fmt: skip
 def test_a_damaged_ledger_never_counts_as_an_empty_one(tmp_path: Path, content: str) -> None:
     (tmp_path / LEDGER_NAME).write_text(content, "latin-1")
     with pytest.raises(DataError, match=r"privacy\.json: .*Restore the file"):
-        SpentSteps(tmp_path / LEDGER_NAME)
+        SpentSteps(tmp_path / LEDGER_NAME, LENGTH)
 
 
 def test_a_ledger_that_cannot_be_written_takes_no_step(own: TokenDataset, tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def advantage(own: TokenDataset, directory: Path, config: PrivacyConfig | None) 
         drawn = privacy.draw() if privacy else generator.choice(members, 8, replace=False)
         trainer.recipe.local_step(step, torch.from_numpy(own.batch(drawn, LENGTH)), drawn.tolist())
     if privacy:
-        privacy.spend(300)
+        privacy.spend(300)  # as many as were drawn
     with torch.no_grad():
         losses = np.array([float(live.loss(torch.from_numpy(own.batch(np.array([at]), LENGTH)))) for at in range(160)])
     known, unknown = losses[:members], losses[members:]
@@ -288,6 +290,65 @@ def test_a_budget_that_allows_no_round_names_its_price(tmp_path: Path) -> None:
     assert later.steps_left() == 0, "a budget that was spent ends the training, not the node"
 
 
+def test_settings_without_privacy_are_refused_where_there_is_a_budget(tmp_path: Path) -> None:
+    privacy_of(tmp_path, config_of()).spend(1)
+    with pytest.raises(ConfigError, match=r"^privacy: .*privacy\.json says that .* has a privacy budget"):
+        open_privacy(RUN, PrivacyConfig(), tmp_path, SEQUENCES)
+
+
+def test_sequences_of_another_length_are_not_added_up(tmp_path: Path) -> None:
+    privacy_of(tmp_path, config_of()).spend(1)
+    with pytest.raises(ConfigError, match=r"sequences of 64 tokens, and this run's have 128"):
+        SpentSteps(tmp_path / LEDGER_NAME, 128)
+
+
+def test_a_budget_too_small_for_these_settings_is_told_also_after_cheaper_ones(tmp_path: Path) -> None:
+    privacy_of(tmp_path, config_of(noise=100)).spend(1)
+    with pytest.raises(ConfigError, match="allows no round"):
+        open_privacy(RUN, config_of(1, noise=0.1), tmp_path, SEQUENCES)
+
+
+def test_what_was_trained_without_privacy_is_dropped_when_it_begins(own: TokenDataset, tmp_path: Path) -> None:
+    plain = a_trainer(own, tmp_path, None)
+    plain.train(0, 0, 1)
+    plain.contribute(0)
+    plain.save(tmp_path / "plain")
+    private = a_trainer(own, tmp_path, privacy_of(tmp_path, config_of()))
+    private.load(tmp_path / "plain")
+    assert torch.equal(private.recipe.agreed, plain.recipe.agreed)
+    assert not private.kept_rounds
+    assert not any(
+        bool(each.any()) for each in [private.recipe.residual.coefficients, *private.recipe.state().values()]
+    )
+    private.train(0, 0, 1)
+    private.save(tmp_path / "private")
+    again = a_trainer(own, tmp_path, privacy_of(tmp_path, config_of()))
+    again.load(tmp_path / "private")
+    assert any(bool(each.any()) for each in again.recipe.state().values())
+
+
+def test_a_disk_that_cannot_be_written_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    privacy = privacy_of(tmp_path, config_of())
+
+    def full(path: Path, content: bytes) -> None:
+        raise DataError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("p2ptrain.learn.private.write_atomically", full)
+        with pytest.raises(DataError, match="full"):
+            privacy.spend(30)
+    privacy.spend(30)
+    assert privacy_of(tmp_path, config_of()).ledger.steps == 30
+
+
+def test_the_norm_of_a_large_gradient_is_not_taken_too_small() -> None:
+    large = torch.randn(20_000_000, generator=torch.Generator().manual_seed(1))
+    large[::100] *= 30
+    exact = float(np.linalg.norm(large.numpy().astype(np.float64)))
+    assert norm_of(large) == pytest.approx(exact, rel=1e-9)
+    assert float(torch.linalg.vector_norm(large)) < 0.999 * exact, "else there is nothing to take care of"
+
+
 def test_privacy_where_it_means_nothing_is_refused(tmp_path: Path) -> None:
     assert open_privacy(RUN, PrivacyConfig(), tmp_path, SEQUENCES) is None
     shared = RunConfig.model_validate({"name": "test"})
@@ -297,12 +358,12 @@ def test_privacy_where_it_means_nothing_is_refused(tmp_path: Path) -> None:
         refuse_without_own_steps(RUN, config_of(), has_loop=True)
     refuse_without_own_steps(shared, PrivacyConfig(), has_loop=True)
     recipe = RUN.recipe.model_copy(update={"plugin": "some-recipe 1.0"})
-    with pytest.raises(ConfigError, match=r"^privacy: the recipe of plug-in some-recipe"):
+    with pytest.raises(ConfigError, match=r"^privacy: the plug-in some-recipe 1.0 may keep or send more"):
         open_privacy(RUN.model_copy(update={"recipe": recipe}), config_of(), tmp_path, SEQUENCES)
 
 
 def test_a_delta_that_allows_to_give_a_sequence_away_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^privacy\.delta: 0\.01 would allow .* Set it to 0\.0004 or less"):
+    with pytest.raises(ConfigError, match=r"^privacy\.delta: 0\.01 would allow .* Set it to \"1/2550\" or less"):
         open_privacy(RUN, config_of(delta=Fraction(1, 100)), tmp_path, SEQUENCES)
 
 
