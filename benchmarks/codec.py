@@ -37,6 +37,7 @@ from p2ptrain.learn.aggregate import apply_votes, sum_votes
 from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.learn.model import Transformer
 from p2ptrain.learn.recipes import Residual
+from p2ptrain.learn.schedule import Terms
 from p2ptrain.learn.transform import Layout
 
 TEMPLAR_BYTES = 318_335  # its payload for 10.0M parameters at k = 32, measured
@@ -50,11 +51,11 @@ class Ours:
         self.recipe = RecipeConfig(name="distro", chunk=64, k=k)
         self.layout = Layout(shapes, self.recipe.chunk)
         self.form = PayloadFormat.of(self.layout, self.recipe)
-        self.residual = Residual(self.layout, CPU)
+        self.residual = Residual((self.layout,), CPU)
         self.round = 0
 
     def encode(self, gradients: list[Tensor]) -> Contribution:
-        self.residual.add(gradients, 0.999)
+        self.residual.add(0, gradients, 0.999)
         contribution = self.residual.take(self.round, self.recipe)
         self.residual.forget(self.round)
         self.round += 1
@@ -68,7 +69,7 @@ class Ours:
 
     def aggregate(self, contributions: list[Contribution], parameters: list[Tensor]) -> None:
         votes = sum_votes(self.layout, self.recipe, contributions, len(contributions), None, CPU)
-        apply_votes(self.layout, self.recipe, votes, Fraction(1, 1000), parameters)
+        apply_votes(self.layout, self.recipe, votes, Terms(Fraction(1, 1000)), parameters)
 
 
 class FloatDeMo:

@@ -46,7 +46,7 @@ import numpy as np
 import torch
 from matplotlib import pyplot
 from rivals import RIVALS, DeMoWithFloats, LocalRival
-from simulated import FullySynchronised, Swarm
+from simulated import FullySynchronised, Swarm, SwarmOfSpeeds
 
 from p2ptrain.config import ModelConfig, PrivacyConfig, RecipeConfig
 from p2ptrain.learn.assignment import shard
@@ -98,7 +98,14 @@ class Setting:
     decay: str = "19/20"
     local_steps: int = 1
     peers: int = 4
+    transform: str = "dct"
+    momentum: str = "0"  # of the outer update, Nesterov's
+    momentum_rounds: int = 1
+    outer_rate: str = "1"
+    fragments: int = 1
     delay: int = 0
+    between: int = 0  # of the next round's steps, after which a delayed round is applied; 0: after all of them
+    speeds: tuple[int, ...] = ()  # of the peers: how many rounds a training of theirs takes
     slow: int = 0  # peers ten times slower, which take a tenth of the steps
     half_state: bool = False  # residual and momentum in bf16
     documents: str = ""  # together or apart, in a corpus of short ones
@@ -115,6 +122,10 @@ class Setting:
         return 4 if self.peers < 16 else 1
 
     @property
+    def is_dense(self) -> bool:
+        return self.transform == "none" and self.k == self.chunk**2
+
+    @property
     def is_local(self) -> bool:
         return self.system == "local" or self.system in RIVALS
 
@@ -122,7 +133,12 @@ class Setting:
     def family(self) -> str:
         """What is compared with another: of each, the best goes on."""
         name = f"local {self.inner}" if self.system == "local" else f"{self.system} {self.inner}".removesuffix(" adamw")
-        parts = [name, "one round late" * bool(self.delay), "some slow" * bool(self.slow), "bf16" * self.half_state]
+        parts = [
+            name,
+            "late" * bool(self.delay),
+            "some slow" * bool(self.slow or self.speeds),
+            "bf16" * self.half_state,
+        ]
         parts += [f"documents {self.documents}" * bool(self.documents), f"noise {self.noise}" * bool(self.noise)]
         return ", ".join([*filter(None, parts), f"{self.peers} peers"])
 
@@ -135,12 +151,19 @@ class Setting:
         parts = [self.system]
         parts += [self.inner] if self.system == "local" else []
         parts += [self.outer] if self.outer != "mean" else []
-        parts = [" ".join(parts), f"k={self.k}"]
+        parts = [" ".join(parts), "all weights" if self.is_dense else f"k={self.k}"]
+        parts += ["no DCT"] if self.transform == "none" and not self.is_dense else []
         parts += [f"chunk {self.chunk}"] if self.chunk != 64 else []
         parts += [f"{self.value_bits} bits"] if self.value_bits > 1 else []
         parts += [f"{self.local_steps} steps"] if self.local_steps > 1 else []
         parts += [f"decay {float(Fraction(self.decay)):g}"]
-        parts += ["one round late"] if self.delay else []
+        parts += [f"{self.fragments} fragments"] if self.fragments > 1 else []
+        carried = f" every {self.momentum_rounds} rounds" if self.momentum_rounds > 1 else ""
+        parts += [f"momentum {float(Fraction(self.momentum)):g}{carried}"] if Fraction(self.momentum) else []
+        parts += [f"outer rate {float(Fraction(self.outer_rate)):g}"] if Fraction(self.outer_rate) != 1 else []
+        parts += ["one round late"] if self.delay and not self.between else []
+        parts += [f"{self.between} steps late"] if self.between else []
+        parts += [f"speeds {'/'.join(map(str, self.speeds))}"] if self.speeds else []
         parts += [f"{self.slow} take a tenth of them"] if self.slow else []
         parts += ["bf16 residual and momentum"] if self.half_state else []
         parts += [f"short documents {self.documents}"] if self.documents else []
@@ -179,9 +202,42 @@ def grid() -> list[Setting]:
     found += [replace(muon, k=256, peers=2, noise=noise) for noise in ("0", "1/2", "1", "2")]
     found += [replace(muon, k=k, chunk=32) for k in (16, 64)]
     found += [replace(muon, k=k, peers=16) for k in (64, 256)]
+    found += family()
     found += [replace(muon, k=256, peers=peers, slow=slow) for peers, slow in ((8, 5), (8, 3), (3, 0))]
     found += [Setting("full", inner, peers=16, rate=rate) for inner, rate in (("adamw", "6/1000"), ("muon", "1/100"))]
     return found
+
+
+def family() -> list[Setting]:
+    """Returns the DiLoCo family with our codec and aggregate; what others publish, with their values."""
+    dense = Setting("local", "adamw", k=64**2, transform="none", decay="0", local_steps=30, rate="3/1000")
+    nesterov = {"momentum": "9/10", "outer_rate": "7/10"}
+    muon = Setting("local", "muon", local_steps=10, rate="1/100")
+    return [
+        replace(dense, value_bits=16),  # Local SGD, FedAvg
+        replace(dense, value_bits=16, **nesterov),  # DiLoCo, OpenDiLoCo
+        replace(dense, value_bits=8, **nesterov),
+        replace(dense, value_bits=4, **nesterov),
+        replace(dense, value_bits=4, local_steps=10, fragments=3, **nesterov),  # Streaming DiLoCo
+        replace(
+            dense, inner="muon", value_bits=2, decay="9/10", momentum="3/5", outer_rate="7/10", rate="1/100"
+        ),  # MuLoCo
+        Setting("local", "adamw", k=64, transform="none", value_bits=2, local_steps=30, rate="3/1000"),  # SparseLoCo
+        Setting("local", "adamw", k=64, transform="none", value_bits=2, local_steps=10, rate="3/1000"),
+        replace(muon, k=256, transform="none"),
+        replace(muon, k=64, transform="none"),
+        replace(muon, k=64**2, transform="none", value_bits=4),
+        replace(muon, k=64**2, transform="none", value_bits=1),
+        replace(muon, k=256, fragments=2, local_steps=5),
+        replace(muon, k=256, momentum="1/2"),
+        replace(muon, k=256, momentum="1/2", outer_rate="7/10"),
+        *(replace(muon, k=256, delay=1, between=steps) for steps in (0, 2, 5)),
+        *(replace(muon, k=256, speeds=(1, 2, 5, 10), **more) for more in DELAYED),
+    ]
+
+
+DELAYED: list[dict[str, Any]] = [{}, {"momentum": "1/2", "outer_rate": "7/10"}]
+DELAYED += [DELAYED[1] | {"momentum_rounds": 4}]  # Delayed Nesterov
 
 
 def recipe_of(setting: Setting, steps: int) -> RecipeConfig:
@@ -196,10 +252,15 @@ def recipe_of(setting: Setting, steps: int) -> RecipeConfig:
         chunk=setting.chunk,  # type: ignore[arg-type]
         value_bits=setting.value_bits,
         decay=Fraction(setting.decay),
+        transform=setting.transform,  # type: ignore[arg-type]
+        momentum=Fraction(setting.momentum),
+        nesterov=bool(Fraction(setting.momentum)),
+        momentum_rounds=setting.momentum_rounds,
+        fragments=setting.fragments,
         local_steps=setting.local_steps if setting.system == "local" else 1,
         sequences_per_pass=setting.sequences,
         inner_learning_rate=rate if has_inner else Fraction(0),
-        learning_rate=Fraction(1) if has_inner else rate,
+        learning_rate=Fraction(setting.outer_rate) if has_inner else rate,
         schedule="linear",
         rounds=rounds,
         warmup_rounds=max(1, rounds // 15),
@@ -258,8 +319,10 @@ def run(setting: Setting) -> dict[str, Any]:
         swarm = LocalRival(RIVALS[setting.system], recipe, live, setting.peers)
     elif setting.system == "demo32":
         swarm = DeMoWithFloats(recipe, live, setting.peers)
+    elif setting.speeds:
+        swarm = SwarmOfSpeeds(recipe, live, setting.speeds)
     else:
-        swarm = Swarm(recipe, live, setting.peers, setting.delay)
+        swarm = Swarm(recipe, live, setting.peers, setting.delay, setting.between)
     curve = [(0, *losses())]
     start = time.process_time()
     for round_number in range(rounds):
@@ -341,7 +404,8 @@ def chosen_by(result: dict[str, Any] | None) -> float:
 
 
 def setting_of(result: dict[str, Any]) -> Setting:
-    return Setting(**{name: result[name] for name in Setting.__dataclass_fields__ if name in result})
+    found = {name: result[name] for name in Setting.__dataclass_fields__ if name in result}
+    return Setting(**found | {"speeds": tuple(found.get("speeds", ()))})
 
 
 def prepare_corpus(has_short: bool) -> None:

@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.aggregate import apply_payloads
-from p2ptrain.learn.codec import PayloadFormat, pack
 from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.recipes import make_recipe
-from p2ptrain.learn.schedule import inner_rate, learning_rate, reach
-from p2ptrain.learn.transform import Layout
+from p2ptrain.learn.outer import Outer
+from p2ptrain.learn.recipes import LocalRecipe, make_recipe
+from p2ptrain.learn.schedule import inner_rate
 
 
 class Swarm:
-    """Peers with a residual each, one copy of the agreed weights, and real payloads between them."""
+    """Peers with a residual each, one copy of the agreed state, and real payloads between them.
 
-    def __init__(self, recipe: RecipeConfig, live: LiveModel, peers: int, delay: int = 0) -> None:
-        self.config, self.live, self.delay = recipe, live, delay
-        self.layout = Layout(live.shapes, recipe.chunk)
-        self.form = PayloadFormat.of(self.layout, recipe)
-        self.peers = [make_recipe(recipe, live, self.layout) for _ in range(peers)]
-        self.agreed = self.peers[0].agreed
+    delay: 1 if a round's contributions are applied while the next one trains; between_steps: after so many of its
+    steps, and 0 once all are taken
+    """
+
+    def __init__(
+        self, recipe: RecipeConfig, live: LiveModel, peers: int, delay: int = 0, between_steps: int = 0
+    ) -> None:
+        self.config, self.live, self.delay, self.between_steps = recipe, live, delay, between_steps
+        self.outer = Outer(recipe, live.shapes, delay)
+        self.peers = [make_recipe(recipe, live, self.outer.layouts) for _ in range(peers)]
+        self.state, self.agreed = self.peers[0].agreed_state, self.peers[0].agreed
         for peer in self.peers:
-            peer.agreed = self.agreed  # replicas are the same bits, so one will do
-        self.payload_bytes = self.form.payload_bytes
-        self.waiting: list[dict[int, bytes]] = []  # by peer
+            peer.agreed_state, peer.agreed = self.state, self.agreed  # replicas are the same bits, so one will do
+        self.payload_bytes = self.outer.payload_bytes
+        self.waiting: list[dict[int, bytes]] = []  # by round: payloads by peer
 
     def round(self, round_number: int, batches: list[list[Any]], alone: int | None = None) -> None:
         """Runs a round; `alone`: the one peer whose contribution the others had in time."""
         payloads = {}
+        old, last = self.state.clone(), self.waiting.pop(0) if self.between_steps and self.waiting else {}
         for number, (peer, own) in enumerate(zip(self.peers, batches, strict=True)):
+            self.state.copy_(old)
             peer.begin(round_number)
             for step, batch in enumerate(own):
+                if last and step == self.between_steps:
+                    assert isinstance(peer, LocalRecipe)
+                    with peer.rebased():
+                        self._apply(round_number, last, number)
                 peer.local_step(step, batch, [])
             peer.end()
-            payload = pack(peer.contribute(round_number), self.form)
+            payload = self.outer.pack(peer.contribute(round_number), self.outer.fragment_of(round_number))
             if alone in (None, number):
                 payloads[number] = payload
             else:
@@ -49,13 +58,44 @@ class Swarm:
             self._apply(round_number, self.waiting.pop(0))
         self.live.weights.copy_(self.agreed)
 
-    def _apply(self, round_number: int, payloads: dict[int, bytes]) -> None:
-        rate, furthest = learning_rate(self.config, round_number), reach(self.config, round_number, self.delay)
-        parts, offered = self.live.parts(self.agreed), list(payloads.values())
-        scales = apply_payloads(self.layout, self.config, self.form, offered, rate, furthest, parts)
-        for place, number in enumerate(payloads):
-            uncounted = partial(scales.uncounted, place) if scales else None
-            self.peers[number].residual.forget(round_number - self.delay, uncounted)
+    @torch.no_grad()
+    def _apply(self, round_number: int, payloads: dict[int, bytes], only: int | None = None) -> None:
+        """Applies the round before the last `delay` ones; only: the peer that hears of it, instead of all."""
+        taken = round_number - self.delay
+        counted = self.outer.apply(self.state, taken if self.between_steps else round_number, list(payloads.values()))
+        for number, payload in payloads.items():
+            if only in (None, number):
+                self.peers[number].residual.forget(taken, counted.uncounted(payload))
+
+
+class SwarmOfSpeeds(Swarm):
+    """Peers of which each takes as many rounds for a training as `speeds` says, and contributes late.
+
+    Nothing is too late here: what a daemon's run has staleness_rounds_max for.
+    """
+
+    def __init__(self, recipe: RecipeConfig, live: LiveModel, speeds: Sequence[int]) -> None:
+        super().__init__(recipe, live, len(speeds))
+        self.speeds = speeds
+        self.outer = Outer(recipe, live.shapes, max(speeds) - 1)
+        self.bases = [self.state.clone() for _ in speeds]  # from which each trains
+
+    def round(self, round_number: int, batches: list[list[Any]], alone: int | None = None) -> None:
+        """Trains those whose training ends in this round, each from where it began, and applies what they made."""
+        now, payloads = self.state.clone(), {}
+        ready = [number for number, speed in enumerate(self.speeds) if (round_number + 1) % speed == 0]
+        for number in ready:
+            self.state.copy_(self.bases[number])
+            self.peers[number].begin(round_number)
+            for step, batch in enumerate(batches[number]):
+                self.peers[number].local_step(step, batch, [])
+            self.peers[number].end()
+            payloads[number] = self.outer.pack(self.peers[number].contribute(round_number), 0)
+        self.state.copy_(now)
+        self._apply(round_number, payloads)
+        for number in ready:
+            self.bases[number].copy_(self.state)
+        self.live.weights.copy_(self.agreed)
 
 
 class FullySynchronised:

@@ -22,6 +22,7 @@ from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.learn.model import Transformer
 from p2ptrain.learn.recipes import Residual
 from p2ptrain.learn.root import state_root
+from p2ptrain.learn.schedule import Terms
 from p2ptrain.learn.transform import Layout
 
 SIZES, SIZES_SMALL = ("10m", "124m", "1b"), ("1m",)
@@ -58,14 +59,14 @@ def measure(
     recipe = RecipeConfig(name="distro", chunk=64, k=k)
     layout = Layout(shapes, recipe.chunk)
     form = PayloadFormat.of(layout, recipe)
-    residual = Residual(layout, device)
+    residual = Residual((layout,), device)
     gradient, state = gradients[0].to(device), weights.to(device, copy=True)
     figures: dict[str, Any] = {"parameters": weights.numel(), "payload_bytes": form.payload_bytes}
     number = 0
 
     def encode() -> Contribution:
         nonlocal number
-        residual.add(views(gradient, shapes), 0.999)
+        residual.add(0, views(gradient, shapes), 0.999)
         contribution = residual.take(number, recipe)
         residual.forget(number)
         number += 1
@@ -90,7 +91,7 @@ def measure(
         payloads += [made[index % len(made)] for index in range(CONTRIBUTIONS)]
     timed("check", lambda: unpack(payloads[0], form), 1 if long else 3, CPU)
     rate, parameters = Fraction(1, 1000), views(state, shapes)
-    timed("apply", lambda: apply_payloads(layout, recipe, form, payloads, rate, None, parameters), 1 if long else 3)
+    timed("apply", lambda: apply_payloads(layout, recipe, form, payloads, Terms(rate), parameters), 1 if long else 3)
 
     def root() -> None:
         figures["root"] = state_root(state).hex()

@@ -31,6 +31,7 @@ from p2ptrain.learn.model import Transformer, initialise
 from p2ptrain.learn.recipes import make_recipe
 from p2ptrain.learn.root import state_root
 from p2ptrain.learn.scales import Scales
+from p2ptrain.learn.schedule import Terms
 from p2ptrain.learn.transform import Layout
 
 # Model, vocabulary, sequences of a pass, passes of a step: 65,536 tokens, which is a GPU's part of nanoGPT's batch.
@@ -122,7 +123,7 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
     )
     layout = Layout(bench.live.shapes, config.chunk)
     form = PayloadFormat.of(layout, config)
-    recipe = make_recipe(config, bench.live, layout)
+    recipe = make_recipe(config, bench.live, (layout,))
     recipe.begin(0)
     steps = bench.seconds(lambda: recipe.local_step(0, bench.batch, []))
     payloads: list[bytes] = []
@@ -141,7 +142,7 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
 
     def apply_unpacked() -> None:
         votes = sum_votes(layout, config, unpacked, len(unpacked), scales, bench.device)
-        apply_votes(layout, config, votes, rate, parameters)
+        apply_votes(layout, config, votes, Terms(rate), parameters)
 
     def ms(work: Any, turns: int = 3) -> float:
         return median_ms(work, bench.device, turns, warm_up=turns > 1)
@@ -157,7 +158,7 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
         "apply_on_device_ms": applying,
         "overhead": round(whole / plain - 1, 4),
         "overhead_of_contributing": round(with_contribution / plain - 1, 4),
-        "apply_ms": ms(lambda: apply_payloads(layout, config, form, agreed, rate, None, parameters)),
+        "apply_ms": ms(lambda: apply_payloads(layout, config, form, agreed, Terms(rate), parameters)),
         "unpack_ms": ms(lambda: [unpack(payload, form) for payload in agreed]),
         "check_ms": ms(lambda: unpack(agreed[0], form)),
         "root_ms": ms(lambda: state_root(recipe.agreed), 1),

@@ -27,8 +27,8 @@ class Noisy(LocalRecipe):
 
         noise: Rational = Field(Fraction(1, 10), ge=0, le=10)
 
-    def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout, settings: Settings) -> None:
-        super().__init__(config, live, layout)
+    def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout], settings: Settings) -> None:
+        super().__init__(config, live, layouts)
         self.noise, self.share = float(settings.noise), 0.0
 
     def begin(self, round_number: int) -> None:

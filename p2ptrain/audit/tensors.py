@@ -37,7 +37,7 @@ class _Metadata(Struct):
 
 
 def differs(path: Path, number: int, weights: Iterable[tuple[str, Tensor, Sequence[int]]]) -> str | None:
-    """Returns why a trainer's file does not belong to this round and these weights (name, flat values, shape), if so.
+    """Returns why a trainer's file does not belong to this round and these tensors (name, flat values, shape), if so.
     Raises `DataError` if it cannot be read as a trainer's file."""
     with trouble(path, "cannot be read"), open_regular(path) as file:
         descriptor = file.fileno()
@@ -49,7 +49,7 @@ def differs(path: Path, number: int, weights: Iterable[tuple[str, Tensor, Sequen
         try:
             header = msgspec.json.decode(os.pread(descriptor, length, LENGTH_BYTES), type=dict[str, msgspec.Raw])
             for name, values, shape in weights:
-                found = msgspec.json.decode(header.get(f"weights.{name}", b"null"), type=_TensorPlace)
+                found = msgspec.json.decode(header.get(name, b"null"), type=_TensorPlace)
                 first, last = found.data_offsets
                 is_inside = 0 <= first <= last <= size - begin
                 is_like_it = (found.dtype, found.shape) == ("F32", tuple(shape)) and is_inside

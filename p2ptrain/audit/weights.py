@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,12 +30,11 @@ from p2ptrain.core.state import Taken
 from p2ptrain.digest import DIGEST_BYTES
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
 from p2ptrain.files import listed, read_regular
-from p2ptrain.learn.aggregate import apply_payloads, check_exactness
-from p2ptrain.learn.codec import PayloadFormat, unpack
+from p2ptrain.learn.aggregate import check_exactness
 from p2ptrain.learn.models import named_shapes
+from p2ptrain.learn.outer import Outer
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, state_root
-from p2ptrain.learn.schedule import learning_rate, reach
-from p2ptrain.learn.transform import Layout
+from p2ptrain.learn.trainer import MOMENTUM_NAME, WEIGHTS_PREFIX
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
@@ -56,25 +56,28 @@ class RunModel:
         named = named_shapes(run.model, run.adapt)
         self.run = run
         self.names = [name for name, _ in named]
-        self.shapes = [shape for _, shape in named]
-        self.counts = [prod(shape) for shape in self.shapes]
-        self.layout = Layout(self.shapes, run.recipe.chunk)
-        self.form = PayloadFormat.of(self.layout, run.recipe)
+        self.outer = Outer(run.recipe, [shape for _, shape in named], run.agreement.staleness_rounds_max)
+        self.counts = [prod(shape) for shape in self.outer.shapes]
 
     @property
     def state_bytes(self) -> int:
-        return sum(self.counts) * FLOAT_BYTES
+        return self.outer.state_numbers * FLOAT_BYTES
 
-    def root(self, weights: Tensor, number: int, manifest: bytes) -> bytes:
+    def tensors(self, state: Tensor) -> Iterator[tuple[str, Tensor, Sequence[int]]]:
+        """Yields name, values and shape of each tensor of a trainer's file that is part of the state."""
+        weights, momentum = state[: self.outer.parameters], state[self.outer.parameters :]
+        for name, values, shape in zip(self.names, torch.split(weights, self.counts), self.outer.shapes, strict=True):
+            yield WEIGHTS_PREFIX + name, values, shape
+        if len(momentum):
+            yield MOMENTUM_NAME, momentum, momentum.shape
+
+    def root(self, state: Tensor, number: int, manifest: bytes) -> bytes:
         """Computes the root as `Trainer.root` does: the manifest draws the sample of a large state."""
-        return state_root(weights, covered_pieces(self.state_bytes, self.run.state, number, manifest))
+        return state_root(state, covered_pieces(self.state_bytes, self.run.state, number, manifest))
 
-    def apply(self, weights: Tensor, number: int, payloads: list[bytes]) -> None:
+    def apply(self, state: Tensor, number: int, payloads: list[bytes]) -> None:
         """Applies a round's update, counted from 1, in place."""
-        parts = [part.view(shape) for part, shape in zip(torch.split(weights, self.counts), self.shapes, strict=True)]
-        rate = learning_rate(self.run.recipe, number - 1)
-        furthest = reach(self.run.recipe, number - 1, self.run.agreement.staleness_rounds_max)
-        apply_payloads(self.layout, self.run.recipe, self.form, payloads, rate, furthest, parts)
+        self.outer.apply(state, number - 1, payloads)
 
 
 @dataclass(slots=True)
@@ -103,7 +106,7 @@ class PayloadFiles:
 
     def __init__(self, directory: Path, model: RunModel) -> None:
         self.directory, self.model = directory, model
-        self.bytes_max = KEY_BYTES + model.form.payload_bytes
+        self.bytes_max = KEY_BYTES + model.outer.payload_bytes
         self.bad: set[bytes] = set()
 
     def check(self, proved: ProvedLog, report: Report) -> None:
@@ -156,7 +159,7 @@ class PayloadFiles:
         if author_of(content) != taken.author:
             return f"round {taken.round} took it as another author's"
         try:
-            unpack(content_of(content), self.model.form)
+            self.model.outer.unpack(content_of(content))
         except RemoteProtocolError as error:
             return f"it was applied, but the strict decoder refuses it: {error.why}"
         return None
@@ -237,8 +240,7 @@ def _differs(checkpoint: Checkpoint, model: RunModel) -> str | None:
         weights = read_flat(checkpoint.path / STATE_NAME, model.state_bytes)
         if model.root(weights, checkpoint.round, checkpoint.head) != checkpoint.root:
             return f"the root of {STATE_NAME} is not the one in its stamp"
-        named = zip(model.names, torch.split(weights, model.counts), model.shapes, strict=True)
-        return differs(checkpoint.trainer_path, checkpoint.round, named)
+        return differs(checkpoint.trainer_path, checkpoint.round, model.tensors(weights))
     except DataError as error:
         return f"not a saved state ({error})"
 

@@ -150,11 +150,10 @@ def check(file: ConfigFile) -> None:
 
 
 def _payload_bytes(run: RunConfig) -> int:
-    from p2ptrain.learn.codec import PayloadFormat
     from p2ptrain.learn.models import shapes_of
-    from p2ptrain.learn.transform import Layout
+    from p2ptrain.learn.outer import Outer
 
-    return PayloadFormat.of(Layout(shapes_of(run.model, run.adapt), run.recipe.chunk), run.recipe).payload_bytes
+    return Outer(run.recipe, shapes_of(run.model, run.adapt)).payload_bytes
 
 
 @config_app.command()

@@ -34,6 +34,7 @@ class RecipeSpec:
     defaults: Mapping[str, object] = field(default_factory=dict)  # where they differ from those of `local`
     adamw_defaults: Mapping[str, object] = field(default_factory=dict)  # and these, if the inner optimizer is AdamW
     limits: Mapping[str, Limit] = field(default_factory=dict)  # the largest values that work with it
+    is_family: bool = False  # whether it takes the settings of the DiLoCo family: FAMILY
     copies: int = 0  # of the weights in memory, besides the live ones, their gradient and the inner optimizer's state
 
 
@@ -49,6 +50,7 @@ _ONE_GRADIENT: dict[str, object] = {  # retuned on small models (LOG.md); their 
     "inner": "adamw",
     "learning_rate": Fraction(1, 1000),
 }
+FAMILY = "transform", "momentum", "nesterov", "momentum_rounds", "fragments"
 _NO_FEWER = Limit(0, "takes one step per round, never fewer", "use 0 or recipe local")
 RECIPES: dict[str, RecipeSpec] = {
     "distro": RecipeSpec(
@@ -66,12 +68,15 @@ RECIPES: dict[str, RecipeSpec] = {
     "local": RecipeSpec(
         kind="local",
         is_scaled=True,
+        is_family=True,
         adamw_defaults={"inner_learning_rate": Fraction(3, 1000)},  # its best rate is lower (LOG.md)
         copies=1,  # the agreed weights
     ),
 }
+SPARSE_BITS_MAX = 8  # of a number that is sent with its place: more are not worth their bytes
 SCALE_ROOM_BITS = 5  # at least: how far below the measure's root mean square votes of a round are told apart
 SCALE_TOP_BITS = 3  # and how far above it a single one counts (learn/scales.py)
+DENSE_TOP_BITS = 4  # the same where every weight is sent: the largest of all is further above than that of the largest
 
 
 class RecipeConfig(Section):
@@ -84,9 +89,14 @@ class RecipeConfig(Section):
     settings: Settings = Field(PluginSettings(), description="the settings of that plug-in")
     outer: Literal["normalised", "mean", "sign"] = Field("mean", description="how summed votes become an update")
     chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
-    k: int = Field(256, ge=1, le=512, description="coefficients kept of each chunk")
+    transform: Literal["dct", "none"] = Field(
+        "dct", description="what contributions hold: coefficients of a DCT, or with none how far weights moved"
+    )
+    k: int = Field(
+        256, ge=1, le=64**2, description="numbers kept of each chunk; without a transform, chunk * chunk sends all"
+    )
     value_bits: int = Field(
-        1, ge=1, le=8, description="bits of a coefficient's value, including its sign; 1: only the sign"
+        1, ge=1, le=16, description="bits of a number, including its sign; 1: only the sign; above 8 if all are sent"
     )
     decay: Rational = Field(Fraction(95, 100), ge=0, le=1, description="share of the residual that stays each round")
     clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
@@ -108,6 +118,16 @@ class RecipeConfig(Section):
     )
     inner_weight_decay: Rational = Field(Fraction(0), ge=0, description="weight decay of the local steps")
     learning_rate: Rational = Field(Fraction(1), ge=0, description="highest learning rate of the outer update")
+    momentum: Rational = Field(
+        Fraction(0), ge=0, lt=1, description="share of the outer updates' sum that stays each round, and moves weights"
+    )
+    nesterov: bool = Field(False, description="whether the outer momentum looks ahead, as Nesterov's does")
+    momentum_rounds: int = Field(
+        1, ge=1, le=65_536, description="rounds between those in which the outer momentum moves weights and decays"
+    )
+    fragments: int = Field(
+        1, ge=1, le=256, description="parts of the model, of which each round agrees on one, in turn"
+    )
     schedule: Literal["constant", "linear", "wsd"] = Field(
         "constant", description="after the warm-up: constant, linear to the end, or stable and then linear decay (wsd)"
     )
@@ -142,10 +162,18 @@ class RecipeConfig(Section):
         if self.settings and not self.plugin:
             raise ValueError("settings belong to a plug-in: remove them, or name it as plugin")
         area = self.chunk**2
-        if self.k > area // 2:
+        if self.k > area // 2 and not self.is_dense:
+            all_of_it = f', or with transform = "none" {area}, all of it' if self.spec.is_family else ""
             raise ValueError(
-                f"k = {self.k} is more than half of the {area} coefficients of a chunk: choose at most {area // 2}"
+                f"k = {self.k} is more than half of the {area} coefficients of a chunk: "
+                f"choose at most {area // 2}{all_of_it}"
             )
+        if self.value_bits > SPARSE_BITS_MAX and not self.is_dense:
+            raise ValueError(
+                f"value_bits = {self.value_bits}: the largest numbers of a chunk take at most {SPARSE_BITS_MAX}, "
+                f'use that, or send every weight (transform = "none", k = {area})'
+            )
+        self._check_family()
         if self.round_sequences > ROUND_SEQUENCES_MAX:
             raise ValueError(
                 f"sequences_per_pass * passes_per_step * local_steps = {self.round_sequences}: "
@@ -170,6 +198,26 @@ class RecipeConfig(Section):
             raise ValueError('schedule = "wsd" needs decay_rounds > 0 and rounds >= warmup_rounds + decay_rounds')
         return self
 
+    def _check_family(self) -> None:
+        """Refuses settings of the DiLoCo family that do not go together, or not with the recipe."""
+        if not self.spec.is_family:
+            for key in FAMILY:
+                if (value := getattr(self, key)) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} = {value} belongs to recipe local: remove it, or use that")
+        if self.transform == "none" and self.outer != "mean":
+            raise ValueError(f'outer = "{self.outer}" weighs coefficients of a DCT: use "mean", or transform = "dct"')
+        if not self.momentum and (self.nesterov or self.momentum_rounds > 1):
+            raise ValueError("nesterov and momentum_rounds shape a momentum, which is 0: set one such as 0.9")
+        if self.momentum_rounds > 1 and not self.nesterov:
+            raise ValueError("momentum_rounds above 1 delays Nesterov's momentum: set nesterov = true")
+        if self.momentum_rounds > 1 and self.fragments > 1:
+            raise ValueError("momentum_rounds counts rounds, of which a fragment has only some: use 1, or 1 fragment")
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether a contribution holds every weight."""
+        return self.transform == "none" and self.k == self.chunk**2
+
     @property
     def spec(self) -> RecipeSpec:
         return RECIPES[self.name]
@@ -179,7 +227,8 @@ class RecipeConfig(Section):
         """The largest integer that one contribution can add to one coefficient's votes."""
         if not self.spec.is_scaled:
             return 1 << (self.value_bits - 1)
-        return 1 << (self.room_bits + (SCALE_TOP_BITS if self.value_bits > 1 else 0))  # signs are all of one size
+        top_bits = DENSE_TOP_BITS if self.is_dense else SCALE_TOP_BITS
+        return 1 << (self.room_bits + (top_bits if self.value_bits > 1 else 0))  # signs are all of one size
 
     @property
     def room_bits(self) -> int:

@@ -47,6 +47,11 @@ LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
     ("model", "settings"): {},
     ("recipe", "plugin"): "",
     ("recipe", "settings"): {},
+    ("recipe", "transform"): "dct",
+    ("recipe", "momentum"): "0",
+    ("recipe", "nesterov"): False,
+    ("recipe", "momentum_rounds"): 1,
+    ("recipe", "fragments"): 1,
     ("adapt", "kind"): "none",
     ("adapt", "rank"): 16,
     ("adapt", "alpha"): 32,
@@ -58,6 +63,7 @@ CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 o
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
+VOTES_MAX = 2**31 - 1  # a sum of votes fits 32 bits
 
 
 class TokenizerConfig(Section):
@@ -262,7 +268,14 @@ class RunConfig(Section):
                 "message: shorten them"
             )
         recipe = self.recipe
-        most = (EXACT_MAX - 1) // (BASIS_PEAK**2 * recipe.k * recipe.vote_max)
+        if recipe.fragments > 1 and self.agreement.staleness_rounds_max:
+            raise ValueError(
+                f"recipe.fragments = {recipe.fragments} does not work with agreement.staleness_rounds_max = "
+                f"{self.agreement.staleness_rounds_max}: a late contribution would be of another fragment, set 0"
+            )
+        most = VOTES_MAX // recipe.vote_max
+        if recipe.transform == "dct":
+            most = (EXACT_MAX - 1) // (BASIS_PEAK**2 * recipe.k * recipe.vote_max)
         if self.admission.contributors_max > most:
             raise ValueError(
                 f"admission.contributors_max = {self.admission.contributors_max} could leave exact arithmetic with "

@@ -10,6 +10,13 @@ nothing fused, nothing summed, and no library function but the square root, whic
 If contributions carry scales (powers of two), every group's votes are counted in a common unit, and none weighs much
 more than most others, or than local steps can move (learn/scales.py). The votes themselves are summed, not filtered:
 medians and trimming destroy a sparse signal, whose coefficients most peers do not send.
+
+An outer momentum m (Nesterov's, as in DiLoCo, or plain) is agreed state like the weights w. Of the update u, rate
+included, and with mu rounded to fp32:
+
+    s = m + u;  t = mu * s;  w = w - (u + t with Nesterov, s without);  m = t
+
+and in the rounds between those that carry it (Delayed Nesterov: Liu et al. 2024, arXiv 2401.09135): m = s;  w = w - u.
 """
 
 from __future__ import annotations
@@ -23,13 +30,14 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
 from p2ptrain.errors import DeviceError
-from p2ptrain.learn.codec import Contribution, PayloadFormat, read_exponents, read_squares, unpack
+from p2ptrain.learn.codec import Contribution, Indices, PayloadFormat, read_exponents, read_squares, unpack
 from p2ptrain.learn.scales import Scales, Sizes
-from p2ptrain.learn.schedule import exact_float
+from p2ptrain.learn.schedule import Terms, exact_float
 from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import (
     FP32_EXACT_MAX,
@@ -40,6 +48,7 @@ from p2ptrain.learn.transform import (
     integer_basis,
     inverse,
     inverse_scale,
+    untransformed,
 )
 
 EXACTNESS_FIX = (
@@ -63,24 +72,26 @@ def apply_payloads(
     recipe: RecipeConfig,
     form: PayloadFormat,
     payloads: Sequence[bytes],
-    learning_rate: Fraction,
-    reach: int | None,
+    terms: Terms,
     parameters: Sequence[Tensor],
+    momenta: Sequence[Tensor] = (),
     unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
 ) -> Scales | None:
     """Applies one outer step from payloads that `unpack` has accepted, in any order. Payloads are unpacked one at a
     time, except those given as `unpacked`. Returns the scales by which they were counted, if they have any.
+
+    momenta: of the parameters, if the recipe has a momentum
     """
     scales = None
     if form.groups and payloads:
-        scales = Scales.of([sizes_of(payload, layout, form) for payload in payloads], layout, recipe, reach)
+        scales = Scales.of([sizes_of(payload, layout, form) for payload in payloads], layout, recipe, terms.reach)
 
     def votes_on(device: torch.device) -> Votes:
         contributions = (unpacked.get(payload) or unpack(payload, form) for payload in payloads)
         return sum_votes(layout, recipe, contributions, len(payloads), scales, device)
 
     votes = where_it_fits(votes_on, parameters[0].device)
-    apply_votes(layout, recipe, votes, learning_rate, parameters)
+    apply_votes(layout, recipe, votes, terms, parameters, momenta)
     return scales
 
 
@@ -105,6 +116,8 @@ def sum_votes(
     assert largest <= INT32_MAX, "the config's bound keeps votes in range"
     dtype = torch.int16 if largest <= INT16_MAX else torch.int32
     sums = torch.zeros(layout.chunks * layout.area, dtype=dtype, device=device)
+    if recipe.is_dense and scales is not None:  # None: there are no contributions
+        return _sum_dense(layout, contributions, count, scales, sums)
     index_type = np.dtype(np.int32) if sums.numel() <= INT32_MAX else np.dtype(np.int64)
     starts = np.arange(layout.chunks, dtype=index_type)[:, None] * layout.area
     added = 0
@@ -117,40 +130,105 @@ def sum_votes(
     return Votes(sums.view(layout.chunks, layout.area), count, scales.units if scales else None)
 
 
+def _sum_dense(
+    layout: Layout, contributions: Iterable[Contribution], count: int, scales: Scales, sums: Tensor
+) -> Votes:
+    added = 0
+    for contribution in contributions:
+        values = torch.from_numpy(scales.votes(added, contribution.values))
+        sums.add_(values.to(sums.device, sums.dtype).reshape(-1))
+        added += 1
+    assert added == count
+    return Votes(sums.view(layout.chunks, layout.area), count, scales.units)
+
+
 def apply_votes(
-    layout: Layout, recipe: RecipeConfig, votes: Votes, learning_rate: Fraction, parameters: Sequence[Tensor]
+    layout: Layout,
+    recipe: RecipeConfig,
+    votes: Votes,
+    terms: Terms,
+    parameters: Sequence[Tensor],
+    momenta: Sequence[Tensor] = (),
 ) -> None:
     """Applies one outer step to the fp32 master weights, in place. Without contributions nothing changes."""
+    assert bool(momenta) == bool(recipe.momentum), "a momentum is part of the state of just those runs that have one"
     if not votes.contributions:
         return
-    keep = rounded_fp32(1 - learning_rate * recipe.weight_decay)
+    keep = rounded_fp32(1 - terms.rate * recipe.weight_decay)
     votes_bound = votes.contributions * recipe.k * recipe.vote_max
     for number, group in enumerate(layout.groups):
-        step = _step(layout, recipe, votes, number, learning_rate)
+        step = _step(layout, recipe, votes, number, terms.rate)
         matrix = layout.matrix(parameters, group)
+        carried = layout.matrix(momenta, group) if momenta else None
         for strip in layout.strips(group, matrix.device):
-            update = None
-            if step != 0.0:
+            old = None if carried is None else carried[strip.rows]
+            update = new = None
+            if step != 0.0 or old is not None:
                 sums = votes.sums[strip.chunks]
                 compute = partial(_update, layout, recipe, votes_bound, step, group, strip, sums)
                 update = where_it_fits(compute, sums.device)
+            if old is not None:
+                assert update is not None
+                update, new = where_it_fits(partial(_with_momentum, recipe, terms, old, update), update.device)
             _move(matrix[strip.rows], keep, update)
+            if old is not None and new is not None:
+                old.copy_(new)
         layout.store(matrix, parameters, group)
+        if carried is not None:
+            layout.store(carried, momenta, group)
+
+
+def _with_momentum(
+    recipe: RecipeConfig, terms: Terms, momentum: Tensor, update: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Returns what a strip's weights lose, and its new momentum. Each operation is one kernel, so nothing is fused."""
+    own = update.to(device)
+    total = momentum.to(device).view(own.shape) + own
+    if not terms.carries:
+        return own, total.reshape(momentum.shape)
+    kept = total * rounded_fp32(recipe.momentum)
+    return own + kept if recipe.nesterov else total, kept.reshape(momentum.shape)
+
+
+def apply_own(
+    layout: Layout, indices: Indices, values: NDArray[np.float32], share: float, parameters: Sequence[Tensor]
+) -> None:
+    """Subtracts `share` of what a contribution decodes to from the weights, as if it were alone and counted whole.
+
+    indices: [chunks, k]; values: [chunks, k] integers times the group's power of two, so the transform is exact
+    """
+    for group in layout.groups:
+        matrix = layout.matrix(parameters, group)
+        for strip in layout.strips(group, matrix.device):
+            chosen = torch.from_numpy(indices[strip.chunks].astype(np.int64))
+            sent = torch.from_numpy(values[strip.chunks]).double()
+            block = torch.zeros(len(chosen), layout.area, dtype=torch.float64).scatter_(1, chosen, sent)
+            compute = partial(_decoded, layout, block, share)
+            _move(matrix[strip.rows], 1.0, _cut(layout, group, strip, where_it_fits(compute, matrix.device)))
+        layout.store(matrix, parameters, group)
+
+
+def _decoded(layout: Layout, block: Tensor, share: float, device: torch.device) -> Tensor:
+    if not layout.is_transformed:
+        return untransformed(block.to(device), layout.chunk).mul_(share).float()
+    whole = inverse(block.to(device), layout.chunk, torch.float64)
+    return whole.mul_(share * inverse_scale(layout.chunk)).float()
 
 
 def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learning_rate: Fraction) -> float:
     """Returns the factor between the inverse transform's integers and the update; 0.0 if no votes are left."""
     rate = exact_float(learning_rate)
+    scale = inverse_scale(layout.chunk) if layout.is_transformed else 1.0
     if recipe.outer == "sign":
         return rounded_fp32(learning_rate)
     if recipe.outer == "mean":
         gain = 1.0 if votes.units else math.sqrt(layout.area / recipe.k)
         unit = 2.0 ** votes.units[number] if votes.units else 1.0
-        return rate * gain / votes.contributions * (unit * inverse_scale(layout.chunk))
+        return rate * gain / votes.contributions * (unit * scale)
     group = layout.groups[number]
     squares = _sum_of_squares(layout, recipe, votes, group)
     rms = math.sqrt(squares / (group.chunks * layout.area))  # a quotient of integers, rounded once
-    return rate / rms * inverse_scale(layout.chunk) if squares else 0.0
+    return rate / rms * scale if squares else 0.0
 
 
 def _sum_of_squares(layout: Layout, recipe: RecipeConfig, votes: Votes, group: Group) -> int:
@@ -181,7 +259,10 @@ def _update(
     device: torch.device,
 ) -> Tensor:  # [rows, columns] fp32, or a view of as many
     """Returns the values that a strip's votes subtract from its weights."""
-    whole = inverse(sums.to(device), layout.chunk, first_stage_dtype(votes_bound, device))
+    if layout.is_transformed:
+        whole = inverse(sums.to(device), layout.chunk, first_stage_dtype(votes_bound, device))
+    else:
+        whole = untransformed(sums.to(device), layout.chunk)
     update = whole.sign_().float().mul_(step) if recipe.outer == "sign" else whole.mul_(step).float()
     update.add_(0.0)  # a matrix product may give 0.0 or -0.0; this makes both 0.0
     return _cut(layout, group, strip, update)
@@ -236,3 +317,6 @@ def check_exactness(chunk: int, device: torch.device) -> None:
     twice = (tiny + tiny).cpu().view(torch.int32)  # as bits: where small numbers are flushed, they equal zero
     if not (twice == 2**10).all():
         raise DeviceError(f"{device} flushes small numbers to zero", fix=EXACTNESS_FIX)
+    smaller = (tiny * 0.75).cpu().view(torch.int32)  # a product of the momentum, below the normal range
+    if not (smaller == 3 * 2**7).all():
+        raise DeviceError(f"{device} flushes small products to zero", fix=EXACTNESS_FIX)

@@ -75,6 +75,8 @@ def begin(
     weights = given.read(run.model) if given and base is None else first_weights(run)
     if given:
         _suggest_tokenizer(given.place, data)
+    if run.recipe.momentum:  # which begins with zeros, after all weights
+        weights = torch.cat([weights, torch.zeros_like(weights)])
     root = state_root(weights).hex()
     if run.state.initial_root not in ("", root):
         raise ConfigError(

@@ -19,10 +19,14 @@ the lowest bit. There is no header: the run's config fixes every width, so the l
 first byte arrives. Every contribution has exactly one encoding, and all other strings are refused: a rank that is
 too large, equal buckets whose low bits do not rise, a bit string without exactly k ones, an exponent out of
 range, a set bit after the end of a section.
+
+Where every weight is sent, there are no places to name, and a number may be zero: one section follows the scales, of
+value + 2**(value_bits - 1) - 1 for each weight, whose largest code is refused, or with one bit of the signs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from math import comb
@@ -41,7 +45,7 @@ EXPONENT_BIAS = 64
 EXPONENT_MIN, EXPONENT_MAX = -64, 15  # 2**15 times the largest update is still far from overflowing an fp32
 
 Indices = NDArray[np.uint16]  # [chunks, k] rising along the last axis
-Values = NDArray[np.int8] | NDArray[np.int16]  # [chunks, k] never zero
+Values = NDArray[np.int8] | NDArray[np.int16]  # [chunks, k] never zero, but where every weight is sent
 Bytes = NDArray[np.uint8]
 Fields = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint64]
 
@@ -75,9 +79,19 @@ class PayloadFormat:
 
     @classmethod
     def of(cls, layout: Layout, recipe: RecipeConfig) -> PayloadFormat:
-        low_bits, ranked, upper_bits = index_widths(layout.area, recipe.k)
+        low_bits, ranked, upper_bits = (0, False, 0) if recipe.is_dense else index_widths(layout.area, recipe.k)
         groups = len(layout.groups) if recipe.spec.is_scaled else 0
         return cls(layout.chunks, groups, layout.area, recipe.k, recipe.value_bits, low_bits, ranked, upper_bits)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every number of a chunk is sent."""
+        return self.k == self.area
+
+    @property
+    def dense_zero(self) -> int:
+        """The code of zero in a dense payload, which is also the largest value."""
+        return (1 << (self.value_bits - 1)) - 1
 
     @property
     def positions(self) -> int:
@@ -86,7 +100,10 @@ class PayloadFormat:
 
     @property
     def sections(self) -> tuple[tuple[int, int], ...]:
-        """The number of fields per chunk and their width in bits, for upper, low, signs and magnitudes."""
+        """The number of fields per chunk and their width in bits, for upper, low, signs and magnitudes; or of the one
+        section of a dense payload."""
+        if self.is_dense:
+            return ((self.area, self.value_bits),)
         upper = (1, self.upper_bits) if self.ranked else (self.upper_bits, 1)
         return upper, (self.k, self.low_bits), (self.k, 1), (self.k, self.value_bits - 1)
 
@@ -97,16 +114,21 @@ class PayloadFormat:
     @property
     def contribution_bytes(self) -> int:
         """Memory of an unpacked contribution; unpacking peaks at twice this size, or at twice WORK_BYTES if larger."""
-        return self.chunks * self.k * (2 + self.value_type.itemsize) + self.groups
+        return self.chunks * self.k * ((0 if self.is_dense else 2) + self.value_type.itemsize) + self.groups
 
     @property
     def value_type(self) -> np.dtype[Any]:
-        return value_type(self.value_bits)
+        return value_type(self.value_bits, is_dense=self.is_dense)
 
 
-def value_type(value_bits: int) -> np.dtype[Any]:
-    """Returns the type of values from -2**(value_bits - 1) to as much above zero."""
-    return np.dtype(np.int8 if value_bits < 8 else np.int16)
+def value_type(value_bits: int, *, is_dense: bool = False) -> np.dtype[Any]:
+    """Returns the type of values from -2**(value_bits - 1) to as much above zero, both excluded if `is_dense`."""
+    return np.dtype(np.int8 if value_bits < 8 or (is_dense and value_bits == 8) else np.int16)
+
+
+def every_index(chunks: int, area: int) -> Indices:
+    """Returns the indices of whole chunks, which take no memory."""
+    return np.broadcast_to(np.arange(area, dtype=np.uint16), (chunks, area))
 
 
 def packed_bytes(count: int, width: int) -> int:
@@ -146,6 +168,8 @@ def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
     """Encodes a contribution as a payload."""
     indices, values = contribution.indices, contribution.values
     _assert_whole(contribution, form)
+    if form.is_dense:
+        return _pack_dense(contribution, form)
     positions = (indices >> form.low_bits) + np.arange(form.k, dtype=np.uint16)  # [chunks, k] of the ones
     if form.ranked:
         terms = _binomials(form.positions, form.k)[np.arange(1, form.k + 1), positions]
@@ -158,21 +182,39 @@ def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
     fields: tuple[Fields, ...] = (upper, low, (values < 0).view(np.uint8), magnitudes)
     sections = [pack_fields(part, width) for part, (_, width) in zip(fields, form.sections, strict=True)]
     if contribution.exponents is not None:
-        sections.insert(0, (contribution.exponents.astype(np.int16) + EXPONENT_BIAS).astype(np.uint8).tobytes())
+        sections.insert(0, _packed_exponents(contribution.exponents))
     payload = b"".join(sections)
     assert len(payload) == form.payload_bytes
     return payload
+
+
+def _pack_dense(contribution: Contribution, form: PayloadFormat) -> bytes:
+    assert contribution.exponents is not None, "only recipes with scales send every weight"
+    values = contribution.values
+    if form.value_bits == 1:
+        codes: Fields = (values < 0).view(np.uint8)
+    else:
+        shifted = values.astype(np.int32) + form.dense_zero
+        codes = shifted.astype(np.uint8) if form.value_bits <= 8 else shifted.astype(np.uint16)
+    return _packed_exponents(contribution.exponents) + pack_fields(codes, form.value_bits)
+
+
+def _packed_exponents(exponents: NDArray[np.int8]) -> bytes:
+    return (exponents.astype(np.int16) + EXPONENT_BIAS).astype(np.uint8).tobytes()
 
 
 def _assert_whole(contribution: Contribution, form: PayloadFormat) -> None:
     """Asserts that a recipe made a valid contribution; an invalid one would be packed wrongly."""
     indices, values, exponents = contribution.indices, contribution.values, contribution.exponents
     assert indices.shape == values.shape == (form.chunks, form.k), "a contribution has the run's shape"
-    assert (indices[:, 1:] > indices[:, :-1]).all(), "indices of a chunk rise"
-    assert int(indices[:, -1].max()) < form.area, "an index lies in its chunk"
-    magnitudes = np.abs(values.astype(np.int16))
-    assert magnitudes.min() >= 1, "a value is not zero"
-    assert magnitudes.max() <= 1 << (form.value_bits - 1), "a value fits its bits"
+    if form.is_dense and form.value_bits > 1:
+        assert max(int(values.max()), -int(values.min())) <= form.dense_zero, "a value fits its bits"
+    else:
+        assert form.is_dense or (indices[:, 1:] > indices[:, :-1]).all(), "indices of a chunk rise"
+        assert form.is_dense or int(indices[:, -1].max()) < form.area, "an index lies in its chunk"
+        magnitudes = np.abs(values.astype(np.int16))
+        assert magnitudes.min() >= 1, "a value is not zero"
+        assert magnitudes.max() <= 1 << (form.value_bits - 1), "a value fits its bits"
     assert (exponents is not None) == bool(form.groups), "scaled recipes give scales, others none"
     if exponents is not None:
         assert exponents.shape == (form.groups,), "a scale for each group"
@@ -195,8 +237,12 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
         spare_bits = size * 8 - form.chunks * count * width
         if spare_bits and sections[-1][-1] >> (8 - spare_bits):
             raise RemoteProtocolError("a bit is set after the end of a section")
-    indices = np.empty((form.chunks, form.k), np.uint16)
     values = np.empty((form.chunks, form.k), form.value_type)
+    if form.is_dense:
+        for rows, block in _dense_blocks(sections[0], form):
+            values[rows] = block
+        return Contribution(every_index(form.chunks, form.area), values, exponents)
+    indices = np.empty((form.chunks, form.k), np.uint16)
     work = 2 * form.upper_bits + (8 if form.ranked else 24) * form.k  # bytes per chunk of the largest arrays
     step = max(8, WORK_BYTES // work & ~7)  # chunks; a multiple of eight starts at a whole byte
     for first in range(0, form.chunks, step):
@@ -224,9 +270,24 @@ def read_squares(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[np
         return np.full(form.chunks, form.k, np.int64)
     count, width = form.sections[-1]
     octets = np.frombuffer(payload, np.uint8)[-packed_bytes(form.chunks * count, width) :]
+    if form.is_dense:
+        blocks = (block.astype(np.int64) for _, block in _dense_blocks(octets, form))
+        return np.concatenate([np.square(block).sum(axis=1) for block in blocks])
     magnitudes = unpack_fields(octets, form.chunks * count, width).reshape(form.chunks, count).astype(np.int64) + 1
     sums: NDArray[np.int64] = np.square(magnitudes).sum(axis=1)
     return sums
+
+
+def _dense_blocks(section: Bytes, form: PayloadFormat) -> Iterator[tuple[slice, NDArray[np.int32]]]:
+    """Yields the values of some chunks at a time: where they belong, and [chunks, area]."""
+    width, step = form.value_bits, max(8, WORK_BYTES // (4 * form.area) & ~7)
+    for first in range(0, form.chunks, step):
+        last = min(first + step, form.chunks)
+        part = section[first * form.area * width // 8 : packed_bytes(last * form.area, width)]
+        codes = unpack_fields(part, (last - first) * form.area, width).astype(np.int32).reshape(-1, form.area)
+        if width > 1 and codes.max() > 2 * form.dense_zero:
+            raise RemoteProtocolError("a number has the one code that has no meaning")
+        yield slice(first, last), 1 - 2 * codes if width == 1 else codes - form.dense_zero
 
 
 def _exponents(octets: Bytes) -> NDArray[np.int8]:
@@ -281,6 +342,8 @@ def pack_fields(fields: Fields, width: int) -> bytes:
             words |= eights[:, place].astype(np.uint64) << np.uint64(width * place)
         octets = words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width]
         return bytes(octets.tobytes()[: packed_bytes(fields.size, width)])
+    if width == 16:
+        return fields.astype("<u2").tobytes()
     octets = fields.reshape(-1, 1).astype("<u8").view(np.uint8)
     return np.packbits(np.unpackbits(octets, axis=1, count=width, bitorder="little"), bitorder="little").tobytes()
 
@@ -301,6 +364,8 @@ def unpack_fields(packed: Bytes, count: int, width: int) -> Fields:
         for place in range(8):  # one column at a time: a field of 64 bits each would be eight times the result
             fields[:, place] = words >> np.uint64(width * place) & mask
         return fields.reshape(-1)[:count]
+    if width == 16:
+        return packed.view("<u2").astype(np.uint16)
     bits = np.unpackbits(packed, count=count * width, bitorder="little").reshape(count, width)
     octets = np.zeros((count, 8), np.uint8)
     octets[:, : packed_bytes(1, width)] = np.packbits(bits, axis=1, bitorder="little")

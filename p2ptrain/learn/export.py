@@ -77,8 +77,9 @@ class Weights:
 
     def check_size(self) -> None:
         """Compares the file's size with the run's model before memory is allocated for it."""
-        if self.size != (expected := FLOAT_BYTES * parameter_count(self.run.model, self.run.adapt)):
-            raise DataError(f"{self.path}: {self.size:,} bytes of weights, but the run's model has {expected:,}")
+        expected = FLOAT_BYTES * self.parameters * (2 if self.run.recipe.momentum else 1)
+        if self.size != expected:
+            raise DataError(f"{self.path}: {self.size:,} bytes, but the run's state has {expected:,}")
 
     def pieces(self) -> Iterator[bytes]:
         """Yields pieces of 1 MiB; after the last one, raises `DataError` if the digest or the root is wrong."""
@@ -97,15 +98,19 @@ class Weights:
         if root_of_leaves(leaves, size, self.covered) != self.root:
             raise DataError(f"{self.path}: not the weights of round {self.round}: their root is not {self.root.hex()}")
 
+    @property
+    def parameters(self) -> int:
+        return parameter_count(self.run.model, self.run.adapt)
+
     def flat(self) -> Tensor:  # -> [parameters] fp32
-        """Reads all of them, in the order of the state."""
+        """Reads all of them, in the order of the state, without the outer momentum that may follow them."""
         self.check_size()
         flat = torch.empty(self.size // FLOAT_BYTES, dtype=torch.float32)
         into, at = octets(flat), 0
         for piece in self.pieces():
             into[at : at + len(piece)] = piece
             at += len(piece)
-        return flat
+        return flat[: self.parameters]
 
     def named(self) -> dict[str, Tensor]:
         """Reads all of them, by the names of the model's parameters."""

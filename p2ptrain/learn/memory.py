@@ -23,15 +23,15 @@ from p2ptrain.config import DeviceConfig, ModelConfig, NodeConfig, RunConfig
 from p2ptrain.config.hf import HfConfig
 from p2ptrain.errors import DeviceError
 from p2ptrain.learn.aggregate import INT16_MAX
-from p2ptrain.learn.codec import PayloadFormat
 from p2ptrain.learn.inner import BATCH_ELEMENTS
 from p2ptrain.learn.model import logits_rows
 from p2ptrain.learn.models import build, parameter_count, shapes_of, without_adapters
+from p2ptrain.learn.outer import Outer
 from p2ptrain.learn.plugins import FAILURES
 from p2ptrain.learn.recipes import copies_of
 from p2ptrain.learn.root import FLOAT_BYTES
 from p2ptrain.learn.shortage import mega
-from p2ptrain.learn.transform import Layout, block_chunks
+from p2ptrain.learn.transform import block_chunks
 
 PROCESS_BYTES = 400 * 10**6  # Python, torch and hivemind, without a model: 360 MB on Linux
 CHECKPOINTING_BYTES = 90 * 10**6  # main memory: torch imports its compiler for checkpointing
@@ -85,6 +85,7 @@ class Need:
     base: int  # the frozen ones, if adapters train
     payload: int  # one contribution
     residual: int
+    momentum: int  # of the outer update
     optimizer: int  # the agreed weights, if they are not the live ones, and the state of the inner optimizer
     activations: int  # peak of a training pass
     codec: int  # peak of making a contribution or applying a round; never during a pass
@@ -97,7 +98,8 @@ class Need:
     @property
     def trainer(self) -> int:
         """Memory that the run needs on the training device."""
-        return 2 * self.state + self.base + self.residual + self.optimizer + max(self.activations, self.codec)
+        kept = 2 * self.state + self.base + self.residual + self.momentum + self.optimizer
+        return kept + max(self.activations, self.codec)
 
     def main(self, device: str) -> int:
         """Main memory that the node's process needs when `device` trains."""
@@ -112,6 +114,7 @@ class Need:
             "weights": self.state,
             "gradient": self.state,
             "residual": self.residual,
+            "outer momentum": self.momentum,
             "inner state": self.optimizer,
             "activations": self.activations if self.activations >= self.codec else 0,
             "codec": self.codec if self.activations < self.codec else 0,
@@ -133,12 +136,14 @@ class Need:
     def disk(self, checkpoints_kept: int, history_rounds: int, contributors: int) -> int:
         """Disk space of a run, including a checkpoint that is being written and a state that is being fetched, without
         its data."""
-        return (checkpoints_kept + 1) * self.checkpoint + self.state + history_rounds * contributors * self.payload
+        state = self.state + self.momentum
+        return (checkpoints_kept + 1) * self.checkpoint + state + history_rounds * contributors * self.payload
 
     def disk_formula(self, checkpoints_kept: int, history_rounds: int, contributors: int) -> str:
         """Spells out how `disk` adds up, for a person."""
+        state = mega(self.state + self.momentum)
         return (
-            f"{checkpoints_kept + 1} checkpoints of {mega(self.checkpoint)}, a state of {mega(self.state)}, "
+            f"{checkpoints_kept + 1} checkpoints of {mega(self.checkpoint)}, a state of {state}, "
             f"{history_rounds} rounds of {contributors} contributions of {self.payload:,} bytes"
         )
 
@@ -250,16 +255,18 @@ def _cpu_has_bf16(device: torch.device) -> bool:
 def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     """Computes a run's demand for memory and disk without allocating anything."""
     shapes = shapes_of(run.model, run.adapt)
-    layout = Layout(shapes, run.recipe.chunk)
-    form = PayloadFormat.of(layout, run.recipe)
-    parameters = sum(prod(shape) for shape in shapes)
-    state, residual = FLOAT_BYTES * parameters, passes.state_bytes * layout.chunks * layout.area
-    spec, coefficients = run.recipe.spec, layout.chunks * run.recipe.k
+    outer = Outer(run.recipe, shapes)
+    area, chunks = run.recipe.chunk**2, sum(layout.chunks for layout in outer.layouts)
+    at_once = max(layout.chunks for layout in outer.layouts)  # of a round's fragment
+    parameters = outer.parameters
+    state, residual = FLOAT_BYTES * parameters, passes.state_bytes * chunks * area
+    momentum, pending = state * bool(run.recipe.momentum), state * (run.recipe.fragments > 1)
+    spec, coefficients = run.recipe.spec, at_once * run.recipe.k
     copies = copies_of(run.recipe)
     sequences = min(run.recipe.sequences_per_pass, passes.sequences_per_pass or run.recipe.sequences_per_pass)
     contributions = min(CONTRIBUTIONS_USUAL, run.admission.contributors_max)
     vote_bytes = 2 if contributions * run.recipe.vote_max <= INT16_MAX else 4
-    work = BLOCK_COPIES * 8 * layout.area * min(layout.chunks, block_chunks(torch.device(passes.device)))
+    work = BLOCK_COPIES * 8 * area * min(at_once, block_chunks(torch.device(passes.device)))
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     open_contributions = KEPT_COPIES + run.agreement.staleness_rounds_max + run.agreement.overlap_rounds
@@ -269,18 +276,21 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         parameters=parameters,
         state=state,
         base=FLOAT_BYTES * parameter_count(without_adapters(run.model)) if run.adapt.is_on else 0,
-        payload=form.payload_bytes,
+        payload=outer.payload_bytes,
         residual=residual,
-        optimizer=copies * state + inner + libraries,
+        momentum=momentum,
+        optimizer=copies * state + inner + pending + libraries,
         activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes))
         + _attention_mask_bytes(run, sequences, passes)
         + _adapter_bytes(run, shapes, sequences)
         + (state if passes.is_private else 0),
-        codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * layout.chunks * layout.area + work, orthogonal),
-        payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * form.payload_bytes)
-        + min(UNPACKED_BYTES, run.admission.contributors_max * form.contribution_bytes),
+        codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * at_once * area + work, orthogonal),
+        payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * outer.payload_bytes)
+        + min(UNPACKED_BYTES, run.admission.contributors_max * outer.contribution_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),
         checkpoint=(1 + copies - spec.copies) * state
+        + momentum
+        + pending
         + inner
         + residual
         + open_contributions * coefficients * 2 * FLOAT_BYTES,

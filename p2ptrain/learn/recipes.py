@@ -22,7 +22,9 @@ therefore kept until a manifest takes the contribution (`forget`) or none can an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,7 +35,8 @@ from torch import Tensor
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.learn import plugins
-from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, Values, value_type
+from p2ptrain.learn.aggregate import apply_own
+from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, Values, every_index, value_type
 from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.schedule import inner_rate
@@ -41,6 +44,8 @@ from p2ptrain.learn.selection import largest
 from p2ptrain.learn.shortage import where_it_fits
 from p2ptrain.learn.transform import Layout
 
+EARLY_SHARE = 0.5  # of an own contribution, until it is applied; all of it diverges (LOG.md, 2026-11-24)
+EXACT_BITS = 8  # from these on, numbers are as exact as they need be without a look for a better unit
 KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, and overlap adds some
 
 
@@ -53,38 +58,49 @@ class Withdrawal:
 
 
 class Residual:
-    """The part of this node's training that it has not yet contributed, as DCT coefficients."""
+    """The part of this node's training that it has not yet contributed, as DCT coefficients, or without a transform as
+    weights. Of several fragments, each round's own part of it is meant.
+    """
 
-    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        self.layout = layout
-        self.coefficients = torch.zeros(layout.chunks, layout.area, device=device, dtype=dtype)
+    def __init__(self, layouts: Sequence[Layout], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.layouts = layouts
+        chunks = [layout.chunks for layout in layouts]
+        self.coefficients = torch.zeros(sum(chunks), layouts[0].area, device=device, dtype=dtype)
         self.kept: dict[int, Withdrawal] = {}
-        self._padding = layout.padding_masks(device)
+        self._parts = torch.split(self.coefficients, chunks)
+        self._padding = [layout.padding_masks(device) for layout in layouts]
 
-    def add(self, tensors: Sequence[Tensor], keep: float) -> None:
-        self.layout.accumulate(tensors, self.coefficients, keep)
-        self.layout.project(self.coefficients, *self._padding)
+    def fragment_of(self, round_number: int) -> int:
+        return round_number % len(self.layouts)
+
+    def add(self, round_number: int, tensors: Sequence[Tensor], keep: float) -> None:
+        fragment = self.fragment_of(round_number)
+        self.layouts[fragment].accumulate(tensors, self._parts[fragment], keep)
+        self.layouts[fragment].project(self._parts[fragment], *self._padding[fragment])
 
     def take(self, round_number: int, recipe: RecipeConfig) -> Contribution:
         """Makes the round's contribution, and subtracts its values from the residual."""
         assert round_number not in self.kept, "one contribution a round"
         assert len(self.kept) < KEPT_ROUNDS_MAX, "every contribution is forgotten or restored in the end"
-        indices = largest(self.coefficients, recipe.k)
-        chosen = self._at(indices)
+        fragment = self.fragment_of(round_number)
+        coefficients = self._parts[fragment]
+        indices = every_index(*coefficients.shape) if recipe.is_dense else largest(coefficients, recipe.k)
+        chosen = self._at(coefficients, indices)
         # k coefficients are sent even for a chunk that has fewer: zeros get alternating signs, otherwise all peers
         # would push the same way forever.
         turn = (indices.astype(np.int64) + round_number) % 2 == 1
         signs = np.where((chosen < 0) | ((chosen == 0) & turn), np.int8(-1), np.int8(1))
         if recipe.spec.is_scaled:
-            sizes = [group.chunks for group in self.layout.groups]
-            magnitudes, exponents = quantise(np.abs(chosen), sizes, recipe.value_bits)
+            sizes = [group.chunks for group in self.layouts[fragment].groups]
+            encode = quantise_all if recipe.is_dense and recipe.value_bits > 1 else quantise
+            magnitudes, exponents = encode(np.abs(chosen), sizes, recipe.value_bits)
             units = np.repeat(np.ldexp(np.float32(1), exponents), sizes)
             contribution = Contribution(indices, signs * magnitudes, exponents)
             removed = contribution.values * units[:, None]
         else:  # a sign has no size, so the whole coefficient counts as sent
             contribution = Contribution(indices, signs)
             removed = chosen
-        self._put(indices, chosen - removed)
+        self._put(coefficients, indices, chosen - removed)
         self.kept[round_number] = Withdrawal(indices, removed)
         return contribution
 
@@ -95,7 +111,7 @@ class Residual:
         if the node has no such contribution."""
         kept = self.kept.pop(round_number, None)
         if kept is not None and uncounted is not None:
-            self._put(kept.indices, self._at(kept.indices) + uncounted(kept.removed))
+            self._give_back(round_number, kept.indices, uncounted(kept.removed))
         return kept is not None
 
     def restore(self, round_number: int) -> bool:
@@ -103,8 +119,12 @@ class Residual:
         kept = self.kept.pop(round_number, None)
         if kept is None:
             return False
-        self._put(kept.indices, self._at(kept.indices) + kept.removed)
+        self._give_back(round_number, kept.indices, kept.removed)
         return True
+
+    def _give_back(self, round_number: int, indices: Indices, values: NDArray[np.float32]) -> None:
+        coefficients = self._parts[self.fragment_of(round_number)]
+        self._put(coefficients, indices, self._at(coefficients, indices) + values)
 
     def keep(self, kept: dict[int, Withdrawal]) -> None:
         """Takes up contributions whose fate is open, from a saved state."""
@@ -115,22 +135,27 @@ class Residual:
         self.coefficients.zero_()
         self.kept.clear()
 
-    def _at(self, indices: Indices) -> NDArray[np.float32]:
+    def _at(self, coefficients: Tensor, indices: Indices) -> NDArray[np.float32]:
         def look(device: torch.device) -> NDArray[np.float32]:
-            return self.coefficients.to(device).gather(1, places.to(device)).to(torch.float32).cpu().numpy()
+            return coefficients.to(device).gather(1, places.to(device)).to(torch.float32).cpu().numpy()
 
+        if indices.shape == coefficients.shape:  # all of them
+            return coefficients.to("cpu", torch.float32, copy=True).numpy()
         places = torch.from_numpy(indices.astype(np.int64))
-        return where_it_fits(look, self.coefficients.device)
+        return where_it_fits(look, coefficients.device)
 
-    def _put(self, indices: Indices, values: NDArray[np.float32]) -> None:
+    def _put(self, coefficients: Tensor, indices: Indices, values: NDArray[np.float32]) -> None:
         def put(device: torch.device) -> None:
-            here = self.coefficients.to(device)
+            here = coefficients.to(device)
             here.scatter_(1, places.to(device), torch.from_numpy(values).to(here))
-            if here is not self.coefficients:
-                self.coefficients.copy_(here)
+            if here is not coefficients:
+                coefficients.copy_(here)
 
+        if indices.shape == coefficients.shape:
+            coefficients.copy_(torch.from_numpy(values))
+            return
         places = torch.from_numpy(indices.astype(np.int64))
-        where_it_fits(put, self.coefficients.device)
+        where_it_fits(put, coefficients.device)
 
 
 def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: int) -> tuple[Values, NDArray[np.int8]]:
@@ -155,11 +180,41 @@ def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: 
     return rounded(best)[0].astype(value_type(value_bits)), best.astype(np.int8)
 
 
+def quantise_all(
+    magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: int
+) -> tuple[Values, NDArray[np.int8]]:
+    """Returns integers from 0 to 2**(value_bits - 1) - 1, and each group's exponent: the least that cuts nothing off,
+    or with few bits the one with the least squared error.
+
+    magnitudes: [chunks, area]; sizes: chunks of each group
+    """
+    top, kind = (1 << (value_bits - 1)) - 1, value_type(value_bits, is_dense=True)
+    integers, exponents = np.empty(magnitudes.shape, kind), np.empty(len(sizes), np.int8)
+    for number, rows in enumerate(np.split(magnitudes, np.cumsum(sizes)[:-1])):
+        largest_of_all = float(rows.max())
+        _, above = math.frexp(largest_of_all / (top + 0.5))
+        highest = min(max(above, EXPONENT_MIN), EXPONENT_MAX) if largest_of_all else EXPONENT_MIN
+        tried = range(highest, max(highest - (value_bits + 1 if value_bits < EXACT_BITS else 1), EXPONENT_MIN - 1), -1)
+        best = min(tried, key=lambda exponent: float(np.square(rows - _rounded(rows, exponent, top)).sum(dtype=float)))
+        start = sum(sizes[:number])
+        integers[start : start + len(rows)] = np.ldexp(_rounded(rows, best, top), -best)
+        exponents[number] = best
+    return integers, exponents
+
+
+def _rounded(magnitudes: NDArray[np.float32], exponent: int, top: int) -> NDArray[np.float32]:
+    """Rounds to multiples of 2**exponent, at most `top` of them."""
+    rounded: NDArray[np.float32] = np.ldexp(np.minimum(np.rint(np.ldexp(magnitudes, -exponent)), top), exponent)
+    return rounded
+
+
 class Recipe(Protocol):
-    """The interface of a recipe; its constructor takes (config, live, layout), and a plug-in's its settings as well."""
+    """The interface of a recipe; its constructor takes (config, live, layouts of the run's fragments), and a plug-in's
+    its settings as well."""
 
     residual: Residual
-    agreed: Tensor  # [parameters] the flat master weights, which the trainer updates in place
+    agreed: Tensor  # [parameters] the flat master weights
+    agreed_state: Tensor  # what the trainer updates in place: `agreed`, and the outer momentum if there is one
     drift: float | None  # norm of what the last round's steps moved, over that of the weights; None: they move nothing
 
     def begin(self, round_number: int) -> None:
@@ -184,11 +239,11 @@ class Recipe(Protocol):
 class GradientRecipe:
     """`distro` and `demo`: the residual is a momentum of gradients."""
 
-    def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
+    def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:
         self.config, self.live = config, live
-        self.agreed = live.weights  # only the agreed update ever changes them
+        self.agreed = self.agreed_state = live.weights  # only the agreed update ever changes them
         self.drift: float | None = None  # the steps move nothing
-        self.residual = Residual(layout, live.weights.device, live.state_type)
+        self.residual = Residual(layouts, live.weights.device, live.state_type)
 
     def begin(self, round_number: int) -> None:
         pass
@@ -200,7 +255,7 @@ class GradientRecipe:
         return self.live.gradient_step(step, batch, positions, self.config)
 
     def contribute(self, round_number: int) -> Contribution:
-        self.residual.add(self.live.parts(self.live.gradient), float(self.config.decay))
+        self.residual.add(round_number, self.live.parts(self.live.gradient), float(self.config.decay))
         return self.residual.take(round_number, self.config)
 
     def state(self) -> dict[str, Tensor]:
@@ -208,19 +263,31 @@ class GradientRecipe:
 
 
 class LocalRecipe:
-    """`local`: the residual is how far the inner optimizer has moved the weights, minus everything that was sent."""
+    """`local`: the residual is how far the inner optimizer has moved the weights, minus everything that was sent.
 
-    def __init__(self, config: RecipeConfig, live: LiveModel, layout: Layout) -> None:
+    A round that begins before the last one is agreed on starts with a part of this node's own contribution to it (Eager
+    Updates: Kale et al. 2025, arXiv 2502.12996): half, because of what one node moves about half is what all move. With
+    fragments, what this round does not agree on has moved here alone: training goes on from there (`pending`).
+    """
+
+    def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:
         self.config, self.live = config, live
-        self.agreed = live.weights.clone()
-        self.residual = Residual(layout, live.weights.device, live.state_type)
+        size = live.weights.numel()
+        self.agreed_state = torch.zeros(2 * size if config.momentum else size, device=live.weights.device)
+        self.agreed = self.agreed_state[:size]
+        self.agreed.copy_(live.weights)
+        self.residual = Residual(layouts, live.weights.device, live.state_type)
         self.inner = INNER_OPTIMIZERS[config.inner](config, live)
         self.rate = 0.0
         self.drift: float | None = None
+        self.pending = torch.zeros_like(live.weights) if config.fragments > 1 else None
         self._is_moved = False  # whether the live weights are how far this round's steps have moved
 
     def begin(self, round_number: int) -> None:
         self.live.weights.copy_(self.agreed)
+        if self.pending is not None:
+            self.live.weights.sub_(self.pending)
+        self._start_early(EARLY_SHARE)
         self.rate = float(inner_rate(self.config, round_number))
         self._is_moved = False
 
@@ -230,30 +297,59 @@ class LocalRecipe:
         return result
 
     def end(self) -> None:
-        self.take(torch.sub(self.agreed, self.live.weights, out=self.live.weights))
+        torch.sub(self.agreed, self.live.weights, out=self.live.weights)
+        if self.pending is not None:
+            self.live.weights.sub_(self.pending)
+        self._start_early(EARLY_SHARE)
+        self.take(self.live.weights)
+
+    def _start_early(self, share: float) -> None:
+        """Moves the live weights by a share of our contributions that are not applied yet, in the order of rounds."""
+        for number, kept in sorted(self.residual.kept.items()):
+            layout = self.residual.layouts[self.residual.fragment_of(number)]
+            apply_own(layout, kept.indices, kept.removed, share, self.live.parts(self.live.weights))
+
+    @contextmanager
+    def rebased(self) -> Iterator[None]:
+        """Lets the agreed weights change between two steps: the round's steps go on from the new ones."""
+        self._start_early(-EARLY_SHARE)
+        self.live.weights.sub_(self.agreed)
+        try:
+            yield
+        finally:
+            self.live.weights.add_(self.agreed)
+            self._start_early(EARLY_SHARE)
 
     def take(self, moved: Tensor) -> None:
         """Takes how far a round's steps have moved the weights, with the sign of a gradient."""
-        self.live.weights.copy_(moved)
+        if moved is not self.live.weights:
+            self.live.weights.copy_(moved)
         self._is_moved = True
         distance, norm = (float(torch.linalg.vector_norm(each)) for each in (self.live.weights, self.agreed))
         self.drift = distance / norm if norm else None
 
     def contribute(self, round_number: int) -> Contribution:
         assert self._is_moved, "a round's steps end before they are contributed"
-        self.residual.add(self.live.parts(self.live.weights), float(self.config.decay))
+        moved = self.live.weights if self.pending is None else self.pending.add_(self.live.weights)
+        parts = self.live.parts(moved)
+        self.residual.add(round_number, parts, float(self.config.decay))
+        if self.pending is not None:
+            for group in self.residual.layouts[self.residual.fragment_of(round_number)].groups:
+                for place in group.members:
+                    parts[place].zero_()
         return self.residual.take(round_number, self.config)
 
     def state(self) -> dict[str, Tensor]:
-        return self.inner.state()
+        pending = {} if self.pending is None else {"pending": self.pending}
+        return self.inner.state() | pending
 
 
-def make_recipe(config: RecipeConfig, live: LiveModel, layout: Layout) -> Recipe:
+def make_recipe(config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> Recipe:
     """Makes the run's recipe, or the plug-in's that takes its place: how contributions are applied stays the same."""
     if config.plugin:
-        made: Recipe = plugins.make("recipe", config.plugin, config.settings, config, live, layout)
+        made: Recipe = plugins.make("recipe", config.plugin, config.settings, config, live, layouts)
         return made
-    return GradientRecipe(config, live, layout) if config.spec.kind == "gradient" else LocalRecipe(config, live, layout)
+    return (GradientRecipe if config.spec.kind == "gradient" else LocalRecipe)(config, live, layouts)
 
 
 def copies_of(config: RecipeConfig) -> int:

@@ -28,6 +28,11 @@ from p2ptrain.config import RecipeConfig
 from p2ptrain.learn.codec import Values
 from p2ptrain.learn.transform import Layout
 
+VALUE_MAX = 2**15 - 1  # of a contribution's integers
+NOTHING_BITS = 40  # halved so often, no such integer is left; doubled so often, it is above any `vote_max`
+SILENCED = 2**10  # halvings of what counts as nothing, whatever the exponents
+Votes = NDArray[np.int16] | NDArray[np.int32]
+
 
 class Sizes(NamedTuple):
     """A contribution's exponents, and the sums of its squared integers."""
@@ -45,6 +50,7 @@ class Scales:
     cuts: NDArray[np.int64]  # [contributions, groups] how often each is halved
     chunks: tuple[int, ...]  # [groups]
     vote_max: int
+    is_dense: bool = False  # whether numbers may be zero, or all of a group
 
     @classmethod
     def of(cls, sizes: Sequence[Sizes], layout: Layout, recipe: RecipeConfig, reach: int | None) -> Scales:
@@ -53,7 +59,7 @@ class Scales:
         reach: no measure is larger than that of movements whose root mean square is 2**reach
         """
         exponents = np.stack([each.exponents for each in sizes]).astype(np.int64)
-        squares = np.stack([each.squares for each in sizes]).astype(np.float64)  # below 2**53, so exact
+        squares = np.stack([each.squares for each in sizes]).astype(np.float64)  # below 2**53, or rounded once
         weights = np.ldexp(squares, 2 * exponents)
         measure = np.sort(weights, axis=0)[len(sizes) - 1 - len(sizes) // 3]  # [groups]
         chunks = tuple(group.chunks for group in layout.groups)
@@ -61,22 +67,26 @@ class Scales:
             measure = np.minimum(measure, np.ldexp(np.array(chunks, np.float64) * layout.area, 2 * reach))
         units = _doublings(measure, np.array(chunks, np.float64) * recipe.k) // 2 - recipe.room_bits
         cuts = np.maximum(_doublings(weights, measure), 0) // 2
-        return cls(tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max)
+        cuts[:, measure == 0] = SILENCED  # most have nothing to say of this group, so nobody moves it
+        return cls(tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max, recipe.is_dense)
 
-    def votes(self, number: int, values: Values) -> NDArray[np.int16]:  # [chunks, k]
+    def votes(self, number: int, values: Values) -> Votes:  # [chunks, k]
         """Returns a contribution's integers in the common units, rounded half away from zero."""
         shifts = np.repeat(self.exponents[number] - self.cuts[number] - np.array(self.units), self.chunks)[:, None]
-        right = np.clip(-shifts, 0, 15)  # by then, no value is left
-        magnitudes = np.abs(values.astype(np.int32)) << np.maximum(shifts, 0).astype(np.int32)
-        magnitudes = np.minimum((magnitudes + (1 << right >> 1)) >> right, self.vote_max)
-        votes: NDArray[np.int16] = np.where(values < 0, -magnitudes, magnitudes).astype(np.int16)
+        # Few numbers other than zero are far above their root mean square: then they are shifted far to the left.
+        wide, most = (np.int64, NOTHING_BITS) if self.is_dense else (np.int32, 15)
+        right = np.clip(-shifts, 0, most).astype(wide)  # by then, no value is left
+        magnitudes = np.abs(values.astype(wide)) << np.clip(shifts, 0, most).astype(wide)
+        magnitudes = np.minimum((magnitudes + (np.ones((), wide) << right >> 1)) >> right, self.vote_max)
+        narrow = np.int16 if self.vote_max <= np.iinfo(np.int16).max else np.int32
+        votes: Votes = np.where(values < 0, -magnitudes, magnitudes).astype(narrow)
         return votes
 
     def uncounted(self, number: int, removed: NDArray[np.float32]) -> NDArray[np.float32]:  # [chunks, k]
         """Returns the part of the values that left the author's residual which was not counted."""
         own, units = (np.repeat(each, self.chunks)[:, None] for each in (self.exponents[number], self.units))
         # Clipped, because a training repeated after a crash may have come out otherwise than what was announced.
-        votes = self.votes(number, np.clip(np.ldexp(removed, -own), -128, 128).astype(np.int16))
+        votes = self.votes(number, np.clip(np.ldexp(removed, -own), -VALUE_MAX, VALUE_MAX).astype(np.int16))
         left: NDArray[np.float32] = removed - np.ldexp(votes.astype(np.float32), units)
         return left
 

@@ -20,11 +20,30 @@ applied at a constant rate, as in DiLoCo.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 
 from p2ptrain.config import RecipeConfig
 
 REST = Fraction(1, 16)  # of the highest inner rate: what the residual still holds may go where a schedule ends at zero
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a round's contributions move the weights, besides what is the same in all rounds."""
+
+    rate: Fraction
+    reach: int | None = None  # no contribution counts for more than movements whose root mean square is 2**reach
+    carries: bool = True  # whether the outer momentum, if there is one, moves the weights and decays
+
+
+def terms_of(recipe: RecipeConfig, round_number: int, rounds_late: int) -> Terms:
+    """Returns the terms of `round_number`, counted from 0; rounds_late: the age that a contribution may have."""
+    return Terms(
+        learning_rate(recipe, round_number),
+        reach(recipe, round_number, rounds_late),
+        (round_number + 1) % recipe.momentum_rounds == 0,
+    )
 
 
 def learning_rate(recipe: RecipeConfig, round_number: int) -> Fraction:

@@ -41,25 +41,25 @@ from p2ptrain.capacity import cores, return_large_blocks
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError, TrainingError
-from p2ptrain.learn.aggregate import apply_payloads, check_exactness
+from p2ptrain.learn.aggregate import check_exactness
 from p2ptrain.learn.assignment import Positions, shard
-from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
+from p2ptrain.learn.codec import Contribution, every_index
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.evaluate import evaluate
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.memory import UNPACKED_BYTES, find_device
 from p2ptrain.learn.models import build, first_model
+from p2ptrain.learn.outer import Outer
 from p2ptrain.learn.own_data import OwnData
 from p2ptrain.learn.plugins import blamed_in_run
 from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, LocalRecipe, Withdrawal, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
 from p2ptrain.learn.run_data import check_data, check_tokens, packing_of
 from p2ptrain.learn.sample import SampleRequest, sample
-from p2ptrain.learn.schedule import learning_rate, reach
 from p2ptrain.learn.shortage import told
-from p2ptrain.learn.transform import Layout
 
 STATE_FORMAT = "p2ptrain trainer 1"
+WEIGHTS_PREFIX, MOMENTUM_NAME = "weights.", "momentum"  # of the agreed state, in a saved one
 STATE_TYPES = torch.float32, torch.bfloat16
 FINITE_BLOCK = 2**20  # numbers that are checked at a time
 EVALUATED_SEQUENCES = 64  # 16 KB of held-out text at the smallest preset, enough for a curve; a guess
@@ -144,9 +144,8 @@ class Trainer:
             packing=packing_of(run, dataset, self.trained_on),
             privacy=own.privacy if own else None,
         )
-        self.layout = Layout(self.live.shapes, run.recipe.chunk)
-        self.form = PayloadFormat.of(self.layout, run.recipe)
-        self.recipe = make_recipe(run.recipe, self.live, self.layout)
+        self.outer = Outer(run.recipe, self.live.shapes, run.agreement.staleness_rounds_max)
+        self.recipe = make_recipe(run.recipe, self.live, self.outer.layouts)
         self.round = 0  # rounds applied so far
         self.drift: float | None = None  # of the last of them: the distance moved over the norm of the weights
         self._is_compiled = device.compile
@@ -203,6 +202,24 @@ class Trainer:
         self._trained = round_number
         return results
 
+    def lay(self, into: Tensor) -> None:
+        """Writes the weights from which a round's local steps, taken elsewhere, begin."""
+        into.copy_(self.recipe.agreed)
+        if isinstance(self.recipe, LocalRecipe) and self.recipe.pending is not None:
+            into.sub_(self.recipe.pending.to(into.device))
+
+    @property
+    def can_rebase(self) -> bool:
+        """Whether a round may be applied between two local steps; not where every contribution has to be in time."""
+        return isinstance(self.recipe, LocalRecipe) and self.run.agreement.staleness_rounds_max > 0
+
+    @contextmanager
+    def rebased(self) -> Iterator[None]:
+        """Lets a round be applied between two local steps."""
+        assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
+        with torch.no_grad(), self.recipe.rebased():
+            yield
+
     @torch.no_grad()
     def take_steps(self, round_number: int, moved: Tensor) -> None:
         """Takes how far a round's local steps, taken elsewhere, have moved the weights, in place of `train`."""
@@ -231,7 +248,7 @@ class Trainer:
         self._trained = None
         with blamed_in_run(self.run, "made a contribution"), told("making a contribution", self.device):
             contribution = self.recipe.contribute(round_number)
-            payload = pack(contribution, self.form)
+            payload = self.outer.pack(contribution, self.outer.fragment_of(round_number))
         if not self.run.recipe.plugin:  # whose own contribution may not be what others read in its payload
             self._keep_unpacked(payload, contribution)
         return payload
@@ -255,7 +272,7 @@ class Trainer:
     def check(self, payload: bytes) -> str | None:
         """Returns why a payload is refused, or None if it is good. Thread-safe; `apply` does not unpack it again."""
         try:
-            contribution = unpack(payload, self.form)
+            contribution = self.outer.unpack(payload)
         except RemoteProtocolError as error:
             return error.why
         self._keep_unpacked(payload, contribution)
@@ -265,7 +282,7 @@ class Trainer:
         """Keeps a contribution for `apply`, so that it need not unpack it."""
         with self._lock:
             self._unpacked[payload] = self.round, contribution
-            while len(self._unpacked) * self.form.contribution_bytes > UNPACKED_BYTES:
+            while len(self._unpacked) * self.outer.contribution_bytes > UNPACKED_BYTES:
                 self._unpacked.popitem(last=False)
 
     @torch.no_grad()
@@ -278,20 +295,15 @@ class Trainer:
         returns to the residual.
         """
         assert round_number == self.round, f"round {round_number} cannot follow {self.round} applied rounds"
-        recipe = self.run.recipe
-        parameters = self.live.parts(self.recipe.agreed)
         unpacked = self._take_unpacked(payloads)
-        rate = learning_rate(recipe, round_number)
-        furthest = reach(recipe, round_number, self.run.agreement.staleness_rounds_max)
         # The next step's gradient has room for the weights before, unless this round's steps are not contributed yet.
         before = self.live.gradient.copy_(self.recipe.agreed) if self._trained is None else None
         size = 0.0 if before is None else float(torch.linalg.vector_norm(before))
-        scales = apply_payloads(self.layout, recipe, self.form, payloads, rate, furthest, parameters, unpacked)
+        counted = self.outer.apply(self.recipe.agreed_state, round_number, payloads, unpacked)
         moved = None if before is None else float(torch.linalg.vector_norm(before.sub_(self.recipe.agreed)))
         self.drift = moved / size if moved is not None and size else None
         for number, payload in own.items():
-            uncounted = partial(scales.uncounted, payloads.index(payload)) if scales else None
-            self.recipe.residual.forget(number, uncounted)
+            self.recipe.residual.forget(number, counted.uncounted(payload))
         self.round = round_number + 1
 
     def _take_unpacked(self, payloads: Sequence[bytes]) -> dict[bytes, Contribution]:
@@ -306,31 +318,34 @@ class Trainer:
     def root(self, manifest_digest: bytes = bytes(32)) -> bytes:
         """Computes the root of the current state; the manifest's digest draws the sample of a large one."""
         pieces = covered_pieces(self.state_size, self.run.state, self.round, manifest_digest)
-        return state_root(self.recipe.agreed, pieces)
+        return state_root(self.recipe.agreed_state, pieces)
 
     @property
     def state_size(self) -> int:
-        """Bytes of the agreed weights."""
-        return self.recipe.agreed.numel() * FLOAT_BYTES
+        """Bytes of the agreed state: the weights, and the outer momentum if there is one."""
+        return self.recipe.agreed_state.numel() * FLOAT_BYTES
 
     def state_bytes(self) -> bytes:
-        """A copy of the agreed weights, in the form from which the state root is computed."""
-        return bytes(octets(self.recipe.agreed))
+        """A copy of the agreed state, in the form from which the state root is computed."""
+        return bytes(octets(self.recipe.agreed_state))
 
     def leaves(self) -> list[bytes]:
-        """Hashes the pieces of the agreed weights."""
-        return state_leaves(self.recipe.agreed)
+        """Hashes the pieces of the agreed state."""
+        return state_leaves(self.recipe.agreed_state)
 
     @torch.no_grad()
     def adopt(self, round_number: int, pieces: Iterable[bytes | memoryview], keep_residual: bool = True) -> None:
         """Continues from the state that others have after `round_number` rounds; drops a training in progress.
 
         With `keep_residual`, the residual and all contributions whose fate is open stay. Invalid pieces change nothing:
-        they are assembled in the memory of the next step's gradient, so a state read from disk needs no memory of its
-        own.
+        they are assembled in the memory of the next step's gradient and, with an outer momentum, in that of the live
+        weights, so a state read from disk needs no memory of its own.
         """
         assert round_number >= 0, f"the state of round {round_number}"
-        received, size, is_aligned = self.live.gradient, 0, True
+        size, is_aligned, self._trained = 0, True, None
+        received = [self.live.gradient]
+        if self.recipe.agreed_state.numel() > self.live.gradient.numel():
+            received.append(self.live.weights)  # each round begins with the agreed ones
         for piece in pieces:
             start, size = size // FLOAT_BYTES, size + len(piece)
             is_aligned = is_aligned and len(piece) % FLOAT_BYTES == 0
@@ -338,13 +353,14 @@ class Trainer:
                 values = np.frombuffer(piece, dtype="<f4")
                 if not np.isfinite(values).all():
                     raise RemoteProtocolError("the state has a weight that is not finite")
-                received[start : start + len(values)] = torch.from_numpy(values.copy())
+                _write(torch.from_numpy(values.copy()), received, start)
         if size != self.state_size or not is_aligned:
             raise RemoteProtocolError(f"the state has {size} bytes; this run's has {self.state_size}")
-        self.recipe.agreed.copy_(received)
+        for half, part in zip(received, torch.split(self.recipe.agreed_state, len(received[0])), strict=True):
+            part.copy_(half)
         if not keep_residual:
             self.recipe.residual.clear()
-        self.round, self._trained = round_number, None
+        self.round = round_number
 
     @contextmanager
     def _agreed_weights(self) -> Iterator[None]:
@@ -392,9 +408,12 @@ class Trainer:
         return digest("saved state's run", self.run.canonical()).hex()
 
     def _tensors(self, agreed: Tensor) -> dict[str, Tensor]:
-        """Returns all tensors that a round depends on, by name, with these agreed weights; not copied."""
-        parts = zip(self.live.names, self.live.parts(agreed), strict=True)
-        named = {f"weights.{name}": part for name, part in parts}
+        """Returns all tensors that a round depends on, by name, with this agreed state; not copied."""
+        weights, momentum = agreed[: self.outer.parameters], agreed[self.outer.parameters :]
+        parts = zip(self.live.names, self.live.parts(weights), strict=True)
+        named = {WEIGHTS_PREFIX + name: part for name, part in parts}
+        if len(momentum):
+            named[MOMENTUM_NAME] = momentum
         named["residual"] = self.recipe.residual.coefficients
         return named | {f"recipe.{name}": tensor for name, tensor in self.recipe.state().items()}
 
@@ -407,13 +426,14 @@ class Trainer:
         `contribute` and the announcement, it has a contribution that may never be announced: after `load`, the caller
         restores those of `kept_rounds` that were not announced.
         """
-        agreed = _in_memory(self.recipe.agreed, is_copied)
+        agreed = _in_memory(self.recipe.agreed_state, is_copied)
         tensors = {
-            name: each if name.startswith("weights.") else _in_memory(each, is_copied)
+            name: each if _is_agreed(name) else _in_memory(each, is_copied)
             for name, each in self._tensors(agreed).items()
         }
         for number, kept in self.recipe.residual.kept.items():  # these are never changed
-            tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
+            if not self.run.recipe.is_dense:  # otherwise they are known
+                tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
             tensors[f"kept.{number}.removed"] = torch.from_numpy(kept.removed)
         metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": self._run_digest()}
         if self.live.privacy is not None:
@@ -437,11 +457,11 @@ class Trainer:
             raise DataError(f"{path}: not the saved state of run {self.run.name}: {json.dumps(metadata)[:200]}")
         if not re.fullmatch(r"\d{1,15}", metadata.get("round", "")):
             raise DataError(f"{path}: the round is missing")
-        own = self._tensors(self.recipe.agreed)
+        own = self._tensors(self.recipe.agreed_state)
         kept = self._read_kept(path, {name: tensor for name, tensor in tensors.items() if name not in own})
         for name, tensor in own.items():
             found = tensors.get(name)
-            is_private = tensor.dtype in STATE_TYPES and not name.startswith("weights.")
+            is_private = tensor.dtype in STATE_TYPES and not _is_agreed(name)
             types = STATE_TYPES if is_private else (tensor.dtype,)  # device.half_state may have changed
             if found is None or found.shape != tensor.shape or found.dtype not in types:
                 raise DataError(f"{path}: {name} is missing or not of shape {tuple(tensor.shape)}, {tensor.dtype}")
@@ -452,35 +472,54 @@ class Trainer:
         ):  # all that follows would tell of what came before
             log.warning("%s was trained without privacy: what was not contributed of it is dropped", path)
             kept = {}
-            tensors = {name: each if name.startswith("weights.") else each.zero_() for name, each in tensors.items()}
+            tensors = {name: each if _is_agreed(name) else each.zero_() for name, each in tensors.items()}
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         self.recipe.residual.keep(kept)
         self.round, self._trained = int(metadata["round"]), None
 
     def _read_kept(self, path: Path, tensors: dict[str, Tensor]) -> dict[int, Withdrawal]:
-        shape = (self.form.chunks, self.form.k)
         kept = {}
         for name in list(tensors):
-            match = re.fullmatch(r"kept\.(\d{1,15})\.indices", name)
-            removed_name = name.removesuffix("indices") + "removed"
-            if match is None or removed_name not in tensors:
+            match = re.fullmatch(r"kept\.(\d{1,15})\.removed", name)
+            indices_name = name.removesuffix("removed") + "indices"
+            if match is None or (indices_name in tensors) == self.run.recipe.is_dense:
                 continue
-            indices, removed = tensors.pop(name), tensors.pop(removed_name)
-            types = (indices.dtype, removed.dtype) == (torch.int32, torch.float32)
-            if indices.shape != shape or removed.shape != shape or not types:
-                raise DataError(f"{path}: kept.{match[1]} is not of shape {shape}")
-            rising = bool((indices.diff(dim=1) > 0).all())
-            if not rising or not 0 <= int(indices.min()) <= int(indices.max()) < self.form.area:
-                raise DataError(f"{path}: kept.{match[1]} names a coefficient that does not exist")
+            form = self.outer.forms[self.outer.fragment_of(int(match[1]))]
+            shape = (form.chunks, form.k)
+            what, removed, indices = f"{path}: kept.{match[1]}", tensors.pop(name), tensors.pop(indices_name, None)
+            shapes = {removed.shape} if indices is None else {removed.shape, indices.shape}
+            types = {removed.dtype: torch.float32} | ({} if indices is None else {indices.dtype: torch.int32})
+            if shapes != {shape} or any(found != wanted for found, wanted in types.items()):
+                raise DataError(f"{what} is not of shape {shape}")
             if not _is_finite(removed):
-                raise DataError(f"{path}: kept.{match[1]} is not finite")
-            kept[int(match[1])] = Withdrawal(indices.numpy().astype(np.uint16), removed.numpy())
+                raise DataError(f"{what} is not finite")
+            chosen = every_index(*shape) if indices is None else indices.numpy()
+            if indices is not None and not (
+                bool((indices.diff(dim=1) > 0).all()) and 0 <= int(indices.min()) <= int(indices.max()) < form.area
+            ):
+                raise DataError(f"{what} names a coefficient that does not exist")
+            kept[int(match[1])] = Withdrawal(chosen.astype(np.uint16, copy=False), removed.numpy())
         if len(kept) > KEPT_ROUNDS_MAX:
             raise DataError(f"{path}: keeps {len(kept)} rounds; the limit is {KEPT_ROUNDS_MAX}")
         if tensors:
             raise DataError(f"{path}: does not belong to this run: {min(tensors)}")
         return kept
+
+
+def _is_agreed(name: str) -> bool:
+    """Whether a tensor of a saved state is part of the agreed state."""
+    return name.startswith(WEIGHTS_PREFIX) or name == MOMENTUM_NAME
+
+
+def _write(values: Tensor, halves: Sequence[Tensor], start: int) -> None:
+    """Writes values into flat tensors that follow one another."""
+    for half in halves:
+        end = min(start + len(values), len(half))
+        if start < end:
+            half[start:end] = values[: end - start]
+            values, start = values[end - start :], end
+        start -= len(half)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -17,12 +17,17 @@ two directions differ:
 Every matrix is padded to whole chunks, because splitting dimensions by a divisor would leave a prime one
 uncompressed. Vectors, and matrices that padding would more than double, are laid end to end and share
 chunks. Chunks are numbered group by group, left to right and top to bottom, as in the payload.
+
+Without a transform a chunk is a stretch of a tensor, and its numbers are the weights' own. A run may also agree on one
+part of the model after the other: `fragments` are layouts of some of the groups each, dealt so that all have about as
+many chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 
@@ -30,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from p2ptrain.config import BASIS_PEAK, EXACT_MAX
+from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
 from p2ptrain.learn.shortage import where_it_fits
 
 # Chunks processed at a time. On a CPU their fp64 block of 1 MiB (chunks of 64) stays in a core's cache. Elsewhere each
@@ -107,10 +112,14 @@ class Strip:
 
 
 class Layout:
-    """Maps parameters to chunks; it follows from the parameters' shapes alone."""
+    """Maps parameters to chunks; it follows from the parameters' shapes alone.
 
-    def __init__(self, shapes: Sequence[Sequence[int]], chunk: int) -> None:
+    is_transformed: whether a chunk's numbers are coefficients of its DCT, and not the weights'
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], chunk: int, *, is_transformed: bool = True) -> None:
         self.shapes = tuple(tuple(shape) for shape in shapes)
+        self.is_transformed = is_transformed
         assert self.shapes and all(prod(shape) > 0 for shape in self.shapes), (
             "a model has parameters, and none is empty"
         )
@@ -121,8 +130,10 @@ class Layout:
         first_chunk = 0
         for index, shape in enumerate(self.shapes):
             rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+            if not is_transformed:  # laid out row by row: only its end may be partly padding
+                rows, columns = -(-prod(shape) // chunk), chunk
             chunk_rows, chunk_columns = -(-rows // chunk), -(-columns // chunk)
-            if chunk_rows * chunk_columns * self.area > 2 * rows * columns:
+            if chunk_rows * chunk_columns * self.area > 2 * prod(shape):
                 vectors.append(index)
                 continue
             groups.append(Group((index,), rows, columns, chunk_rows, chunk_columns, first_chunk))
@@ -133,6 +144,31 @@ class Layout:
             first_chunk += groups[-1].chunk_rows
         self.groups = tuple(groups)
         self.chunks = first_chunk
+
+    @classmethod
+    def of(cls, shapes: Sequence[Sequence[int]], recipe: RecipeConfig) -> Layout:
+        return cls(shapes, recipe.chunk, is_transformed=recipe.transform == "dct")
+
+    def fragments(self, count: int) -> tuple[Layout, ...]:
+        """Deals the groups, the largest first, each to the fragment with the fewest chunks so far."""
+        if count == 1:
+            return (self,)
+        dealt: list[list[int]] = [[] for _ in range(count)]
+        sizes = [0] * count
+        for number in sorted(range(len(self.groups)), key=lambda number: (-self.groups[number].chunks, number)):
+            least = sizes.index(min(sizes))
+            dealt[least].append(number)
+            sizes[least] += self.groups[number].chunks
+        return tuple(self._only(sorted(numbers)) for numbers in dealt)
+
+    def _only(self, numbers: Sequence[int]) -> Layout:
+        """Returns a layout of some of the groups, with chunks numbered anew."""
+        part, first_chunk, groups = copy(self), 0, []
+        for number in numbers:
+            groups.append(replace(self.groups[number], first_chunk=first_chunk))
+            first_chunk += groups[-1].chunks
+        part.groups, part.chunks = tuple(groups), first_chunk
+        return part
 
     def strips(self, group: Group, device: torch.device) -> Iterator[Strip]:
         at_a_time = max(1, block_chunks(device) // group.chunk_columns)
@@ -190,7 +226,7 @@ class Layout:
         return padded.permute(0, 2, 1, 3).reshape(-1, c, c)
 
     def accumulate(self, tensors: Sequence[Tensor], residual: Tensor, keep: float) -> None:
-        """residual = keep * residual + DCT(tensors), chunk by chunk; approximate.
+        """residual = keep * residual + DCT(tensors), chunk by chunk; approximate. Without a transform, + tensors.
 
         tensors: the parameters' gradients, or whatever has their shapes; residual: [chunks, area] fp32 or bf16
         """
@@ -206,8 +242,10 @@ class Layout:
                     target.copy_(here)
 
     def _transformed(self, rows: Tensor, group: Group, strip: Strip, device: torch.device) -> Tensor:
-        c, basis = self.chunk, orthonormal_basis(self.chunk, device)
         padded = self._padded(rows.to(device), group, strip)
+        if not self.is_transformed:
+            return padded
+        c, basis = self.chunk, orthonormal_basis(self.chunk, device)
         half = torch.mm(padded.reshape(-1, c), basis.T)
         return torch.matmul(basis, half.view(strip.chunk_rows, c, -1))
 
@@ -224,6 +262,8 @@ class Layout:
     def _projected(self, views: Sequence[Tensor], real: Tensor, device: torch.device) -> Tensor:  # [n, area]
         c, basis = self.chunk, orthonormal_basis(self.chunk, device)
         chunks = torch.stack([view.to(basis) for view in views]).view(-1, c, c)
+        if not self.is_transformed:
+            return (chunks * real.to(device)).view(-1, self.area)
         return (basis @ (basis.T @ chunks @ basis * real.to(device)) @ basis.T).view(-1, self.area)
 
 
@@ -254,3 +294,8 @@ def inverse(votes: Tensor, chunk: int, first_stage: torch.dtype) -> Tensor:
         half = torch.mm(integer_basis(chunk, first_stage, votes.device).T, rows.view(chunk, n * chunk))
         whole = torch.mm(half.double().view(chunk * n, chunk), integer_basis(chunk, torch.float64, votes.device))
     return whole.view(chunk, n, chunk)
+
+
+def untransformed(votes: Tensor, chunk: int) -> Tensor:
+    """Returns votes [n, chunk * chunk] in the order of `inverse`: [i, n, j] fp64."""
+    return votes.view(-1, chunk, chunk).permute(1, 0, 2).double().contiguous()

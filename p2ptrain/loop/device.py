@@ -74,7 +74,7 @@ class LoopDevice(Device):
         """Puts the weights into the memory; returns whether they are still those that the core meant."""
         if (self.trainer.round, self.adopted) != work.base:
             return False
-        self.memory.base.copy_(self.trainer.recipe.agreed)
+        self.trainer.lay(self.memory.base)
         work.is_laid = True
         return True
 

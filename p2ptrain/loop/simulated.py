@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from p2ptrain.config import RecipeConfig, RunConfig, exact, run_config_of
+from p2ptrain.config import RecipeConfig, exact, run_config_of
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.learn.aggregate import apply_payloads
-from p2ptrain.learn.codec import PayloadFormat, pack
+from p2ptrain.learn.outer import Outer
 from p2ptrain.learn.recipes import Residual
-from p2ptrain.learn.schedule import learning_rate, reach
-from p2ptrain.learn.transform import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +56,25 @@ def simulate(
     trained = [each for each in model.parameters() if each.requires_grad]
     rate = float(run.recipe.inner_learning_rate)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0))
-    layout = Layout([tuple(each.shape) for each in trained], run.recipe.chunk)
-    swarm = [_Peer(make(trained), Residual(layout, torch.device("cpu"))) for _ in range(peers)]
-    agreed = [each.detach().cpu().clone() for each in trained]
-    form, found = PayloadFormat.of(layout, run.recipe), []
+    outer, found = Outer(run.recipe, [tuple(each.shape) for each in trained]), []
+    swarm = [_Peer(make(trained), Residual(outer.layouts, torch.device("cpu"))) for _ in range(peers)]
+    state = torch.zeros(outer.state_numbers)
+    agreed = outer.parts(state[: outer.parameters])
+    for base, each in zip(agreed, trained, strict=True):
+        base.copy_(each.detach())
     for number in range(rounds):
         payloads, losses = [], []
         for peer in swarm:
             losses += _steps(model, data, loss, run.recipe, peer.optimizer)
             moved = [base - each.detach().cpu() for base, each in zip(agreed, trained, strict=True)]
-            peer.residual.add(moved, float(run.recipe.decay))
-            payloads.append(pack(peer.residual.take(number, run.recipe), form))
+            peer.residual.add(number, moved, float(run.recipe.decay))
+            payloads.append(outer.pack(peer.residual.take(number, run.recipe), outer.fragment_of(number)))
             _load(trained, agreed)
-        _apply(run, layout, form, number, payloads, agreed, swarm)
+        counted = outer.apply(state, number, payloads)
+        for peer, payload in zip(swarm, payloads, strict=True):
+            peer.residual.forget(number, counted.uncounted(payload))
         _load(trained, agreed)
-        found.append(SimulatedRound(number + 1, sum(losses) / len(losses), form.payload_bytes))
+        found.append(SimulatedRound(number + 1, sum(losses) / len(losses), outer.payload_bytes))
     return found
 
 
@@ -95,22 +95,6 @@ def _steps(
         optimizer.step()
         losses.append(float(value.detach()))
     return losses
-
-
-@torch.no_grad()
-def _apply(
-    run: RunConfig,
-    layout: Layout,
-    form: PayloadFormat,
-    number: int,
-    payloads: list[bytes],
-    agreed: list[Tensor],
-    swarm: list[_Peer],
-) -> None:
-    rate, furthest = learning_rate(run.recipe, number), reach(run.recipe, number, 0)
-    scales = apply_payloads(layout, run.recipe, form, payloads, rate, furthest, agreed)
-    for place, peer in enumerate(swarm):
-        peer.residual.forget(number, partial(scales.uncounted, place) if scales else None)
 
 
 @torch.no_grad()

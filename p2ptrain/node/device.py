@@ -9,6 +9,10 @@ between are repeated, each from the state it started from, so that the residual,
 is the same bit for bit: with as many steps as they took then, whatever the swarm's pace is now (core/pace.py). One that
 failed midway is repeated as far as it went, because its steps have moved the inner optimizer.
 
+Where contributions may be late, a round that is agreed on while this node trains is applied between two of its local
+steps, and the rest of them goes on from the new weights: so little of a training rests on old ones. That happens once
+in a training at most, and the diary says after which step; repeated, the training waits there for the same round.
+
 If a state came out wrong, the digests of its pieces are kept until its round has been applied again from a correct
 state: then the log can name the wrong pieces, even if no peer has kept the state of that round.
 """
@@ -19,8 +23,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter, sleep
 from typing import TypeVar
@@ -37,6 +42,7 @@ from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.live import StepResult, mean_loss
 from p2ptrain.learn.own_data import OwnData
 from p2ptrain.learn.private import Privacy
+from p2ptrain.learn.root import FLOAT_BYTES
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.node.fetching import PIECES_TOLD
 from p2ptrain.node.limits import rest_seconds
@@ -52,6 +58,18 @@ NAP_SECONDS = 0.2  # during rests, between checks whether the node is ending
 def _use_threads(count: int) -> None:
     if count and count != torch.get_num_threads():
         torch.set_num_threads(count)
+
+
+@dataclass(slots=True)
+class Applying:
+    """A round that is to be applied, and what became of it: the new root, or None if another state was adopted."""
+
+    number: int
+    payloads: Sequence[bytes]
+    mine: Mapping[int, bytes]
+    manifest: bytes
+    adopted: int
+    done: Future[bytes | None] = field(default_factory=Future)
 
 
 class StoppedError(P2ptrainError):
@@ -92,6 +110,8 @@ class Device:
         self._began = 0.0  # when this training did
         self._pace = (-1, 0.0, 0.0)  # a round, and when the others usually contribute to it, and no longer wait
         self._is_cut = False  # whether this training ended before all local steps
+        self._waiting: deque[Applying] = deque()  # rounds to apply, also between two steps
+        self._applied_after = 0  # so many steps of this training, a round was applied; 0: none was
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
         self._trainer_thread = thread or ThreadPoolExecutor(1, "trainer")
         self._check_thread = ThreadPoolExecutor(1, "check")
@@ -157,9 +177,14 @@ class Device:
         return self.trainer.state_size
 
     @property
+    def gradient_bytes(self) -> int:
+        """The size of a gradient in fp32, as which contributions might be sent."""
+        return FLOAT_BYTES * self.trainer.outer.parameters
+
+    @property
     def payload_bytes(self) -> int:
         """The size of every contribution of the run; a dishonest peer may claim gigabytes."""
-        return KEY_BYTES + self.trainer.form.payload_bytes
+        return KEY_BYTES + self.trainer.outer.payload_bytes
 
     @property
     def attachment_bytes(self) -> int:
@@ -184,24 +209,26 @@ class Device:
         self._repeat()
         if number in self._repeated:  # the node was killed between training and announcing it
             before, name, payload, steps = self._repeated[number]
-            if (before.base_round, before.place, before.places) == (self.trainer.round, place, places):
+            base = before.base_round + bool(before.applied_after)
+            if (base, before.place, before.places) == (self.trainer.round, place, places):
                 self.steps = steps
                 return name, payload, None
         _use_threads(self.threads)
-        self._failed, sequences = None, self.trainer.live.sequences_per_pass
+        self._failed, sequences, base = None, self.trainer.live.sequences_per_pass, self.trainer.round
         try:
             payload = self._train_now(number, place, places, outstanding)
         except (DataError, MemoryShortError, TrainingError):
             if self.step:  # with as many sequences a pass as there was memory for before it failed
-                self._failed = self._noted(number, place, places, outstanding, FAILED, sequences, self.step)
+                self._failed = self._noted(number, base, place, places, outstanding, FAILED, sequences, self.step)
             raise
         sequences, steps = self.trainer.live.sequences_per_pass, self.steps if self._is_cut else 0
         name = payload_digest(payload)
-        return name, payload, self._noted(number, place, places, outstanding, name.hex(), sequences, steps)
+        return name, payload, self._noted(number, base, place, places, outstanding, name.hex(), sequences, steps)
 
     def _noted(
         self,
         number: int,
+        base: int,
         place: int,
         places: int,
         outstanding: frozenset[int],
@@ -213,8 +240,8 @@ class Device:
         if self.privacy is not None:
             return None
         self.trained += 1
-        base, still, threads = self.trainer.round, tuple(sorted(outstanding)), torch.get_num_threads()
-        return Trained(self.trained, number, base, place, places, still, payload, threads, sequences, steps)
+        still, threads, applied = tuple(sorted(outstanding)), torch.get_num_threads(), self._applied_after
+        return Trained(self.trained, number, base, place, places, still, payload, threads, sequences, steps, applied)
 
     def take_failed(self) -> Trained | None:
         """Returns, once, the diary entry of a training that failed after a step."""
@@ -240,13 +267,17 @@ class Device:
         return self._to_repeat[0] if is_due else None
 
     def _repeat(self) -> None:
-        while self._due() is not None:
+        while self._due() is not None and self._can_repeat():
             self._repeat_next()
+
+    def _can_repeat(self) -> bool:
+        """Whether the training that is due needs no round to be applied in its middle, or one is here."""
+        return bool(self._waiting) or not self._to_repeat[0].applied_after
 
     def _repeat_next(self) -> None:
         sequences = self.trainer.live.sequences_per_pass
         try:
-            if self._due() is not None:
+            if self._due() is not None and self._can_repeat():
                 self._repeat_one(self._to_repeat.popleft())
         finally:  # the current setting is for new trainings
             self.trainer.live.set_sequences_per_pass(sequences)
@@ -258,7 +289,7 @@ class Device:
             if each.payload == FAILED and each.steps:
                 self._fail_again(each)
                 return
-            payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding), each.steps)
+            payload = self._train_now(each.round, each.place, each.places, frozenset(each.outstanding), each)
         except (DataError, MemoryShortError, TrainingError) as error:
             log.warning("the training of round %d cannot be repeated: %s", each.round, error)
             self._to_repeat.clear()
@@ -275,6 +306,8 @@ class Device:
             self.step += 1
             if self.is_stopping:
                 raise StoppedError("the node ends")
+            if self.step == each.applied_after:
+                self._apply_between()
             if self.step == each.steps:
                 raise _FailedAgainError("as before")
 
@@ -284,15 +317,16 @@ class Device:
             self.trainer.train(each.round, each.place, each.places, on_step)
 
     def _train_now(
-        self, number: int, place: int, places: int, outstanding: frozenset[int], steps: int | None = None
+        self, number: int, place: int, places: int, outstanding: frozenset[int], before: Trained | None = None
     ) -> bytes:
+        """Trains and contributes; `before`: what the diary says of this training, if it is repeated."""
         self._give_back_all_but(outstanding)
-        self.step, self._is_cut = 0, False
+        self.step, self._is_cut, self._applied_after = 0, False, 0
         self._rest(self._owed - (perf_counter() - self._stepped_at))  # idle time since the last round counts
         self._stepped_at, self._owed, self._rested = perf_counter(), 0.0, 0.0
-        before = self._began = self._stepped_at
+        self._began = self._stepped_at
         try:
-            results = self.trainer.train(number, place, places, partial(self._note_step, number, steps))
+            results = self.trainer.train(number, place, places, partial(self._note_step, number, before))
         except TrainingError:
             self.not_finite += 1
             raise
@@ -301,7 +335,7 @@ class Device:
         self.own_drift = self.trainer.own_drift
         self.gradient_norm = sum(result.gradient_norm for result in results) / len(results)
         tokens = sum(result.tokens for result in results)
-        seconds = perf_counter() - before - self._rested
+        seconds = perf_counter() - self._began - self._rested
         self._rates.append(tokens / max(seconds, 1e-9))
         self.training_seconds += seconds
         self.last_training_seconds = seconds
@@ -317,22 +351,34 @@ class Device:
         self._repeated.pop(number, None)
         self.trainer.restore(number)
 
-    def _note_step(self, number: int, steps: int | None, result: StepResult) -> bool:
-        """Rests if it has to, and returns whether to take another step.
-
-        steps: of a training that is repeated, 0 if all; None: as many as fit the pace
-        """
+    def _note_step(self, number: int, before: Trained | None, result: StepResult) -> bool:
+        """Rests if it has to, and returns whether to take another step: as many as fit the pace, or as `before`."""
         self.step += 1
         if self.is_stopping:
             raise StoppedError("the node ends")
         now, percent = perf_counter(), self.percent
         self._owed, self._stepped_at = rest_seconds(now - self._stepped_at, percent), now
-        goes_on = self._takes_another(number, now) if steps is None else self.step != steps
+        goes_on = self._takes_another(number, now) if before is None else self.step != before.steps
         if goes_on and percent < 100 and self.step < self.trainer.run.recipe.local_steps:
             self._rested += self._rest(self._owed)
             self._owed, self._stepped_at = 0.0, perf_counter()
         self._is_cut = not goes_on and self.step < self.trainer.run.recipe.local_steps
+        if goes_on and (self._may_apply() if before is None else self.step == before.applied_after):
+            self._apply_between()
         return goes_on
+
+    def _may_apply(self) -> bool:
+        """Whether a round that waits may be applied between these two steps."""
+        is_last = self.step == self.trainer.run.recipe.local_steps
+        is_free = self._waiting and not (is_last or self._applied_after or self._to_repeat)
+        return bool(is_free and self.trainer.can_rebase)
+
+    def _apply_between(self) -> None:
+        """Applies the next round that waits, while this training goes on."""
+        with self.trainer.rebased():
+            root = self._apply(self._waiting[0])
+        self._waiting.popleft().done.set_result(root)  # if it failed, it is tried again after the training
+        self._applied_after = self.step
 
     def _takes_another(self, number: int, now: float) -> bool:
         paced, usual, last = self._pace
@@ -357,15 +403,27 @@ class Device:
 
         Returns the new root, or None if another state has been adopted since `adopted` was read.
         """
-        return await self.run(self._apply, number, payloads, mine, manifest, adopted)
+        applying = Applying(number, payloads, mine, manifest, adopted)
+        self._waiting.append(applying)
+        after_training, done = asyncio.ensure_future(self.run(self._apply_waiting)), asyncio.wrap_future(applying.done)
+        await asyncio.wait((after_training, done), return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():  # it failed, or the node ends
+            await after_training
+        return await done
 
-    def _apply(
-        self, number: int, payloads: Sequence[bytes], mine: Mapping[int, bytes], manifest: bytes, adopted: int
-    ) -> bytes | None:
-        if (self.trainer.round, self.adopted) != (number - 1, adopted):
+    def _apply_waiting(self) -> None:
+        """Applies the rounds that were not applied between two steps."""
+        while self._waiting:
+            self._repeat()  # which may apply the round in its middle
+            if self._waiting:
+                applying = self._waiting.popleft()
+                applying.done.set_result(self._apply(applying))
+
+    def _apply(self, applying: Applying) -> bytes | None:
+        number, payloads, manifest = applying.number, applying.payloads, applying.manifest
+        if (self.trainer.round, self.adopted) != (number - 1, applying.adopted):
             return None
-        self._repeat()
-        own = {taken: content_of(payload) for taken, payload in mine.items()}
+        own = {taken: content_of(payload) for taken, payload in applying.mine.items()}
         self.trainer.apply(number - 1, [content_of(payload) for payload in payloads], own)
         self.drift = self.trainer.drift
         for taken in own:

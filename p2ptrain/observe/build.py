@@ -91,7 +91,7 @@ def status_of(daemon: Running) -> Status:
         swarm_loss=view.training_of(view.applied_round).loss,
         gradient_norm=device.gradient_norm,
         drift=device.drift,
-        compression_ratio=round(device.state_bytes / device.payload_bytes * daemon.run.recipe.local_steps, 1),
+        compression_ratio=round(device.gradient_bytes / device.payload_bytes * daemon.run.recipe.local_steps, 1),
         text=driver.progress.text,
         text_round=driver.progress.text_round,
         step=device.step,

@@ -141,7 +141,7 @@ class Recorder:
             swarm_tokens=claims.steps * self._step_tokens,
             gradient_norm=device.gradient_norm if tokens else None,
             drift=device.drift,
-            compression_ratio=round(device.state_bytes * claims.steps / sent, 1) if claims.steps else None,
+            compression_ratio=round(device.gradient_bytes * claims.steps / sent, 1) if claims.steps else None,
             loss=device.loss if tokens else None,
             steps=device.steps if tokens else 0,
             own_drift=device.own_drift if tokens else None,

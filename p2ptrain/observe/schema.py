@@ -253,9 +253,9 @@ class Status(Answer, LearningFigures):
     payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes", text="Size of one contribution.")] = (
         Field(description="of one contribution")
     )
-    state_bytes: Annotated[Count, Figure("size of the weights", "bytes", text="Size of the weights.")] = Field(
-        description="of the weights"
-    )
+    state_bytes: Annotated[
+        Count, Figure("size of the state", "bytes", text="Size of the weights, and of the outer momentum.")
+    ] = Field(description="of the weights")
     bytes: dict[str, int] = Field(description="the transport's own counters, by name, since this start")
     traffic: Annotated[dict[Purpose, Traffic], Figure("traffic", label="purpose")] = Field(
         description="bytes by purpose, since this start"

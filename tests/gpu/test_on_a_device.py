@@ -22,6 +22,7 @@ from p2ptrain.learn.codec import PayloadFormat, pack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.memory import PassSettings, need_of
 from p2ptrain.learn.root import state_root
+from p2ptrain.learn.schedule import Terms
 from p2ptrain.learn.selection import largest
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.learn.transform import Layout
@@ -118,7 +119,7 @@ def test_without_memory_it_leaves_an_update_to_the_cpu_and_the_bits_are_the_same
         views = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
         used.clear()
         with memory_of_bytes(size):
-            apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), None, views)
+            apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1, 3)), views)
         fits = size == 2**40
         assert used == ({device.type} if fits else {DEVICE.type, "cpu"}), "where there is no memory, the CPU took over"
         roots.append(state_root(flat).hex())
@@ -248,7 +249,7 @@ def test_votes_on_the_device_are_those_of_the_cpu() -> None:
     states = []
     for device in (torch.device("cpu"), DEVICE):
         flat = flat_weights(3).to(device)
-        apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), None, parts(flat))
+        apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1, 3)), parts(flat))
         states.append(flat.cpu())
     assert torch.equal(*states)
 

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.codec import Contribution, value_type
+from p2ptrain.learn.codec import Contribution, every_index, value_type
 from p2ptrain.learn.transform import Layout
 
 
@@ -30,6 +30,8 @@ def weights(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 def contribution(seed: int, layout: Layout, recipe: RecipeConfig) -> Contribution:
     """Makes a contribution with k distinct indices per chunk, all value sizes, and scales over a wide range."""
+    if recipe.is_dense:
+        return _dense(seed, layout, recipe)
     order = integers(seed, layout.chunks * layout.area).reshape(layout.chunks, layout.area)
     indices = np.sort(np.argsort(order, axis=1, kind="stable")[:, : recipe.k], axis=1).astype(np.uint16)
     drawn = integers(seed + 10**6, indices.size).reshape(indices.shape)
@@ -40,3 +42,14 @@ def contribution(seed: int, layout: Layout, recipe: RecipeConfig) -> Contributio
         return Contribution(indices, values)
     exponents = (integers(seed + 2 * 10**6, len(layout.groups)) % np.uint64(12)).astype(np.int8) - np.int8(16)
     return Contribution(indices, values, exponents)
+
+
+def _dense(seed: int, layout: Layout, recipe: RecipeConfig) -> Contribution:
+    shape, kind = (layout.chunks, layout.area), value_type(recipe.value_bits, is_dense=True)
+    drawn, top = integers(seed, layout.chunks * layout.area).reshape(shape), (1 << (recipe.value_bits - 1)) - 1
+    if top:
+        values = (drawn % np.uint64(2 * top + 1)).astype(np.int32) - top
+    else:
+        values = 1 - 2 * (drawn & np.uint64(1)).astype(np.int32)
+    exponents = (integers(seed + 2 * 10**6, len(layout.groups)) % np.uint64(12)).astype(np.int8) - np.int8(16)
+    return Contribution(every_index(*shape), values.astype(kind), exponents)

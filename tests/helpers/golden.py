@@ -16,8 +16,10 @@ import torch
 from p2ptrain.config import RecipeConfig
 from p2ptrain.learn.aggregate import apply_votes, sum_votes
 from p2ptrain.learn.codec import Contribution
+from p2ptrain.learn.outer import Outer
 from p2ptrain.learn.root import state_root
 from p2ptrain.learn.scales import Scales, Sizes
+from p2ptrain.learn.schedule import Terms
 from p2ptrain.learn.transform import Layout
 from tests.helpers.exact_numbers import contribution, weights
 
@@ -57,7 +59,7 @@ def updated(
     flat = flat.clone()
     scales = scales_of(layout, recipe, contributions, reach)
     votes = sum_votes(layout, recipe, contributions, len(contributions), scales, flat.device)
-    apply_votes(layout, recipe, votes, rate, parts(flat))
+    apply_votes(layout, recipe, votes, Terms(rate), parts(flat))
     return flat
 
 
@@ -84,6 +86,36 @@ def golden_cases() -> dict[str, Case]:
     return cases
 
 
+_NESTEROV = {"momentum": Fraction(9, 10), "nesterov": True}
+_DENSE = {"transform": "none", "k": 64**2}
+FAMILY: dict[str, dict[str, object]] = {
+    "momentum": {"k": 32, "momentum": Fraction(1, 3)},
+    "nesterov": {"k": 32, **_NESTEROV},
+    "delayed nesterov": {"k": 32, "momentum_rounds": 2, **_NESTEROV},
+    "weights": {"transform": "none", "k": 64, "value_bits": 2},
+    "dense 1 bit": {"value_bits": 1, **_DENSE},
+    "dense 4 bits nesterov": {"value_bits": 4, **_DENSE, **_NESTEROV},
+    "dense 8 bits": {"value_bits": 8, **_DENSE},
+    "dense 16 bits": {"value_bits": 16, **_DENSE},
+    "fragments": {"k": 32, "fragments": 2},
+    "dense fragments nesterov": {"value_bits": 4, "fragments": 3, **_DENSE, **_NESTEROV},
+}
+
+
+def family_root(name: str, peers: int, device: torch.device) -> str:
+    """Returns the root after four rounds of whole payloads, at weights that decay."""
+    recipe = RecipeConfig(learning_rate=Fraction(7, 10), weight_decay=Fraction(1, 1000), **FAMILY[name])
+    outer = Outer(recipe, SHAPES)
+    state = torch.zeros(outer.state_numbers, device=device)
+    state[: outer.parameters] = flat_weights(len(name)).to(device)
+    for number in range(4):
+        fragment = outer.fragment_of(number)
+        offered = [contribution(1000 * number + peer, outer.layouts[fragment], recipe) for peer in range(peers)]
+        outer.apply(state, number, [outer.pack(each, fragment) for each in offered])
+    assert torch.isfinite(state).all()
+    return state_root(state).hex()
+
+
 def golden_root(case: Case, device: torch.device) -> str:
     """Returns the root after three rounds, at rates that are not binary fractions."""
     recipe, peers, reach = case
@@ -107,4 +139,7 @@ def golden() -> dict[str, str]:
 
 if __name__ == "__main__":  # python tests/helpers/golden.py: only with a new protocol version
     roots = {name: golden_root(case, torch.device("cpu")) for name, case in golden_cases().items()}
+    roots |= {
+        f"{name} peers={peers}": family_root(name, peers, torch.device("cpu")) for name in FAMILY for peers in (1, 7)
+    }
     GOLDEN.write_text(json.dumps(roots, indent=1) + "\n")

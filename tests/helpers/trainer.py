@@ -6,7 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.config import DeviceConfig, ModelConfig, RecipeConfig, RunConfig
+from p2ptrain.config import AgreementConfig, DeviceConfig, ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.prepare import prepare
@@ -20,6 +20,19 @@ RECIPES: dict[str, dict[str, Any]] = {
     "demo": {"learning_rate": Fraction(1, 250), "k": 32},
     "local": {"local_steps": 4, "inner_learning_rate": Fraction(1, 100), "k": 64},
 }
+_LOCAL = {"name": "local", "inner": "adamw", "local_steps": 4, "inner_learning_rate": Fraction(1, 100)}
+_NESTEROV = {"momentum": Fraction(9, 10), "nesterov": True, "learning_rate": Fraction(7, 10)}
+_DENSE = _LOCAL | {"transform": "none", "k": 64**2}
+FAMILY: dict[str, dict[str, Any]] = {  # what the recipe `local` can be besides
+    "momentum": _LOCAL | {"k": 64, "momentum": Fraction(1, 2)},
+    "delayed momentum": _LOCAL | {"k": 64, "momentum_rounds": 3} | _NESTEROV,
+    "sparse weights": _LOCAL | {"transform": "none", "k": 64, "value_bits": 2},
+    "sixteen bits": _DENSE | {"value_bits": 16, "decay": 0},
+    "diloco": _DENSE | {"value_bits": 4, "decay": 0} | _NESTEROV,
+    "all signs": _DENSE | {"value_bits": 1},
+    "fragments": _LOCAL | {"k": 64, "fragments": 3},
+    "streaming": _DENSE | {"value_bits": 8, "decay": 0, "fragments": 2} | _NESTEROV,
+}
 
 
 def embedded(directory: Path) -> TokenDataset:
@@ -32,10 +45,18 @@ def embedded(directory: Path) -> TokenDataset:
 
 
 def make(
-    dataset: TokenDataset, name: str = "distro", seed: int = 1, *, half_state: bool = False, **changes: Any
+    dataset: TokenDataset,
+    name: str = "distro",
+    seed: int = 1,
+    *,
+    half_state: bool = False,
+    is_late: bool = False,
+    **changes: Any,
 ) -> Trainer:
-    recipe = RecipeConfig(name=name, sequences_per_pass=4, **(RECIPES[name] | changes))
-    run = RunConfig(name="test", seed=seed, model=ModelConfig(**TINY), recipe=recipe)
+    """Makes a trainer; is_late: contributions may be one round late."""
+    recipe = RecipeConfig(**({"name": name, "sequences_per_pass": 4} | (RECIPES | FAMILY)[name] | changes))
+    agreement = AgreementConfig(staleness_rounds_max=1, overlap_rounds=1) if is_late else AgreementConfig()
+    run = RunConfig(name="test", seed=seed, model=ModelConfig(**TINY), recipe=recipe, agreement=agreement)
     return Trainer(run, ONE_THREAD.model_copy(update={"half_state": half_state}), dataset)
 
 

@@ -28,9 +28,20 @@ from p2ptrain.learn.aggregate import (
 from p2ptrain.learn.codec import Contribution, PayloadFormat, pack
 from p2ptrain.learn.root import covered_pieces, state_root
 from p2ptrain.learn.scales import Scales
+from p2ptrain.learn.schedule import Terms
 from p2ptrain.learn.transform import Layout, first_stage_dtype
 from tests.helpers.exact_numbers import contribution, weights
-from tests.helpers.golden import SHAPES, flat_weights, golden, golden_cases, golden_root, parts, scales_of, updated
+from tests.helpers.golden import (
+    FAMILY,
+    SHAPES,
+    flat_weights,
+    golden,
+    golden_cases,
+    golden_root,
+    parts,
+    scales_of,
+    updated,
+)
 
 CPU = torch.device("cpu")
 COMBINATIONS = list(itertools.product(("distro", "demo", "local"), ("normalised", "mean", "sign")))
@@ -42,7 +53,8 @@ def test_golden_state_roots(case: str) -> None:
 
 
 def test_there_is_a_golden_root_for_every_case_and_no_two_are_equal() -> None:
-    assert list(golden()) == list(golden_cases())
+    family = [f"{name} peers={peers}" for name in FAMILY for peers in (1, 7)]
+    assert list(golden()) == [*golden_cases(), *family]
     assert len(set(golden().values())) == len(golden())
 
 
@@ -81,7 +93,7 @@ def test_products_that_leave_negative_zero_are_taken_as_zero(outer: str, monkeyp
     offered = [contribution(1, layout, recipe)]
     flat = torch.full((64, 64), -0.0)
     monkeypatch.setattr(aggregate, "inverse", lambda votes, chunk, stage: torch.full((64, 1, 64), -0.0).double())
-    apply_votes(layout, recipe, sum_votes(layout, recipe, offered, 1, None, CPU), Fraction(1), [flat])
+    apply_votes(layout, recipe, sum_votes(layout, recipe, offered, 1, None, CPU), Terms(Fraction(1)), [flat])
     assert torch.signbit(flat).all(), "-0.0 - 0.0 is -0.0, and -0.0 - (-0.0) would be 0.0"
 
 
@@ -195,7 +207,7 @@ def test_updates_are_the_formulas_worked_out_in_floating_point(name: str, outer:
     after = before.clone()
     scales = scales_of(layout, recipe, offered)
     votes = sum_votes(layout, recipe, offered, 5, scales, CPU)
-    apply_votes(layout, recipe, votes, Fraction(1, 100), [after])
+    apply_votes(layout, recipe, votes, Terms(Fraction(1, 100)), [after])
 
     dense = np.zeros((2, 4096))
     for one in offered:
@@ -228,7 +240,9 @@ def test_normalised_steps_have_the_size_of_the_rate_whatever_the_number_of_peers
     for peers in (1, 4, 32):
         flat = torch.zeros(256, 256)
         offered = [contribution(peer, layout, recipe) for peer in range(peers)]
-        apply_votes(layout, recipe, sum_votes(layout, recipe, offered, peers, None, CPU), Fraction(1, 10), [flat])
+        apply_votes(
+            layout, recipe, sum_votes(layout, recipe, offered, peers, None, CPU), Terms(Fraction(1, 10)), [flat]
+        )
         assert float(flat.square().mean().sqrt()) == pytest.approx(0.1, rel=1e-3)
 
 
@@ -265,7 +279,7 @@ def test_negative_zero_in_the_weights_ends_as_the_same_bits_whatever_the_product
         one = Contribution(np.array([[2 * 64]], np.uint16), np.array([[value]], np.int8))  # the row u = 2
         other = Contribution(one.indices, -one.values)
         flat = torch.full((64, 64), -0.0)
-        apply_votes(layout, recipe, sum_votes(layout, recipe, [one, other], 2, None, CPU), Fraction(1), [flat])
+        apply_votes(layout, recipe, sum_votes(layout, recipe, [one, other], 2, None, CPU), Terms(Fraction(1)), [flat])
         assert torch.signbit(flat).all(), "an update of nothing is 0.0, and -0.0 - 0.0 is -0.0"
 
 
@@ -392,6 +406,6 @@ def test_votes_that_a_device_cannot_hold_are_summed_by_the_cpu(monkeypatch: pyte
 
         monkeypatch.setattr(aggregate, "sum_votes", sometimes)
         states.append(flat_weights(3))
-        apply_payloads(layout, recipe, form, payloads, Fraction(1, 3), None, parts(states[-1]))
+        apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1, 3)), parts(states[-1]))
     assert torch.equal(*states)
     assert not torch.equal(states[0], flat_weights(3))

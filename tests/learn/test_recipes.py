@@ -69,12 +69,12 @@ def test_distro_offers_what_an_independent_demo_would(shape: tuple[int, int]) ->
     """Padding included: there the residual of coefficients must be projected, or it drifts from the paper's."""
     recipe = RecipeConfig(chunk=64, name="distro", k=16, decay=Fraction(9, 10))
     layout = Layout([shape], 64)
-    residual = Residual(layout, CPU)
+    residual = Residual((layout,), CPU)
     reference = PlainDeMo(shape, 16, 0.9)
     agreeing = chosen = 0
     for step in range(12):
         gradient = weights(step, shape)
-        residual.add([gradient], 0.9)
+        residual.add(0, [gradient], 0.9)
         offered = residual.take(step, recipe)
         residual.forget(step)
         indices, values, margin = reference.step(gradient.double().numpy())
@@ -91,9 +91,9 @@ def test_distro_offers_what_an_independent_demo_would(shape: tuple[int, int]) ->
 def test_gradients_of_the_opposite_sign_give_the_opposite_signs_and_zero_gives_no_memory() -> None:
     recipe = RecipeConfig(chunk=64, name="distro", k=8)
     layout = Layout([(64, 128)], 64)
-    one, other = Residual(layout, CPU), Residual(layout, CPU)
-    one.add([weights(1, (64, 128))], 0.5)
-    other.add([-weights(1, (64, 128))], 0.5)
+    one, other = Residual((layout,), CPU), Residual((layout,), CPU)
+    one.add(0, [weights(1, (64, 128))], 0.5)
+    other.add(0, [-weights(1, (64, 128))], 0.5)
     first, second = one.take(0, recipe), other.take(0, recipe)
     assert np.array_equal(first.indices, second.indices)
     assert np.array_equal(first.values, -second.values)
@@ -102,8 +102,8 @@ def test_gradients_of_the_opposite_sign_give_the_opposite_signs_and_zero_gives_n
 
 def test_what_a_contribution_of_signs_carries_is_gone_from_the_residual() -> None:
     layout = Layout([(64, 128)], 64)
-    residual = Residual(layout, CPU)
-    residual.add([weights(1, (64, 128))], 0.5)
+    residual = Residual((layout,), CPU)
+    residual.add(0, [weights(1, (64, 128))], 0.5)
     before = residual.coefficients.clone()
     offered = residual.take(3, RecipeConfig(name="distro", chunk=64, k=32))
     places = torch.from_numpy(offered.indices.astype(np.int64))
@@ -117,8 +117,8 @@ def test_what_a_contribution_of_signs_carries_is_gone_from_the_residual() -> Non
 def test_a_scaled_contribution_carries_what_left_the_residual(name: str, value_bits: int) -> None:
     recipe = RecipeConfig(chunk=64, name=name, k=32, value_bits=value_bits)
     layout = Layout([(64, 128), (192, 64), (30,)], 64)
-    residual = Residual(layout, CPU)
-    residual.add([weights(1, (64, 128)), weights(2, (192, 64)) / 1000, weights(3, (30,)) * 7], 0.5)
+    residual = Residual((layout,), CPU)
+    residual.add(0, [weights(1, (64, 128)), weights(2, (192, 64)) / 1000, weights(3, (30,)) * 7], 0.5)
     before = residual.coefficients.clone()
     offered = residual.take(0, recipe)
     assert offered.exponents is not None
@@ -159,8 +159,8 @@ def test_quantising_nothing_and_extremes_stays_in_range() -> None:
 def test_a_group_without_a_gradient_is_offered_as_next_to_nothing() -> None:
     recipe = RecipeConfig(name="local")
     layout = Layout([(64, 64), (64, 64)], 64)
-    residual = Residual(layout, CPU)
-    residual.add([weights(1, (64, 64)) / 100, torch.zeros(64, 64)], 0.95)
+    residual = Residual((layout,), CPU)
+    residual.add(0, [weights(1, (64, 64)) / 100, torch.zeros(64, 64)], 0.95)
     offered = residual.take(0, recipe)
     assert offered.exponents is not None
     assert offered.exponents[1] == -64 < offered.exponents[0]
@@ -169,7 +169,7 @@ def test_a_group_without_a_gradient_is_offered_as_next_to_nothing() -> None:
 
 def test_signs_of_nothing_change_from_round_to_round_and_from_place_to_place() -> None:
     layout = Layout([(64, 64)], 64)
-    residual = Residual(layout, CPU)
+    residual = Residual((layout,), CPU)
     first, second = (
         residual.take(0, RecipeConfig(name="distro", chunk=64, k=32)),
         residual.take(1, RecipeConfig(name="distro", chunk=64, k=32)),
@@ -182,8 +182,8 @@ def test_signs_of_nothing_change_from_round_to_round_and_from_place_to_place() -
 def test_a_contribution_that_nobody_took_comes_back_value_for_value() -> None:
     layout = Layout([(64, 128)], 64)
     recipe = RecipeConfig(name="distro", chunk=64, k=32)
-    residual = Residual(layout, CPU)
-    residual.add([weights(1, (64, 128))], 0.5)
+    residual = Residual((layout,), CPU)
+    residual.add(0, [weights(1, (64, 128))], 0.5)
     before = residual.coefficients.clone()
     residual.take(0, recipe)
     residual.restore(0)
@@ -200,9 +200,9 @@ def test_a_contribution_that_nobody_took_comes_back_value_for_value() -> None:
 def test_contributions_come_back_in_any_order_to_a_later_residual() -> None:
     layout = Layout([(64, 128)], 64)
     recipe = RecipeConfig(name="distro", chunk=64, k=32)
-    residual = Residual(layout, CPU)
+    residual = Residual((layout,), CPU)
     for number in range(3):
-        residual.add([weights(number, (64, 128))], 0.5)
+        residual.add(0, [weights(number, (64, 128))], 0.5)
         residual.take(number, recipe)
     kept = residual.kept[1]
     before = residual.coefficients.clone()
@@ -219,7 +219,7 @@ def ours_and_theirs(**settings: Any) -> tuple[LiveModel, LocalRecipe, Transforme
     live = live_model()
     recipe, model = RecipeConfig(name="local", **rates, **settings), Transformer(TINY)
     initialise(model, 1)
-    return live, LocalRecipe(recipe, live, Layout(live.shapes, 64)), model
+    return live, LocalRecipe(recipe, live, (Layout(live.shapes, 64),)), model
 
 
 def test_local_steps_are_those_of_torchs_adamw() -> None:
@@ -240,8 +240,8 @@ def test_local_steps_are_those_of_torchs_adamw() -> None:
     local.end()
     assert local.drift == pytest.approx(np.linalg.norm(moved.numpy()) / np.linalg.norm(local.agreed.numpy()), rel=1e-5)
     local.contribute(0)
-    expected = Residual(Layout(live.shapes, 64), CPU)
-    expected.add(live.parts(moved), 0.95)
+    expected = Residual((Layout(live.shapes, 64),), CPU)
+    expected.add(0, live.parts(moved), 0.95)
     restored = local.residual
     restored.restore(0)
     assert torch.allclose(restored.coefficients, expected.coefficients, atol=1e-6)
@@ -253,7 +253,7 @@ def test_the_schedule_shapes_the_rate_of_local_steps() -> None:
     live, local, _ = ours_and_theirs(inner="muon", sequences_per_pass=4, warmup_rounds=4)
     moved = []
     for number in (0, 3):
-        local = LocalRecipe(local.config, live, Layout(live.shapes, 64))  # with a new optimizer
+        local = LocalRecipe(local.config, live, (Layout(live.shapes, 64),))  # with a new optimizer
         local.begin(number)
         local.local_step(0, batch(0), [])
         moved.append(float((live.weights - local.agreed).norm()))
@@ -353,10 +353,12 @@ def test_a_gradient_that_is_not_finite_is_found_though_the_loss_is(monkeypatch: 
 def test_a_recipe_is_chosen_by_name() -> None:
     live = live_model()
     layout = Layout(live.shapes, 64)
-    kinds = {name: type(make_recipe(RecipeConfig(chunk=64, k=32, name=name), live, layout)) for name in RECIPES}
+    kinds = {name: type(make_recipe(RecipeConfig(chunk=64, k=32, name=name), live, (layout,))) for name in RECIPES}
     assert kinds == {"distro": GradientRecipe, "demo": GradientRecipe, "local": LocalRecipe}
     for name in RECIPES:
-        assert make_recipe(RecipeConfig(chunk=64, k=32, name=name), live, layout).agreed.numel() == live.weights.numel()
+        assert (
+            make_recipe(RecipeConfig(chunk=64, k=32, name=name), live, (layout,)).agreed.numel() == live.weights.numel()
+        )
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -369,8 +371,9 @@ def test_a_recipe_is_chosen_by_name() -> None:
 def test_a_recipe_takes_the_memory_that_is_told_of_it(name: str, by: str) -> None:
     run = RunConfig(name="x", model=TINY, recipe=RecipeConfig(chunk=64, k=32, name=name, inner=by))  # type: ignore[arg-type]
     live = live_model()
-    recipe = make_recipe(run.recipe, live, Layout(live.shapes, 64))
-    own = [each for each in vars(recipe).values() if isinstance(each, torch.Tensor) and each is not live.weights]
+    recipe = make_recipe(run.recipe, live, (Layout(live.shapes, 64),))
+    tensors = (each for name, each in vars(recipe).items() if name != "agreed")  # a view of the agreed state
+    own = [each for each in tensors if isinstance(each, torch.Tensor) and each is not live.weights]
     saved = sum(each.nbytes for each in recipe.state().values() if each.dim())
     need = need_of(run)
     assert sum(each.nbytes for each in own) + saved == need.optimizer

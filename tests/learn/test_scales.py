@@ -17,6 +17,7 @@ from p2ptrain.learn.codec import Contribution, PayloadFormat, pack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.recipes import Residual
 from p2ptrain.learn.scales import Scales, Sizes
+from p2ptrain.learn.schedule import Terms
 from p2ptrain.learn.transform import Layout
 from tests.helpers.exact_numbers import contribution, weights
 from tests.helpers.golden import scales_of
@@ -138,14 +139,14 @@ def test_what_is_cut_from_a_contribution_returns_to_its_authors_residual(bits: i
     recipe = RecipeConfig(name="local", k=32, value_bits=bits)
     layout = Layout([(64, 128), (192, 64)], 64)
     form = PayloadFormat.of(layout, recipe)
-    residuals = [Residual(layout, CPU) for _ in range(4)]
+    residuals = [Residual((layout,), CPU) for _ in range(4)]
     for number, (residual, factor) in enumerate(zip(residuals, (1.0, 1.3, 0.05, 700.0), strict=True)):
-        residual.add([weights(number, (64, 128)) * factor, weights(number + 9, (192, 64)) * factor], 0.9)
+        residual.add(0, [weights(number, (64, 128)) * factor, weights(number + 9, (192, 64)) * factor], 0.9)
     before = [residual.coefficients.clone() for residual in residuals]
     offered = [residual.take(0, recipe) for residual in residuals]
     payloads = [pack(each, form) for each in offered]
     flat = [torch.zeros(64, 128), torch.zeros(192, 64)]
-    scales = apply_payloads(layout, recipe, form, payloads, Fraction(1), None, flat)
+    scales = apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1)), flat)
     assert scales is not None
     assert (scales.cuts[3] > 5).all(), "the large one is cut"
     assert not scales.cuts[:3].any()
@@ -161,8 +162,8 @@ def test_what_is_cut_from_a_contribution_returns_to_its_authors_residual(bits: i
         )
         assert torch.allclose(told, expected, atol=float(before[number].abs().max()) * 1e-6)
         moved += told
-    decoded = Residual(layout, CPU)
-    decoded.add(flat, 0.0)
+    decoded = Residual((layout,), CPU)
+    decoded.add(0, flat, 0.0)
     furthest = float((decoded.coefficients.double() + moved / 4).abs().max())
     assert furthest < 1e-3 * float(moved.abs().max()), "what was told and what was applied are the same"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from safetensors import safe_open
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.node.device import FAILED, Device
+from p2ptrain.node.device import FAILED, Applying, Device
 from p2ptrain.store.diary import Diary, Trained
-from tests.helpers.trainer import RECIPES, embedded, make
+from tests.helpers.trainer import FAMILY, RECIPES, embedded, make
 
 ROUNDS = 7
 NONE_OPEN: frozenset[int] = frozenset()
@@ -25,6 +26,14 @@ NONE_OPEN: frozenset[int] = frozenset()
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     return embedded(tmp_path_factory.mktemp("corpus") / "data")
+
+
+def applied(device: Device, number: int, taken: dict[int, bytes]) -> bytes | None:
+    """Applies own payloads, by their rounds, in this thread."""
+    applying = Applying(number, list(taken.values()), taken, bytes(32), device.adopted)
+    device._waiting.append(applying)
+    device._apply_waiting()
+    return applying.done.result()
 
 
 class Life:
@@ -45,7 +54,7 @@ class Life:
 
     def apply(self, number: int) -> None:
         taken = {} if number == 3 else {number: self.payloads[number]}
-        assert self.device._apply(number, list(taken.values()), taken, bytes(32), self.device.adopted) is not None
+        assert applied(self.device, number, taken) is not None
 
     def save(self, path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
         """Saves all that a checkpoint contains."""
@@ -57,7 +66,7 @@ class Life:
         self.device.close()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, *FAMILY])
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("killed_in", [3, 4, 6])
 def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
@@ -91,6 +100,76 @@ def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
     assert caplog.text == ""
     for life in (whole, again):
         life.close()
+
+
+class LateLife(Life):
+    """A device whose rounds are agreed on while the next one trains, after so many of its steps."""
+
+    def __init__(self, dataset: TokenDataset, after: dict[int, int], **changes: Any) -> None:
+        super().__init__(dataset, "local", is_late=True, **changes)
+        self.after = after  # by round
+        self._note_step = self.device._note_step
+
+    def apply(self, number: int) -> None:
+        assert applied(self.device, number, {number: self.payloads[number]}) is not None
+
+    def train_and_apply_the_last(self, number: int) -> None:
+        """Trains a round; the one before it is applied in its middle, or afterwards."""
+        device, open_rounds = self.device, frozenset({number - 1} if number > 1 else ())
+        waiting = None
+        if number > 1:
+            taken = {number - 1: self.payloads[number - 1]}
+            waiting = Applying(number - 1, list(taken.values()), taken, bytes(32), device.adopted)
+
+        def noted(*arguments: Any) -> bool:
+            if waiting is not None and device.step + 1 == self.after.get(number, 0):
+                device._waiting.append(waiting)
+            return self._note_step(*arguments)
+
+        device._note_step = noted  # type: ignore[method-assign]
+        _, payload, trained = device._train(number, 0, 1, open_rounds)
+        assert trained is not None
+        self.diary.append(trained)
+        self.payloads[number] = payload
+        if waiting is not None and not waiting.done.done():
+            device._waiting = deque([waiting])
+            device._apply_waiting()
+
+
+@pytest.mark.parametrize("killed_in", [3, 4])
+def test_a_training_in_whose_middle_a_round_was_applied_is_repeated_bit_for_bit(
+    killed_in: int, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    whole, checkpoint = LateLife(dataset, {2: 1, 3: 2, 4: 3, 5: 1}), tmp_path / "checkpoint"
+    for number in range(1, 6):
+        whole.train_and_apply_the_last(number)
+        if number == 2:
+            whole.save(checkpoint)
+    assert [each.applied_after for each in whole.diary] == [0, 1, 2, 3, 1]
+
+    again = LateLife(dataset, whole.after)
+    again.device.trainer.load(checkpoint)
+    again.device.repeat(whole.diary[2:killed_in], killed_in)
+    again.payloads = {number: whole.payloads[number] for number in range(1, killed_in + 1)}
+    for number in range(2, killed_in):
+        again.apply(number)
+    for number in range(killed_in + 1, 6):
+        again.train_and_apply_the_last(number)
+    assert again.payloads == whole.payloads
+    assert again.save(tmp_path / "again") == whole.save(tmp_path / "whole")
+    assert caplog.text == ""
+
+
+def test_steps_go_on_from_the_weights_that_were_agreed_on_in_their_middle(dataset: TokenDataset) -> None:
+    """What a round moves is the sum of its steps, wherever the weights are meanwhile."""
+    life = LateLife(dataset, {2: 2}, inner_learning_rate=Fraction(0))
+    life.device.trainer.recipe.residual.coefficients.normal_(generator=torch.Generator().manual_seed(1))
+    life.train_and_apply_the_last(1)
+    before = life.device.trainer.recipe.agreed.clone()
+    life.train_and_apply_the_last(2)
+    assert not torch.equal(life.device.trainer.recipe.agreed, before)
+    assert life.device.own_drift == pytest.approx(0.0, abs=1e-6)  # its steps moved nothing
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -152,7 +231,7 @@ def test_a_training_that_failed_midway_is_repeated_as_far_as_it_went(
     assert (failed.round, failed.steps, failed.payload) == (2, failing, FAILED)
     whole.diary.append(failed)
     model.loss = real  # type: ignore[method-assign]
-    assert whole.device._apply(2, [], {}, bytes(32), whole.device.adopted) is not None
+    assert applied(whole.device, 2, {}) is not None
     whole.train(3)
 
     again = Life(dataset, "local", inner=inner)
@@ -160,7 +239,7 @@ def test_a_training_that_failed_midway_is_repeated_as_far_as_it_went(
     again.device.repeat(whole.diary, whole.device.trained)
     again.payloads = dict(whole.payloads)
     again.apply(1)
-    assert again.device._apply(2, [], {}, bytes(32), again.device.adopted) is not None
+    assert applied(again.device, 2, {}) is not None
     again.train(3)
     assert again.payloads == whole.payloads
     assert again.save(tmp_path / "again") == whole.save(tmp_path / "whole")

@@ -1,0 +1,131 @@
+"""The outer step of a run: what its payloads look like, and what a round of them makes of the agreed state.
+
+The agreed state is one flat tensor: all parameters in the model's order and, if the recipe has a momentum, as many
+numbers again. A run with `fragments` (Streaming DiLoCo: Douillard et al. 2025, arXiv 2501.18512) agrees on one part of
+the model each round, in turn; all other weights and momenta stay as they are.
+
+Then a payload begins with a byte that tells its fragment, and ends with zeros that make all payloads equally long:
+their length is known before they come. One of another fragment than its round's moves nothing, as if it held only
+zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from math import prod
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from p2ptrain.config import RecipeConfig
+from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.learn.aggregate import apply_payloads
+from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
+from p2ptrain.learn.scales import Scales
+from p2ptrain.learn.schedule import terms_of
+from p2ptrain.learn.transform import Layout
+
+FRAGMENT_BYTES = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How a round's contributions were counted."""
+
+    payloads: Sequence[bytes]  # those of the round's fragment
+    scales: Scales | None
+
+    def uncounted(self, payload: bytes) -> Callable[[NDArray[np.float32]], NDArray[np.float32]] | None:
+        """Returns what gives the uncounted part of the values of a payload, if a part of it may not have counted."""
+        return partial(self.scales.uncounted, self.payloads.index(payload)) if self.scales else None
+
+
+class Outer:
+    """A run's layout, payloads and outer step.
+
+    rounds_late: how old a contribution may be
+    """
+
+    def __init__(self, recipe: RecipeConfig, shapes: Sequence[Sequence[int]], rounds_late: int = 0) -> None:
+        self.recipe, self.rounds_late = recipe, rounds_late
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.parameters = sum(map(prod, self.shapes))
+        self.layouts = Layout.of(shapes, recipe).fragments(recipe.fragments)
+        self.forms = [PayloadFormat.of(layout, recipe) for layout in self.layouts]
+        self.payload_bytes = max(form.payload_bytes for form in self.forms) + self._head_bytes
+        self.contribution_bytes = max(form.contribution_bytes for form in self.forms)
+
+    @property
+    def _head_bytes(self) -> int:
+        return FRAGMENT_BYTES if self.recipe.fragments > 1 else 0
+
+    @property
+    def state_numbers(self) -> int:
+        """How many numbers the agreed state has."""
+        return self.parameters * (2 if self.recipe.momentum else 1)
+
+    def fragment_of(self, round_number: int) -> int:
+        """Returns the part of the model that a round, counted from 0, agrees on."""
+        return round_number % self.recipe.fragments
+
+    def pack(self, contribution: Contribution, fragment: int) -> bytes:
+        payload = pack(contribution, self.forms[fragment])
+        if not self._head_bytes:
+            return payload
+        return bytes([fragment]) + payload + bytes(self.payload_bytes - FRAGMENT_BYTES - len(payload))
+
+    def unpack(self, payload: bytes) -> Contribution:
+        """Decodes a payload strictly; raises RemoteProtocolError, with the reason, if it is not a valid encoding."""
+        if len(payload) != self.payload_bytes:
+            raise RemoteProtocolError(f"payload of {len(payload)} bytes; this run's have {self.payload_bytes}")
+        fragment, content = self._content(payload)
+        end = self.forms[fragment].payload_bytes
+        if any(content[end:]):
+            raise RemoteProtocolError("a payload's padding is not zero")
+        return unpack(content[:end], self.forms[fragment])
+
+    def _content(self, payload: bytes) -> tuple[int, bytes]:
+        """Returns the fragment that a payload is of, and what follows the byte that tells it."""
+        if not self._head_bytes:
+            return 0, payload
+        if not payload[0] < self.recipe.fragments:
+            raise RemoteProtocolError(f"fragment {payload[0]} of {self.recipe.fragments}")
+        return payload[0], payload[FRAGMENT_BYTES:]
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Splits a flat tensor of all parameters into views of their shapes."""
+        pieces = torch.split(flat, [prod(shape) for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def apply(
+        self,
+        state: Tensor,
+        round_number: int,
+        payloads: Sequence[bytes],
+        unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
+    ) -> Counted:
+        """Applies a round's payloads, which `unpack` has accepted, to the state, in place."""
+        terms, fragment = terms_of(self.recipe, round_number, self.rounds_late), self.fragment_of(round_number)
+        size = self.forms[fragment].payload_bytes
+        split = [(payload, *self._content(payload)) for payload in payloads]
+        counted = [(payload, content[:size]) for payload, own, content in split if own == fragment]
+        if counted and len(counted) < len(payloads):  # the others count as contributions that move nothing
+            terms = replace(terms, rate=terms.rate * Fraction(len(counted), len(payloads)))
+        weights, momenta = state[: self.parameters], state[self.parameters :]
+        scales = apply_payloads(
+            self.layouts[fragment],
+            self.recipe,
+            self.forms[fragment],
+            [content for _, content in counted],
+            terms,
+            self.parts(weights),
+            self.parts(momenta) if len(momenta) else (),
+            {content: unpacked[payload] for payload, content in counted if payload in unpacked},
+        )
+        return Counted([payload for payload, _ in counted], scales)
