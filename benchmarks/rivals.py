@@ -6,6 +6,9 @@
                 (Thérien et al. 2025, arXiv 2505.23725)
     sparseloco  AdamW, H = 30, chunks of 4096 without a DCT, k = 64, 2-bit values, error feedback .95, plain step of 1
                 (Sarfi et al. 2025, arXiv 2508.15706)
+    lowrank     Muon, H = 10, what each matrix moved times a random orthonormal matrix that all share (rank 16), in 4
+                bits, with error feedback .95: after DiLoCoX (Qi et al. 2025, arXiv 2506.21263), but with factors that
+                need no second exchange
     demo32      DeMo with its own fp32 values: one step a round, DCT, k = 32, mean over senders, sign (arXiv 2411.19870)
 
 Where a paper leaves a quantiser open, each gets the levels of least error that its bits allow. Payloads are counted,
@@ -28,6 +31,7 @@ from p2ptrain.learn.transform import Layout, orthonormal_basis
 
 INDEX_BITS = 12
 LEVEL_BYTES = 2
+RANK = 16
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ RIVALS = {
     "diloco4": Rival("four bits", "adamw", 0.7, 0.9),
     "muloco": Rival("two bits", "muon", 0.7, 0.6, 0.9),
     "sparseloco": Rival("sparse", "adamw", error_decay=0.95),
+    "lowrank": Rival("low rank", "muon", error_decay=0.95),
 }
 
 
@@ -68,7 +73,7 @@ class LocalRival:
                 inner.step(rate)
             error.mul_(self.rival.error_decay).add_(self.agreed - self.live.weights)
             for left, summed in zip(*map(self.live.parts, (error, total)), strict=True):
-                sent = compressed(self.rival.codec, left).clone()
+                sent = compressed(self.rival.codec, left, round_number).clone()
                 left.sub_(sent)
                 summed.add_(sent, alpha=1 / len(batches))
         self.momentum.mul_(self.rival.momentum).add_(total)
@@ -112,8 +117,14 @@ def inverse_transform(layout: Layout, coefficients: Tensor, into: list[Tensor]) 
         layout.store(matrix, into, group)
 
 
-def compressed(codec: str, part: Tensor) -> Tensor:
+def compressed(codec: str, part: Tensor, round_number: int = 0) -> Tensor:
     """Returns what the receivers of a part read."""
+    if codec == "low rank":
+        if part.dim() < 2 or min(part.shape) <= RANK:
+            return compressed("four bits", part)
+        generator = torch.Generator().manual_seed(round_number)
+        factor, _ = torch.linalg.qr(torch.randn(part.shape[1], RANK, generator=generator))
+        return compressed("four bits", part @ factor) @ factor.T
     if codec == "dense":
         return part
     rows = part.reshape(len(part), -1) if part.dim() > 1 else part.reshape(1, -1)
@@ -146,6 +157,9 @@ def levels(rows: Tensor, bits: int) -> Tensor:
 def part_bytes(codec: str, part: Tensor) -> int:
     """Counts the bytes of a tensor's payload."""
     rows = len(part) if part.dim() > 1 else 1
+    if codec == "low rank":
+        numbers = rows * RANK if part.dim() > 1 and min(part.shape) > RANK else part.numel()
+        return numbers // 2 + LEVEL_BYTES * rows
     if codec == "dense":
         return 4 * part.numel()
     if codec == "four bits":

@@ -11,7 +11,7 @@ from p2ptrain.config import RecipeConfig
 from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.outer import Outer
-from p2ptrain.learn.recipes import LocalRecipe, make_recipe
+from p2ptrain.learn.recipes import LocalRecipe, Residual, make_recipe
 from p2ptrain.learn.schedule import inner_rate
 
 
@@ -68,6 +68,26 @@ class Swarm:
                 self.peers[number].residual.forget(taken, counted.uncounted(payload))
 
 
+class RadialSwarm(Swarm):
+    """Each tensor moves in the direction of the mean, as far as contributions move it on average: however many there
+    are, their noise does not shorten the step. In floating point."""
+
+    @torch.no_grad()
+    def _apply(self, round_number: int, payloads: dict[int, bytes], only: int | None = None) -> None:
+        before, each = self.state.clone(), []
+        for payload in payloads.values():
+            alone = torch.zeros_like(self.state)
+            self.outer.apply(alone, round_number, [payload])
+            each.append([float(part.norm()) for part in self.outer.parts(alone)])
+        super()._apply(round_number, payloads, only)
+        for part, old, norms in zip(
+            self.outer.parts(self.state), self.outer.parts(before), zip(*each, strict=True), strict=True
+        ):
+            moved = part - old
+            if norm := float(moved.norm()):
+                part.copy_(old + moved * (sum(norms) / len(norms) * float(self.config.learning_rate) / norm))
+
+
 class SwarmOfSpeeds(Swarm):
     """Peers of which each takes as many rounds for a training as `speeds` says, and contributes late.
 
@@ -96,6 +116,38 @@ class SwarmOfSpeeds(Swarm):
         for number in ready:
             self.bases[number].copy_(self.state)
         self.live.weights.copy_(self.agreed)
+
+
+class TwoLevelSwarm:
+    """Regions whose nodes agree among themselves, and whose movement over some of their rounds is one contribution to
+    the world's round (after HALoS: Kim et al. 2025, arXiv 2506.04531). `payload_bytes` are a region's, for the world.
+    """
+
+    def __init__(self, recipe: RecipeConfig, live: LiveModel, peers: int, regions: int, rounds: int) -> None:
+        own = {"local_steps": recipe.local_steps // rounds, "rounds": recipe.rounds * rounds}
+        regional = recipe.model_copy(update=own | {"warmup_rounds": recipe.warmup_rounds * rounds})
+        self.config, self.live, self.rounds = recipe, live, rounds
+        self.regions = [Swarm(regional, live, peers // regions) for _ in range(regions)]
+        self.outer = Outer(recipe, live.shapes)
+        self.residuals = [Residual(self.outer.layouts, live.weights.device) for _ in range(regions)]
+        self.state = self.regions[0].state.clone()
+        self.payload_bytes = self.outer.payload_bytes
+
+    def round(self, round_number: int, batches: list[list[Any]]) -> None:
+        payloads, count = [], len(self.regions[0].peers)
+        for place, (region, residual) in enumerate(zip(self.regions, self.residuals, strict=True)):
+            own = batches[place * count : (place + 1) * count]
+            region.state.copy_(self.state)
+            for turn in range(self.rounds):
+                steps = slice(turn * len(own[0]) // self.rounds, (turn + 1) * len(own[0]) // self.rounds)
+                region.round(round_number * self.rounds + turn, [each[steps] for each in own])
+            residual.add(round_number, self.outer.parts(self.state - region.state), float(self.config.decay))
+            payloads.append(self.outer.pack(residual.take(round_number, self.config), 0))
+        with torch.no_grad():
+            counted = self.outer.apply(self.state, round_number, payloads)
+        for residual, payload in zip(self.residuals, payloads, strict=True):
+            residual.forget(round_number, counted.uncounted(payload))
+        self.live.weights.copy_(self.state)
 
 
 class FullySynchronised:

@@ -34,7 +34,7 @@ from p2ptrain.learn.aggregate import check_exactness
 from p2ptrain.learn.models import named_shapes
 from p2ptrain.learn.outer import Outer
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, state_root
-from p2ptrain.learn.trainer import MOMENTUM_NAME, WEIGHTS_PREFIX
+from p2ptrain.learn.saved_state import MOMENTUM_NAME, WEIGHTS_PREFIX
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
 

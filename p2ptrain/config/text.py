@@ -107,6 +107,8 @@ THEIR_NAMES = {  # settings of DeMo, DisTrO, DiLoCo and SparseLoCo as their auth
     "quantize_1bit": "value_bits = 1",
     "inner_steps": "local_steps",
     "outer_lr": "learning_rate",
+    "outer_momentum": "momentum",
+    "outer_nesterov": "nesterov",
     "inner_lr": "inner_learning_rate",
     "error_decay": "decay",
 }

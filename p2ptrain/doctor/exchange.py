@@ -45,14 +45,15 @@ def judge_exchange(
     else:
         key, value = "passes_per_step", math.ceil(recipe.passes_per_step * factor)
     fix = f"5 % takes a run with {key} = {value}"
-    if fewer := _largest_k(run, need_of(run).payload / factor):
-        fix += f", or k = {fewer}"
+    key = "value_bits" if recipe.is_dense else "k"  # of every weight, only fewer bits can be sent
+    if fewer := _largest(run, key, need_of(run).payload / factor):
+        fix += f", or {key} = {fewer}"
     return Diagnosis("exchange", "warning", text, fix)
 
 
-def _largest_k(run: RunConfig, payload_bytes: float) -> int:
-    """Returns the largest k, a power of two, whose contributions are that small; 0 if there is none."""
-    tried = [1 << bits for bits in range(run.recipe.k.bit_length())]
-    recipes = [run.recipe.model_copy(update={"k": k}) for k in tried]
-    runs = [run.model_copy(update={"recipe": recipe}) for recipe in recipes]
-    return max((each.recipe.k for each in runs if need_of(each).payload <= payload_bytes), default=0)
+def _largest(run: RunConfig, key: str, payload_bytes: float) -> int:
+    """Returns the largest power of two for a key of the recipe with which contributions are that small; 0: none."""
+    tried = [1 << bits for bits in range(getattr(run.recipe, key).bit_length())]
+    runs = [run.model_copy(update={"recipe": run.recipe.model_copy(update={key: value})}) for value in tried]
+    fits = (value for value, each in zip(tried, runs, strict=True) if need_of(each).payload <= payload_bytes)
+    return max(fits, default=0)

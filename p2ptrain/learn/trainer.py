@@ -25,7 +25,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -34,7 +33,6 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from p2ptrain.capacity import cores, return_large_blocks
@@ -43,7 +41,7 @@ from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError, TrainingError
 from p2ptrain.learn.aggregate import check_exactness
 from p2ptrain.learn.assignment import Positions, shard
-from p2ptrain.learn.codec import Contribution, every_index
+from p2ptrain.learn.codec import Contribution
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.evaluate import evaluate
 from p2ptrain.learn.live import LiveModel, StepResult
@@ -52,16 +50,23 @@ from p2ptrain.learn.models import build, first_model
 from p2ptrain.learn.outer import Outer
 from p2ptrain.learn.own_data import OwnData
 from p2ptrain.learn.plugins import blamed_in_run
-from p2ptrain.learn.recipes import KEPT_ROUNDS_MAX, LocalRecipe, Withdrawal, make_recipe
+from p2ptrain.learn.recipes import LocalRecipe, make_recipe
 from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
 from p2ptrain.learn.run_data import check_data, check_tokens, packing_of
 from p2ptrain.learn.sample import SampleRequest, sample
+from p2ptrain.learn.saved_state import (
+    MOMENTUM_NAME,
+    STATE_FORMAT,
+    STATE_TYPES,
+    WEIGHTS_PREFIX,
+    Capture,
+    in_memory,
+    is_agreed,
+    is_finite,
+    read_kept,
+)
 from p2ptrain.learn.shortage import told
 
-STATE_FORMAT = "p2ptrain trainer 1"
-WEIGHTS_PREFIX, MOMENTUM_NAME = "weights.", "momentum"  # of the agreed state, in a saved one
-STATE_TYPES = torch.float32, torch.bfloat16
-FINITE_BLOCK = 2**20  # numbers that are checked at a time
 EVALUATED_SEQUENCES = 64  # 16 KB of held-out text at the smallest preset, enough for a curve; a guess
 
 log = logging.getLogger("p2ptrain.learn")
@@ -80,27 +85,6 @@ def _check_compiler() -> None:
         first = str(error).strip().splitlines()[0]
         fix = "Install a C++ compiler (apt-get install g++), or set device.compile = false"
         raise DeviceError(f"torch.compile does not work here: {first}", fix=fix) from error
-
-
-@dataclass(frozen=True)
-class Capture:
-    """A trainer's state at one moment, to be written while training continues."""
-
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-    agreed: Tensor  # flat; the weights in `tensors` are views into it
-
-    @property
-    def state(self) -> memoryview:
-        """The agreed weights, in the form from which the state root is computed."""
-        return octets(self.agreed)
-
-    def write(self, path: Path) -> None:
-        """Writes a new file; the caller syncs it and renames it into place."""
-        try:
-            save_file(self.tensors, path, self.metadata)
-        except SafetensorError as error:
-            raise DataError(f"{path}: cannot be written ({error})") from error
 
 
 class Trainer:
@@ -426,9 +410,9 @@ class Trainer:
         `contribute` and the announcement, it has a contribution that may never be announced: after `load`, the caller
         restores those of `kept_rounds` that were not announced.
         """
-        agreed = _in_memory(self.recipe.agreed_state, is_copied)
+        agreed = in_memory(self.recipe.agreed_state, is_copied)
         tensors = {
-            name: each if _is_agreed(name) else _in_memory(each, is_copied)
+            name: each if is_agreed(name) else in_memory(each, is_copied)
             for name, each in self._tensors(agreed).items()
         }
         for number, kept in self.recipe.residual.kept.items():  # these are never changed
@@ -458,58 +442,25 @@ class Trainer:
         if not re.fullmatch(r"\d{1,15}", metadata.get("round", "")):
             raise DataError(f"{path}: the round is missing")
         own = self._tensors(self.recipe.agreed_state)
-        kept = self._read_kept(path, {name: tensor for name, tensor in tensors.items() if name not in own})
+        kept = read_kept(path, {name: tensor for name, tensor in tensors.items() if name not in own}, self.outer)
         for name, tensor in own.items():
             found = tensors.get(name)
-            is_private = tensor.dtype in STATE_TYPES and not _is_agreed(name)
+            is_private = tensor.dtype in STATE_TYPES and not is_agreed(name)
             types = STATE_TYPES if is_private else (tensor.dtype,)  # device.half_state may have changed
             if found is None or found.shape != tensor.shape or found.dtype not in types:
                 raise DataError(f"{path}: {name} is missing or not of shape {tuple(tensor.shape)}, {tensor.dtype}")
-            if found.is_floating_point() and not _is_finite(found):
+            if found.is_floating_point() and not is_finite(found):
                 raise DataError(f"{path}: {name} is not finite")
         if (
             self.live.privacy is not None and "private" not in metadata
         ):  # all that follows would tell of what came before
             log.warning("%s was trained without privacy: what was not contributed of it is dropped", path)
             kept = {}
-            tensors = {name: each if _is_agreed(name) else each.zero_() for name, each in tensors.items()}
+            tensors = {name: each if is_agreed(name) else each.zero_() for name, each in tensors.items()}
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         self.recipe.residual.keep(kept)
         self.round, self._trained = int(metadata["round"]), None
-
-    def _read_kept(self, path: Path, tensors: dict[str, Tensor]) -> dict[int, Withdrawal]:
-        kept = {}
-        for name in list(tensors):
-            match = re.fullmatch(r"kept\.(\d{1,15})\.removed", name)
-            indices_name = name.removesuffix("removed") + "indices"
-            if match is None or (indices_name in tensors) == self.run.recipe.is_dense:
-                continue
-            form = self.outer.forms[self.outer.fragment_of(int(match[1]))]
-            shape = (form.chunks, form.k)
-            what, removed, indices = f"{path}: kept.{match[1]}", tensors.pop(name), tensors.pop(indices_name, None)
-            shapes = {removed.shape} if indices is None else {removed.shape, indices.shape}
-            types = {removed.dtype: torch.float32} | ({} if indices is None else {indices.dtype: torch.int32})
-            if shapes != {shape} or any(found != wanted for found, wanted in types.items()):
-                raise DataError(f"{what} is not of shape {shape}")
-            if not _is_finite(removed):
-                raise DataError(f"{what} is not finite")
-            chosen = every_index(*shape) if indices is None else indices.numpy()
-            if indices is not None and not (
-                bool((indices.diff(dim=1) > 0).all()) and 0 <= int(indices.min()) <= int(indices.max()) < form.area
-            ):
-                raise DataError(f"{what} names a coefficient that does not exist")
-            kept[int(match[1])] = Withdrawal(chosen.astype(np.uint16, copy=False), removed.numpy())
-        if len(kept) > KEPT_ROUNDS_MAX:
-            raise DataError(f"{path}: keeps {len(kept)} rounds; the limit is {KEPT_ROUNDS_MAX}")
-        if tensors:
-            raise DataError(f"{path}: does not belong to this run: {min(tensors)}")
-        return kept
-
-
-def _is_agreed(name: str) -> bool:
-    """Whether a tensor of a saved state is part of the agreed state."""
-    return name.startswith(WEIGHTS_PREFIX) or name == MOMENTUM_NAME
 
 
 def _write(values: Tensor, halves: Sequence[Tensor], start: int) -> None:
@@ -520,13 +471,3 @@ def _write(values: Tensor, halves: Sequence[Tensor], start: int) -> None:
             half[start:end] = values[: end - start]
             values, start = values[end - start :], end
         start -= len(half)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Checks in blocks, because torch would make several copies of a tensor as large as the model."""
-    return all(bool(torch.isfinite(part).all()) for part in torch.split(tensor.reshape(-1), FINITE_BLOCK))
-
-
-def _in_memory(tensor: Tensor, is_copied: bool) -> Tensor:
-    """Returns the tensor contiguous in main memory, as a copy of its own if `is_copied`."""
-    return tensor.detach().to("cpu", copy=is_copied).contiguous()

@@ -18,8 +18,8 @@ from typing import TypeVar
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.digest import leaves_of
 from p2ptrain.errors import DataError
+from p2ptrain.learn.saved_state import Capture
 from p2ptrain.learn.shortage import is_out_of_memory
-from p2ptrain.learn.trainer import Capture
 from p2ptrain.node.device import Device
 from p2ptrain.node.served_blobs import SavedStates
 from p2ptrain.store.checkpoints import Checkpoint

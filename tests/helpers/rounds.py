@@ -41,7 +41,7 @@ class Watched:
             training_seconds=0.0,
             gradient_norm=None,
             drift=None,
-            state_bytes=4_000,
+            gradient_bytes=4_000,
             payload_bytes=50,
         )
         self.traffic = {"bytes sent": 100, "bytes received": 200, "sent blobs": 50, "received blobs": 60}

@@ -15,7 +15,7 @@ from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_dige
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.learn.data import piece_digest
-from p2ptrain.learn.trainer import Capture
+from p2ptrain.learn.saved_state import Capture
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, FileSink
 from p2ptrain.net.mail import Deliver

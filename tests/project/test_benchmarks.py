@@ -51,9 +51,11 @@ def test_the_learning_benchmark_compares_every_recipe_with_every_rival_and_basel
     systems = {setting.system for setting in settings}
     assert systems == {"full", "distro", "demo", "local", "demo32", *learning.RIVALS}
     assert {setting.inner for setting in settings if setting.system == "full"} == {"adamw", "muon"}
-    assert {setting.peers for setting in settings} == {2, 3, 4, 8, 16}
+    assert {setting.peers for setting in settings} == {2, 3, 4, 8, 16, 32}
     assert {setting.slow for setting in settings} == {0, 3, 5}
     assert any(setting.delay for setting in settings)
+    assert any(setting.fragments > 1 for setting in settings)
+    assert any(setting.is_dense and setting.momentum != "0" for setting in settings)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,13 @@ def test_the_learning_benchmark_compares_every_recipe_with_every_rival_and_basel
         {"system": "distro", "outer": "sign"},
         {"system": "local", "inner": "muon", "rate": "1/100", "k": 64, "local_steps": 5, "delay": 1},
         {"system": "local", "inner": "muon", "rate": "1/100", "k": 64, "local_steps": 5, "documents": "apart"},
+        {"system": "local", "inner": "muon", "rate": "1/100", "local_steps": 5, "delay": 1, "between": 2},
+        {"system": "local", "rate": "3/1000", "k": 4096, "transform": "none", "value_bits": 8, "fragments": 2},
+        {"system": "local", "rate": "3/1000", "local_steps": 5, "k": 64, "momentum": "1/2", "outer_rate": "7/10"},
+        {"system": "local", "inner": "muon", "rate": "1/100", "local_steps": 5, "speeds": (1, 1, 2, 3)},
+        {"system": "local", "inner": "muon", "rate": "1/100", "local_steps": 10, "k": 64, "regions": 2},
+        {"system": "local", "inner": "muon", "rate": "1/100", "local_steps": 5, "k": 64, "outer": "radial"},
+        {"system": "lowrank", "inner": "muon", "rate": "1/100", "local_steps": 5},
         {"system": "demo32"},
         {"system": "diloco", "rate": "3/1000", "local_steps": 5},
         {"system": "diloco4", "rate": "3/1000", "local_steps": 5},
