@@ -234,6 +234,7 @@ async def live(daemon: Daemon, progress: ProgressLine) -> str:
     async with asyncio.TaskGroup() as group:
         rest = [
             group.create_task(edges.connections.run(), name="connections"),
+            group.create_task(edges.topic().watch(), name="topic"),
             group.create_task(daemon.lag.watch(), name="lag"),
             group.create_task(daemon.machine_limits.watch(), name="limits"),
             group.create_task(daemon.energy.watch(), name="energy"),

@@ -280,7 +280,6 @@ class Demo:
         say(f"payload       {status['payload_bytes']:,} bytes per node and round; the gradient in fp32 {state:,}")
         say("sent          " + ", ".join(f"{node.name} {count_of(node.sent)}" for node in self.nodes))
         if size > 1:
-            say("              (each message counts once: gossip passes it on to several peers)")
             say(f"              a ring all-reduce in fp32 would have sent {count_of(reduced)} from each in this time")
         say(f"text          {text!r}")
         say(f"took          {monotonic() - self.began:.0f} s")

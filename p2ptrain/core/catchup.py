@@ -125,9 +125,10 @@ class CatchingUp:
         if self.context.now < retry_at:
             return
         self._keep(self.ahead, peer, (branch, number), AHEAD_MAX)
-        if self.ask_at is None:
-            self.ask_at = self.context.now + PATIENCE_SECONDS
         asked, place = self.asked, self.chain.state.place
+        is_sent_none = peer in place and self.context.me not in place  # a newcomer, to whom nobody sends votes
+        ask_at = self.context.now + (0.0 if is_sent_none else PATIENCE_SECONDS)
+        self.ask_at = ask_at if self.ask_at is None else min(ask_at, self.ask_at)
         if asked is not None and asked.cut_at is None and peer in place and asked.peer not in (*place, self.cut_short):
             asked.cut_at = self.context.now + PATIENCE_SECONDS
 

@@ -250,7 +250,7 @@ Event: TypeAlias = (
 
 
 class Publish(Struct, frozen=True, tag=True):
-    """Publish a message to everyone, by gossip."""
+    """Publish a message to everyone who is admitted."""
 
     envelope: bytes
 

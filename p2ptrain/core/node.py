@@ -414,10 +414,9 @@ class Node:
         context.claims.begin(state, context.offers)
         context.requests.prune(state, self.chain.recent(REQUEST_ROUNDS))
         self._keep_payloads()
-        admitted = state.place
-        context.heard_at = {key: at for key, at in context.heard_at.items() if key in admitted}
-        context.arrivals.forget(admitted)
-        context.tallies.forget(admitted)
+        context.heard_at = {key: at for key, at in context.heard_at.items() if key in state.place}
+        context.arrivals.forget(state.place)
+        context.tallies.forget(state.place)
         self.regrouping = Regrouping(context, state)
         if before is not None:
             before.agreement.release()
@@ -425,6 +424,7 @@ class Node:
         if records := context.remembered(state.branch, self.here.number):
             self._stand_by(records)
         self.inbox.begin_round()
+        self.repair.welcome(self.here)
         self._save_scores()
 
     def _save_scores(self) -> None:

@@ -1,4 +1,4 @@
-"""Repair: peers resend the messages that gossip has lost.
+"""Repair: peers resend messages that were lost.
 
 From time to time, and whenever it waits for votes, a node sends a few peers a `Hello`: its branch, round and view, and
 which members' messages it holds. A peer in the same round sends the missing messages on a stream; a peer that is ahead
@@ -73,6 +73,11 @@ class Repair:
             hello = self.hello(here)
             for peer in peers:
                 self.context.send(peer, hello)
+
+    def welcome(self, here: Round) -> None:
+        """Tells those whom the last manifest admitted, so that they begin with the others: they were sent no votes."""
+        state, peers = here.state, self.context.peers
+        self.greet(here, *(each.key for each in state.admitted if each.since == state.round and each.key in peers))
 
     def tick(self, here: Round, is_waiting: bool) -> None:
         context = self.context

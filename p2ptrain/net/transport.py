@@ -3,9 +3,9 @@
 Everywhere a peer is its Ed25519 public key of 32 bytes; its libp2p id is another encoding of that key (identity.py).
 An address is a multiaddr as text with the peer's id at the end: /ip4/203.0.113.7/tcp/4001/p2p/12D3...
 
-There are two kinds of traffic. Gossip reaches every subscriber of a topic, with some redundancy, and may get lost; it
-is for small messages. Streams go to one peer, in order, and carry frames, whose length comes first and is checked
-against the reader's limit before anything is allocated.
+There are two kinds of traffic. Streams go to one peer, in order, and carry frames, whose length comes first and is
+checked against the reader's limit before anything is allocated. Gossip reaches every subscriber of a topic, also those
+that we are not connected to; it comes in several copies, and may get lost.
 
 net/libp2p/p2pd.py implements it with go-libp2p, tests/helpers/memory_network.py within one process.
 """
@@ -106,6 +106,14 @@ class Transport(Protocol):
     async def subscribe(self, topic: str, hear: Hear, is_heard: IsAdmitted = everyone) -> None:
         """Subscribes to a topic, also across restarts of the network. Once per topic. Messages of publishers that are
         not heard are dropped undecoded."""
+        ...
+
+    def leave(self, topic: str) -> None:
+        """Leaves a topic until `come_back`, also across restarts of the network. We can still publish in it."""
+        ...
+
+    def come_back(self, topic: str) -> None:
+        """Subscribes again to a topic that was left."""
         ...
 
     async def publish(self, topic: str, data: bytes) -> None:

@@ -29,7 +29,7 @@ from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
-from p2ptrain.net.transport import STRANGERS, Transport, TransportError
+from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.device import Device
 from p2ptrain.node.directories import identity_file, run_directory
 from p2ptrain.node.driver import Driver
@@ -39,7 +39,7 @@ from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
-from p2ptrain.node.strangers import GossipFlood, messages_of_strangers
+from p2ptrain.node.strangers import messages_of_strangers
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
@@ -179,11 +179,9 @@ async def _connect(
     server = Server(transport, run_id, served_blobs, upload=upload, blame=intake.blame, is_admitted=view.is_in)
     place = store.directory / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, launch.data, states, place, intake.blame)
-    flood = GossipFlood(lambda: transport.counters().get(STRANGERS, 0))
     return Edges(
-        run_id, transport, connections, mailboxes, fetching, persistence, served_blobs, server, upload, download,
-        view, flood,
-    )  # fmt: skip
+        run_id, transport, connections, mailboxes, fetching, persistence, served_blobs, server, upload, download, view
+    )
 
 
 @contextmanager

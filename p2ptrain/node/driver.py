@@ -58,7 +58,7 @@ class Driver:
         self.counters = intake.counters
         self.pauses = Pauses()
         self.progress = ModelProgress(device, edges.fetching)
-        self._outbox = Outbox(edges.publish, self.counters)
+        self._outbox = Outbox(edges.gossip, self.counters)
         self.effects: EffectQueue[ev.Effect] = EffectQueue()
         self.disk_trouble = ""  # the error, while the disk cannot be written
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -75,7 +75,7 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
         self._actions: dict[type, Callable[[Any], object]] = {
-            ev.Publish: lambda effect: self._outbox.put(effect.envelope),
+            ev.Publish: self._publish,
             ev.Send: lambda effect: self.edges.mailboxes.post(effect.peer, Deliver(effect.envelopes)),
             ev.Ask: lambda effect: self.edges.mailboxes.post(effect.peer, MessageQuery(effect.names)),
             ev.AskHistory: lambda effect: self.edges.mailboxes.ask_history(effect.peer, effect.branch, effect.round),
@@ -112,7 +112,7 @@ class Driver:
             why = await self.stopped
             self.intake.end()
             self.device.stop_training()
-            await self._outbox.drain()
+            await self._outbox.drain(lambda: self.edges.mailboxes.queued_frames)
             for task in (*tasks, *self._tasks):
                 task.cancel()
         return why
@@ -177,6 +177,10 @@ class Driver:
         if self.disk_trouble:
             log.warning("the disk can be written again")
         self.disk_trouble = ""
+
+    def _publish(self, effect: ev.Publish) -> None:
+        if not self.edges.tell(effect.envelope):
+            self._outbox.put(effect.envelope)
 
     def _tell_history(self, effect: ev.SendHistory) -> None:
         is_member = self.node.view().is_in(effect.peer)

@@ -11,13 +11,13 @@ from p2ptrain.net.connections import Connections, topic_of
 from p2ptrain.net.mail import Deliver
 from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import Transport
+from p2ptrain.net.transport import STRANGERS, Transport
 from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import ServedBlobs
-from p2ptrain.node.strangers import GossipFlood
+from p2ptrain.node.strangers import Topic
 
-DIRECT_BYTES_MAX = 2**20  # for all copies of one message; one with a large attachment goes by gossip
+UNHEARD_ROUNDS = 2  # after which a member is taken to be away from everyone; a lost message may cost one
 
 
 @dataclass(slots=True)
@@ -35,23 +35,35 @@ class Edges:
     upload: TokenBucket
     download: TokenBucket
     view: NodeView
-    flood: GossipFlood
 
     def blob_bytes(self) -> Counter[str]:
         """Counts the bytes of blobs by direction and kind, such as "sent payload"."""
         return self.served_blobs.fetcher.traffic + self.server.traffic
 
-    async def publish(self, envelope: bytes) -> None:
-        """Gossips a message of ours; while strangers flood the topic, it goes by stream to those who are connected."""
-        peers = self._connected_quorum() if self.flood.is_on else []
-        if not peers or len(peers) * len(envelope) > DIRECT_BYTES_MAX:
-            await self.transport.publish(topic_of(self.run_id), envelope)
-            return
-        for peer in peers:
-            self.mailboxes.post(peer, Deliver((envelope,)))
+    def tell(self, envelope: bytes) -> bool:
+        """Sends a message of ours to each admitted peer that we are connected to. Returns whether that is everyone who
+        is there; if not, it has to be gossiped as well."""
+        place, message = self.view.state.place, Deliver((envelope,))
+        are_told = [self.mailboxes.post(peer, message) for peer in self.connections.linked if peer in place]
+        return all(are_told) and self.reaches_all()
 
-    def _connected_quorum(self) -> list[bytes]:
-        """Returns the connected admitted peers, if these and we have a quorum; the rest asks them."""
-        state, linked = self.view.state, self.connections.linked
-        seats = sum(key in linked or key == self.view.me for key in state.members)
-        return [key for key in state.place if key in linked] if seats >= state.roster.quorum else []
+    def reaches_all(self) -> bool:
+        """Whether we are connected to all who are admitted, but for those whom nobody has heard lately."""
+        linked, me = self.connections.linked, self.view.me
+        return all(
+            each.key in linked or each.key == me or each.absent >= UNHEARD_ROUNDS for each in self.view.state.admitted
+        )
+
+    async def gossip(self, envelope: bytes) -> None:
+        await self.transport.publish(topic_of(self.run_id), envelope)
+
+    def topic(self) -> Topic:
+        """Returns the watch over the run's topic."""
+        counters = self.transport.counters
+        return Topic(
+            self.transport,
+            topic_of(self.run_id),
+            junk=lambda: counters().get(STRANGERS, 0),
+            heard=lambda: counters().get("gossip received", 0),
+            is_needed=lambda: not self.view.has_started or not self.reaches_all(),
+        )

@@ -17,7 +17,18 @@ from typing import Any
 from p2ptrain.core import events as ev
 from p2ptrain.core.context import Signer
 from p2ptrain.core.history import decode_history
-from p2ptrain.core.messages import Announcement, Hello, JoinRequest, Received, bare, decode
+from p2ptrain.core.messages import (
+    Announcement,
+    Certificate,
+    Evidence,
+    Hello,
+    JoinRequest,
+    Message,
+    Received,
+    bare,
+    decode,
+)
+from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mail import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.net.rate_limit import PeerLimits
@@ -27,6 +38,7 @@ from p2ptrain.node.device import Device
 EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
 SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # queued events of one peer; a member may forward those of many
 CHECKS_MAX = 4  # announcements of an author, from one sender, whose payloads wait for a check; more go without
+COPIES_MAX = 4_096  # messages whose second copy is known as such: seven rounds of 100 nodes
 DROPPED_OF_STRANGERS = "messages of strangers dropped"
 TIMER_SECONDS = 0.001  # the shortest timer
 
@@ -56,6 +68,7 @@ class Intake:
         self._checks: dict[bytes, asyncio.Task[bool]] = {}  # of attachments, by payload
         self._checking: Counter[tuple[bytes, bytes]] = Counter()  # what waits for one, by sender and author
         self._waiting = 0  # the sum of these
+        self._came_by_gossip: dict[bytes, bool] = {}  # by digest: an author may send a message by stream as well
         self._shares: Counter[bytes] = Counter()  # of `events` and of what waits for a check, by peer
 
     # -----------------------------------------------------------------------------------------------
@@ -125,7 +138,7 @@ class Intake:
     def hear(self, sender: bytes, data: bytes) -> None:
         """Takes in a message that an admitted peer gossiped."""
         try:
-            self._take_in(sender, data, is_stranger=not self._is_admitted(sender))
+            self._take_in(sender, data, is_stranger=not self._is_admitted(sender), by_gossip=True)
         except RemoteProtocolError as error:
             self.blame(sender, error.why)
 
@@ -150,13 +163,17 @@ class Intake:
         self.counters[DROPPED_OF_STRANGERS] += 1
         return False
 
-    def _take_in(self, sender: bytes, data: bytes, is_stranger: bool) -> None:
-        if not self._has_room(sender):
-            return
+    def _take_in(self, sender: bytes, data: bytes, is_stranger: bool, by_gossip: bool = False) -> None:
+        copy = digest("copy", sender, data)
+        if not self._has_room(sender) or self._came_by_gossip.pop(copy, by_gossip) != by_gossip:
+            return  # a second copy came the other way; what comes again the same way was asked for, or is useless
         received = decode(data, self._signer)
-        if is_stranger and not isinstance(received.message, Hello | JoinRequest):
-            self.counters[DROPPED_OF_STRANGERS] += 1  # members have the rest from one another
+        if is_stranger and not self._may_be_of_stranger(sender, received.message):
+            self.counters[DROPPED_OF_STRANGERS] += 1
             return
+        self._came_by_gossip[copy] = by_gossip
+        if len(self._came_by_gossip) > COPIES_MAX:
+            del self._came_by_gossip[next(iter(self._came_by_gossip))]
         if not received.attachment:
             self.give(ev.MessageReceived(sender, received), sender)
         elif self._spawn is not None:  # otherwise drop it: it will be sent again
@@ -171,6 +188,11 @@ class Intake:
                 self._waiting += 1
                 self._shares[sender] += 1
                 self._spawn(self._check_attachment(sender, received, announcement), "check")
+
+    def _may_be_of_stranger(self, sender: bytes, message: Message) -> bool:
+        """Whether a stranger says such things. A member that is kept away says what it signed: a vote counts."""
+        is_own = not isinstance(message, Evidence | Certificate) and message.author == sender
+        return isinstance(message, Hello | JoinRequest) or (is_own and self._is_admitted(sender))
 
     async def _check_attachment(self, sender: bytes, received: Received, announcement: Announcement) -> None:
         payload, place = announcement.payload, (sender, announcement.author)

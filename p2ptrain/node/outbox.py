@@ -1,4 +1,4 @@
-"""The outbox: messages waiting to be published. When it is full, the oldest is dropped; it will be sent again."""
+"""The outbox: messages waiting to be gossiped. When it is full, the oldest is dropped; it will be sent again."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Outbox:
                     log.debug("not published: %s", error)
                 self._waiting.popleft()
 
-    async def drain(self) -> None:
-        """Waits up to a second for the last messages to go out."""
+    async def drain(self, others: Callable[[], int]) -> None:
+        """Waits up to a second for the last messages to go out, and for `others`, which returns how many there are."""
         for _ in range(50):
-            if not self._waiting:
+            if not self._waiting and not others():
                 return
             await asyncio.sleep(0.02)

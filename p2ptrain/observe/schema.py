@@ -95,7 +95,7 @@ class FaultTolerance(Part):
 
 
 class Traffic(Part):
-    """Bytes for one purpose: each message counts once, without libp2p's overhead and relayed traffic."""
+    """Bytes for one purpose, without libp2p's overhead, copies made by gossip, and relayed traffic."""
 
     sent: Annotated[Count, Figure("sent", "bytes", "traffic_bytes", "counter", TRAFFIC, SENT)] = Field(
         description="bytes"

@@ -9,7 +9,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.catchup import AHEAD_MAX, ANSWER_SECONDS, LOST_SECONDS, PATIENCE_SECONDS
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.history import Beginning, BranchStart, Entry, History
-from p2ptrain.core.messages import Ballot, Hello
+from p2ptrain.core.messages import Ballot, Hello, JoinRequest
 from p2ptrain.digest import digest
 from tests.helpers.catchup import ME, extend, followed, meet, on_own_branch, other_line, regroup, shared, steps
 from tests.helpers.core import (
@@ -21,6 +21,7 @@ from tests.helpers.core import (
     announced,
     begun,
     certified,
+    name_of,
     plain_manifest,
     root_of,
     sent,
@@ -29,6 +30,10 @@ from tests.helpers.core import (
 )
 
 replace = msgspec.structs.replace
+
+
+def of_kind(effects: list[ev.Effect], kind: type) -> list[ev.Effect]:
+    return [effect for effect in effects if isinstance(effect, kind)]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -40,6 +45,35 @@ def test_whoever_is_ahead_is_asked_after_a_moment() -> None:
     assert bench.hear(bench.hello(KEYS[0], round=2)) == []
     assert bench.node.deadline == PATIENCE_SECONDS
     assert bench.tick() == [ev.AskHistory(KEYS[0], RUN, 0)]
+
+
+def test_a_newcomer_asks_a_member_that_is_ahead_at_once_and_anyone_else_after_a_moment() -> None:
+    """Nobody sends its votes to a newcomer, so no certificate comes by itself."""
+    bench = Bench(4, me=9, peers=False)
+    bench.do(ev.PeerSeen(KEYS[0]))
+    bench.do(ev.PeerSeen(KEYS[8]))
+    assert not of_kind(bench.hear(bench.hello(KEYS[8], round=2)), ev.AskHistory)
+    assert bench.node.catching_up.deadline == PATIENCE_SECONDS
+    assert of_kind(bench.hear(bench.hello(KEYS[0], round=2)), ev.AskHistory) == [ev.AskHistory(KEYS[0], RUN, 0)]
+
+
+def test_whom_a_manifest_admits_is_told_where_the_round_is_and_nobody_else() -> None:
+    """Nobody sent it the votes."""
+    bench, stranger = Bench(4, me=1), KEYS[9]
+    request = JoinRequest(RUN, 1, b"", stranger)
+    for newcomer in (stranger, KEYS[8]):
+        bench.do(ev.PeerSeen(newcomer))
+    bench.hear(request)
+    asked = {name_of(request): bench.node.context.requests.request(name_of(request))}
+    offers = bench.collect()
+    named = [bench.available(key, offers, requests=(name_of(request),)) for key in KEYS[:3]]
+    proposal, manifest = bench.proposed(named, offers, asked=asked)
+    bench.hear_all(named[0], named[2], proposal)
+    for ballot in Ballot:
+        effects = bench.hear_all(*(voted(key, ballot, manifest.digest) for key in (KEYS[0], KEYS[2])))
+    assert stranger in bench.state.place
+    told = [(peer, type(message), message.round) for peer, message in sent(effects)]
+    assert told == [(stranger, Hello, 2)]
 
 
 def test_a_certificate_that_comes_by_itself_in_the_meantime_is_enough() -> None:

@@ -34,7 +34,7 @@ from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import STRANGERS, everyone
+from p2ptrain.net.transport import everyone
 from p2ptrain.node.device import Device
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
@@ -42,7 +42,7 @@ from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
-from p2ptrain.node.strangers import GossipFlood, messages_of_strangers
+from p2ptrain.node.strangers import messages_of_strangers
 from p2ptrain.store.store import Store
 from tests.helpers.blobs import RUN, Node
 from tests.helpers.core import KEYS, FakeSigner, plain_manifest, run_of, signed
@@ -242,12 +242,16 @@ class ScriptedNode:
 class RecordedMailboxes:
     """Mailboxes that record the messages to each peer."""
 
+    queued_frames = 0
+
     def __init__(self, done: list[tuple[Any, ...]]) -> None:
         self.done = done
+        self.full: set[bytes] = set()  # peers for whom there is no more room
 
     def post(self, peer: bytes, message: Any) -> bool:
-        self.done.append(("post", peer, message))
-        return True
+        if peer not in self.full:
+            self.done.append(("post", peer, message))
+        return peer not in self.full
 
     def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
         self.done.append(("ask history", peer, branch, number))
@@ -321,6 +325,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     base = genesis(RUN, KEYS[:4], root_of(STATE))
     store = Store(tmp_path / "run", run, base, ME, tmp_path / "key")
     node, device = ScriptedNode(run), LoopDevice(ChainTrainer())
+    node.seen.state = base
     blamed: list[tuple[bytes, str]] = []
     done: list[tuple[Any, ...]] = []
     fetcher = Fetcher(transport, RUN, download=TokenBucket(0), blame=lambda *each: blamed.append(each), rng=Random(0))
@@ -338,10 +343,9 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
     free = TokenBucket(0)
     server = Server(transport, RUN, served_blobs, upload=free, blame=lambda *each: None, is_admitted=everyone)
-    flood = GossipFlood(lambda: transport.counters().get(STRANGERS, 0))
     edges = Edges(
         RUN, transport, connections, mailboxes, fetching, persistence, served_blobs, server, free, free,
-        node.view(), flood,
+        node.view(),
     )  # fmt: skip
     publish = transport.publish
 

@@ -98,7 +98,7 @@ class Network:
         found, edge = {key}, deque([key])
         while edge:
             for peer in self.linked(edge.popleft()):
-                if peer not in found and (topic is None or topic in self.nodes[peer].heard):
+                if peer not in found and (topic is None or self.nodes[peer].is_in(topic)):
                     found.add(peer)
                     edge.append(peer)
         return sorted(found - {key})
@@ -114,6 +114,7 @@ class MemoryTransport:
         self.me = key
         self.heard: dict[str, Hear] = {}
         self._is_heard: dict[str, IsAdmitted] = {}
+        self.left: set[str] = set()
         self.kept: frozenset[bytes] = frozenset()  # peers that `keep` was last called with
         self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}  # by key and author: value and expiry
         self._network = network
@@ -160,6 +161,13 @@ class MemoryTransport:
         self.heard[topic] = hear
         self._is_heard[topic] = is_heard
 
+    def leave(self, topic: str) -> None:
+        assert topic in self.heard and topic not in self.left
+        self.left.add(topic)
+
+    def come_back(self, topic: str) -> None:
+        self.left.remove(topic)
+
     async def publish(self, topic: str, data: bytes) -> None:
         assert len(data) <= MESSAGE_BYTES_MAX, "libp2p would drop it silently"
         self._alive()
@@ -190,7 +198,7 @@ class MemoryTransport:
         if protocol not in remote._handlers:
             raise TransportError(f"{peer_id_of(peer)} does not speak {protocol}")
         there, back = Pipe(self._network.latency), Pipe(self._network.latency)
-        stream = self._stream(peer, back, there)
+        stream = self._stream(peer, protocol, back, there)
         remote._answer(protocol, self.me, there, back)
         return stream
 
@@ -225,10 +233,13 @@ class MemoryTransport:
     # ---------------------------------------------------------------------------------------------------
     # Called by the network
 
+    def is_in(self, topic: str) -> bool:
+        return topic in self.heard and topic not in self.left
+
     def hear(self, topic: str, author: bytes, data: bytes) -> None:
         if not self._is_dead:
             self._counters.update({"bytes received": len(data), "received gossip": len(data), "gossip received": 1})
-            if topic in self.heard and self._is_heard.get(topic, everyone)(author):
+            if self.is_in(topic) and self._is_heard.get(topic, everyone)(author):
                 self.heard[topic](author, data)
 
     def break_streams(self, peer: bytes, why: str) -> None:
@@ -246,20 +257,20 @@ class MemoryTransport:
         if self._is_dead:
             raise TransportError("the node has stopped")
 
-    def _count(self, peer: bytes, size: int) -> None:
+    def _count(self, peer: bytes, protocol: str, size: int) -> None:
         self._network.sent[self.me, peer] += size
-        self._counters["bytes sent"] += size
+        self._counters.update({"bytes sent": size, f"sent {protocol}": size})
         if peer in self._network.nodes:
-            self._network.nodes[peer]._counters["bytes received"] += size
+            self._network.nodes[peer]._counters.update({"bytes received": size, f"received {protocol}": size})
 
-    def _stream(self, peer: bytes, incoming: Pipe, outgoing: Pipe) -> MemoryStream:
+    def _stream(self, peer: bytes, protocol: str, incoming: Pipe, outgoing: Pipe) -> MemoryStream:
         self._streams = {stream for stream in self._streams if not stream.is_over()}
-        stream = MemoryStream(peer, incoming, outgoing, partial(self._count, peer))
+        stream = MemoryStream(peer, incoming, outgoing, partial(self._count, peer, protocol))
         self._streams.add(stream)
         return stream
 
     def _answer(self, protocol: str, peer: bytes, incoming: Pipe, outgoing: Pipe) -> None:
-        stream = self._stream(peer, incoming, outgoing)
+        stream = self._stream(peer, protocol, incoming, outgoing)
         task = asyncio.get_running_loop().create_task(self._handle(self._handlers[protocol], stream))
         self._tasks.add(task)
         task.add_done_callback(self._finished)

@@ -96,6 +96,34 @@ async def test_who_left_and_comes_again_hears_gossip_at_once(make: Make, tmp_pat
     assert sorted(took)[5] < 0.2, took
 
 
+async def test_a_topic_that_was_left_is_not_heard_until_the_node_comes_back(make: Make) -> None:
+    """Also across a restart of p2pd. What the node itself publishes meanwhile is heard."""
+    (stays, leaves), of_stays, of_leaves, beside = await connected(make, 2), Heard(), Heard(), Heard()
+    await stays.subscribe("a", of_leaves)
+    await leaves.subscribe("a", of_stays)
+    await leaves.subscribe("b", beside)
+
+    async def is_heard(word: bytes) -> bool:
+        """Whether what is published in the topic comes before what is published in another one afterwards."""
+        await beside.until(stays, "b", b"before " + word)
+        for number in range(10):
+            await stays.publish("a", word + bytes([number]))
+        await beside.until(stays, "b", b"after " + word)
+        return not of_stays.queue.empty()
+
+    await of_stays.until(stays, "a", b"first")
+    leaves.leave("a")
+    await of_leaves.until(leaves, "a", b"from outside")
+    assert not await is_heard(b"left")
+    os.kill(leaves._supervisor.process.pid, signal.SIGKILL)
+    await until(lambda: leaves.counters()["p2pd restarts"] == 1)
+    assert await leaves.connect(stays.addresses()[0]) == stays.me
+    await of_leaves.until(leaves, "a", b"from outside, again")
+    assert not await is_heard(b"restarted")
+    leaves.come_back("a")
+    await of_stays.until(stays, "a", b"last")
+
+
 async def test_a_p2pd_that_cannot_be_started_again_is_tried_until_it_can(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

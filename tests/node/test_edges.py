@@ -18,10 +18,8 @@ from p2ptrain.learn.data import piece_digest
 from p2ptrain.learn.saved_state import Capture
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, FileSink
-from p2ptrain.net.mail import Deliver
-from p2ptrain.net.transport import STRANGERS, Stream
+from p2ptrain.net.transport import Stream
 from p2ptrain.node.driver import DISK_SECONDS
-from p2ptrain.node.edges import DIRECT_BYTES_MAX
 from tests.helpers.blobs import MemoryBlob, Node
 from tests.helpers.core import KEYS
 from tests.helpers.driver import (
@@ -470,31 +468,3 @@ async def test_a_device_without_memory_makes_the_round_fail_and_not_the_node(
         await until(lambda: bool(each.node.events) or task.done())
         [failed] = each.node.events
         assert isinstance(failed, ev.TrainingFailed) and "does not fit" in failed.why
-
-
-@skipping_time
-async def test_while_strangers_flood_the_topic_a_message_goes_by_stream_to_a_connected_quorum(tmp_path: Path) -> None:
-    async with bench(tmp_path) as each:
-        strangers = each.transport._counters
-        peers = [each.network.transport(key) for key in (PEER, OTHER)]
-        each.node.seen.state = each.genesis
-        for peer in peers:
-            await each.transport.connect(peer.addresses()[0])
-            each.edges.connections.linked[peer.me] = None  # type: ignore[assignment]
-        await each.edges.publish(b"quiet")
-        strangers[STRANGERS] += 10_000
-        await at(2.0)
-        await each.edges.publish(b"flood")
-        await each.edges.publish(bytes(DIRECT_BYTES_MAX // 2 + 1))
-        del each.edges.connections.linked[OTHER]
-        await each.edges.publish(b"no quorum")
-        await at(4.0)
-        await each.edges.publish(b"quiet again")
-    assert each.done == [
-        ("publish", b"quiet"),
-        ("post", PEER, Deliver((b"flood",))),
-        ("post", OTHER, Deliver((b"flood",))),
-        ("publish", bytes(DIRECT_BYTES_MAX // 2 + 1)),
-        ("publish", b"no quorum"),
-        ("publish", b"quiet again"),
-    ]

@@ -216,6 +216,57 @@ async def test_a_member_that_is_kept_away_sends_no_more_than_a_stranger_and_its_
 
 
 @skipping_time
+async def test_a_member_that_is_kept_away_says_what_it_has_signed_within_the_budget_of_a_stranger(
+    tmp_path: Path,
+) -> None:
+    """Nobody can be silenced by being made to look bad. What it forwards, others have, too."""
+    async with bench(tmp_path) as each, each.running():
+        each.node.kept_away.add(PEER)
+        own, others = signed(announced(PEER)).envelope, signed(announced(THIRD)).envelope
+        for _ in range(EACH_A_SECOND):
+            each.driver.intake.hear_mail(PEER, Deliver((own,)))
+            each.driver.intake.hear_mail(PEER, Deliver((others,)))
+        await until(lambda: not each.driver.intake.events)
+        authors = Counter(event.received.message.author for event in each.node.events)  # type: ignore[union-attr]
+        assert authors == {PEER: EACH_A_SECOND}
+
+
+@skipping_time
+async def test_of_a_message_that_comes_by_stream_and_by_gossip_the_second_copy_is_dropped(tmp_path: Path) -> None:
+    """It would count as useless, and an author that is not connected to everyone would soon be kept away."""
+    async with bench(tmp_path) as each, each.running():
+        gossip, stream = each.driver.intake.hear, each.driver.intake.hear_mail
+        for number in range(10):
+            data = a_message(number=number)
+            gossip(PEER, data)
+            stream(PEER, Deliver((data,)))
+            stream(OTHER, Deliver((data,)))  # another's copy: it was asked for, or is useless
+        for number in range(10, 20):
+            data = a_message(number=number)
+            stream(PEER, Deliver((data,)))
+            gossip(PEER, data)
+            stream(PEER, Deliver((data,)))  # again, and the core may have asked for it
+        await until(lambda: not each.driver.intake.events)
+        heard = Counter((event.sender, event.received.message.round) for event in each.node.events)  # type: ignore[union-attr]
+    assert heard == {(PEER, number): 1 if number < 10 else 2 for number in range(20)} | {
+        (OTHER, number): 1 for number in range(10)
+    }
+
+
+@skipping_time
+async def test_what_was_dropped_is_taken_when_it_comes_the_other_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as each, each.running():
+        monkeypatch.setattr("p2ptrain.node.intake.EVENTS_MAX", 0)
+        each.driver.intake.hear_mail(PEER, Deliver((a_message(),)))
+        monkeypatch.undo()
+        each.driver.intake.hear(PEER, a_message())
+        await until(lambda: not each.driver.intake.events)
+        assert [event.sender for event in each.node.events] == [PEER]  # type: ignore[union-attr]
+
+
+@skipping_time
 async def test_what_strangers_send_at_once_and_what_is_told_of_them_has_a_small_budget_and_members_have_none(
     tmp_path: Path,
 ) -> None:

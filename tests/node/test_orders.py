@@ -185,7 +185,7 @@ async def test_every_byte_has_one_purpose(tmp_path: Path) -> None:
             for way in ("sent", "received"):
                 traffic = {purpose: ways[way] for purpose, ways in status["traffic"].items()}
                 assert sum(traffic.values()) == status["bytes"][f"bytes {way}"]
-                assert traffic["gossip"] > 0
+                assert traffic["messages"] > 0  # and gossip has none, or little: all are connected
                 assert traffic["payloads"] > 0
             served = node.daemon.edges.server
             assert served is not None

@@ -388,8 +388,18 @@ class P2pd:
     # Traffic
 
     async def subscribe(self, topic: str, hear: Hear, is_heard: IsAdmitted = everyone) -> None:
-        session = self._session_tasks if self._supervisor.is_up else None
-        await self._gossip.subscribe(topic, hear, is_heard, self._tasks, session)
+        await self._gossip.subscribe(topic, hear, is_heard, self._tasks, self._session)
+
+    def leave(self, topic: str) -> None:
+        self._gossip.leave(topic)
+
+    def come_back(self, topic: str) -> None:
+        self._gossip.come_back(topic, self._session)
+
+    @property
+    def _session(self) -> Tasks | None:
+        """The tasks that end with this p2pd; None if it is not up."""
+        return self._session_tasks if self._supervisor.is_up else None
 
     async def publish(self, topic: str, data: bytes) -> None:
         assert len(data) <= MESSAGE_BYTES_MAX, f"{len(data)} bytes: libp2p would drop them silently"

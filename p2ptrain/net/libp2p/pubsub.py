@@ -76,6 +76,8 @@ class Gossip:
     def __init__(self, me: bytes, control: Publisher, counters: Counter[str]) -> None:
         self._me, self._control, self._counters = me, control, counters
         self._queues: dict[str, TopicQueue] = {}
+        self._listening: dict[str, asyncio.Task[None]] = {}
+        self._left: set[str] = set()
         self._publishing = asyncio.Semaphore(PUBLISHING_MAX)
 
     async def subscribe(
@@ -86,7 +88,7 @@ class Gossip:
         queue = self._queues[topic] = TopicQueue(topic, self._me, hear, is_heard, self._counters)
         tasks.spawn(queue.deliver())
         if session:
-            session.spawn(self._listen(queue))
+            self._listen_to(queue, session)
         try:
             async with asyncio.timeout(SUBSCRIBE_SECONDS):
                 await queue.is_subscribed.wait()
@@ -94,8 +96,25 @@ class Gossip:
             logger.warning("not subscribed to %s yet: p2pd is not running", topic)
 
     def listen(self, session: Tasks) -> None:
-        for queue in self._queues.values():
-            session.spawn(self._listen(queue))
+        """Subscribes to all topics but those that were left."""
+        for topic, queue in self._queues.items():
+            if topic not in self._left:
+                self._listen_to(queue, session)
+
+    def leave(self, topic: str) -> None:
+        assert topic not in self._left
+        self._left.add(topic)
+        if (listening := self._listening.pop(topic, None)) is not None:
+            listening.cancel()
+
+    def come_back(self, topic: str, session: Tasks | None) -> None:
+        """Subscribes again. Without a session, that happens in the next one."""
+        self._left.remove(topic)
+        if session:
+            self._listen_to(self._queues[topic], session)
+
+    def _listen_to(self, queue: TopicQueue, session: Tasks) -> None:
+        self._listening[queue.topic] = session.spawn(self._listen(queue))
 
     async def _listen(self, queue: TopicQueue) -> None:
         while True:
