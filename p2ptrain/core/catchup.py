@@ -42,6 +42,7 @@ from p2ptrain.errors import RemoteProtocolError
 PATIENCE_SECONDS = 0.5  # how long the certificate may take to arrive by itself when a peer is ahead
 ANSWER_SECONDS = 10.0  # timeout of a request; then another peer is asked
 AHEAD_MAX = 64  # peers known to be ahead or on another branch; the oldest are forgotten, strangers first
+NEAR_ROUNDS = 32  # half of those that a join request may be old
 LOST_SECONDS = 60.0  # until a branch that lost is checked again: there may be more signatures for it
 LOST_MAX = 64
 SPLIT_SECONDS = 3.0 * LOST_SECONDS  # a split unseen for this long is over: the other side is checked more often
@@ -109,6 +110,13 @@ class CatchingUp:
             return bool(self.ahead)
         roster = self.chain.state.roster
         return sum(peer in roster.seat for peer in self.ahead) > roster.tolerated
+
+    @property
+    def is_near(self) -> bool:
+        """Whether others are ahead by a few rounds of our branch at most, as far as we assume it."""
+        state = self.chain.state
+        claims = self.ahead.values() if self.is_behind else ()
+        return all(branch == state.branch and number <= state.round + NEAR_ROUNDS for branch, number in claims)
 
     @property
     def is_split(self) -> bool:

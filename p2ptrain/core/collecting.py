@@ -7,7 +7,8 @@ been heard to trust a median, as long as until a quorum counts as lost: otherwis
 it had ready, would be alone in a round. Members that were waited for in vain are not expected in the next round.
 
 Nobody is waited for longer than it pays, with a seat or without: one that always comes just before the deadline would
-make every round a quarter longer, and brings one contribution.
+make every round a quarter longer, and brings one contribution. Only newcomers have a second of their own
+(newcomers.py).
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ class Collecting:
         self.needed = self.enough  # of these, for the deadline to hold
         self.waiting: set[bytes] = set()  # members
         self.unseated: set[bytes] = set()
+        self.newcomers: set[bytes] = set()
         self.patience = 0.0, 0.0  # after the round's start; who comes later is not waited for: members, and others
         self.unseated_at = self.began  # when they are no longer waited for
         self.usual_at: float | None = None  # the deadline; None: nothing is known
         self.longest_at = self.began  # the deadline while fewer than needed have contributed
         self.is_blind = False  # after a restart: a contribution of ours is on offer, and no arrivals are known
         self.is_new = True  # members are expected that were never heard from
+        self.over_since: float | None = None  # when it would have ended without newcomers
+        self.newcomers_at = self._await_newcomers()  # when they are no longer waited for
         self._expect()
 
     def _expect(self) -> None:
@@ -61,6 +65,13 @@ class Collecting:
         late = {key for key in others if arrivals.offsets.get(key, SILENT) <= self.patience[1]}
         self.unseated = {key for key in late if not context.offers.has_from(key, self.state)}
 
+    def _await_newcomers(self) -> float:
+        context, state = self.context, self.state
+        probation = context.run.admission.probation_rounds
+        awaited = context.newcomers.awaited(state, probation, context.peers)
+        self.newcomers = {key for key in awaited if not context.offers.has_from(key, state)}
+        return self.began + context.newcomers.seconds(context.now) if self.newcomers else self.began
+
     @property
     def _is_enough(self) -> bool:
         return len(self.seats_in) >= self.needed or self.is_blind
@@ -75,9 +86,24 @@ class Collecting:
         return self.usual_at if self.waiting else min(self.usual_at, self.unseated_at)
 
     def is_over(self) -> bool:
+        """Whether the round is over; notes since when it would be without newcomers."""
         now, at = self.context.now, self.at
         is_complete = self.has_any and not self.waiting and not self.unseated
-        return is_complete or (at is not None and now >= at)
+        if not (is_complete or (at is not None and now >= at)):
+            self.over_since = None
+            return False
+        self.over_since = now if self.over_since is None else self.over_since
+        return not self.newcomers or now >= self.newcomers_at
+
+    @property
+    def deadline(self) -> float | None:
+        """When the round may be over without anything else happening."""
+        return self.at if self.over_since is None else self.newcomers_at
+
+    @property
+    def seconds_for_newcomers(self) -> float:
+        """How much longer than otherwise the round has lasted until now."""
+        return 0.0 if self.over_since is None else self.context.now - self.over_since
 
     def heard_late(self, author: bytes) -> None:
         """Waits for an author's next contribution if its last one missed its round only narrowly."""
@@ -97,6 +123,7 @@ class Collecting:
             self.seats_in.add(author)
         self.waiting.discard(author)
         self.unseated.discard(author)
+        self.newcomers.discard(author)
         if self.usual_at is None or (self.is_new and not was_enough and not self.is_blind):
             self._expect()
         if not was_enough and self.usual_at is not None:  # if our estimates are too short, leave the others some time

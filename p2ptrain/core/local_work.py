@@ -77,6 +77,12 @@ class LocalWork:
         """Whether our state is the newest agreed one."""
         return not (self.is_astray or self.is_quarantined) and self.applied_round == self.chain.state.round
 
+    @property
+    def is_near(self) -> bool:
+        """Whether our state lacks no more rounds than we replay."""
+        lacking = self.chain.state.round - self.applied_round
+        return not (self.is_astray or self.is_quarantined) and lacking <= REPLAY_ROUNDS_MAX
+
     def stop(self) -> None:
         """Begins no more trainings."""
         self.is_stopping = True

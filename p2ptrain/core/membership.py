@@ -1,9 +1,11 @@
 """This node's own membership: asks for admission, and leaves the run properly.
 
-A newcomer sends join requests, with its invitation if it has one, from when it has the newest state until a manifest
-admits it: to a few members each, because nobody listens to the gossip of strangers. One member that attests it is
-enough, since the others ask that one for it. A leaving node announces that, and keeps voting until a manifest carries
-its leave or `leave_seconds` have passed, so that the others do not lose the quorum when it goes.
+A newcomer sends join requests, with its invitation if it has one, from when it has a state and lacks no more rounds
+than it can replay, until a manifest admits it. (Where rounds take a few milliseconds it cannot have the newest state
+before they are held open for it: newcomers.py.) It sends them to a few members each, because nobody listens to the
+gossip of strangers. One member that attests it is enough, since the others ask that one for it. A leaving node
+announces that, and keeps voting until a manifest carries its leave or `leave_seconds` have passed, so that the others
+do not lose the quorum when it goes.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Membership:
             self.leave_until = self.context.now
             self.context.emit(Stop("away"))
 
-    def tick(self, state: AgreedState, is_current: bool) -> None:
+    def tick(self, state: AgreedState, is_near: bool) -> None:
         context = self.context
         is_inside = context.me in state.place
         if self.leave_until is not None:
@@ -60,7 +62,7 @@ class Membership:
         if is_inside:
             self.tries = 0
             return
-        if is_current and context.me not in state.banned and context.now >= self.next_at:
+        if is_near and context.me not in state.banned and context.now >= self.next_at:
             members = [peer for peer in context.peers if peer in state.roster.seat]
             if not members:
                 return

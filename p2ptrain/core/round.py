@@ -119,6 +119,7 @@ class Round:
     def _close(self) -> None:
         context = self.context
         self.closed_at = context.now
+        context.newcomers.took(self.collecting.seconds_for_newcomers)
         missing, is_late = self.collecting.missing()
         for author in missing:
             context.arrivals.missed(author)
@@ -440,7 +441,7 @@ class Round:
     def deadline(self) -> float | None:
         times = [self.agreement.deadline]
         if self.closed_at is None:
-            times.append(self.collecting.at)
+            times.append(self.collecting.deadline)
             if self.context.requests.by_name:
                 times.append(self._idle_at())
         elif self.propose_at is not None and self.propose_at > self.context.now:

@@ -9,6 +9,7 @@ import msgspec
 from p2ptrain.core import events as ev
 from p2ptrain.core.catchup import (
     AHEAD_MAX,
+    NEAR_ROUNDS,
     PATIENCE_SECONDS,
     RETRIES_MAX,
     RETRY_SECONDS,
@@ -184,14 +185,14 @@ def test_strangers_that_claim_to_be_ahead_do_not_keep_a_newcomer_from_joining() 
     assert set(asked(effects)) == set(liars)
 
 
-def join_requests(claiming: int) -> list[JoinRequest]:
-    """A newcomer's requests among seven members, the first of whom claim to be ahead and never answer."""
+def join_requests(claiming: int, ahead: int = 2 * NEAR_ROUNDS) -> list[JoinRequest]:
+    """A newcomer's requests among seven members, the first of whom claim to be so far ahead and never answer."""
     bench = Bench(7, me=9, peers=False)
     liars = KEYS[:claiming]
     for key in KEYS[:7]:
         bench.do(ev.PeerSeen(key))
     effects: list[ev.Effect] = []
-    for number in range(5, 45):
+    for number in range(ahead, ahead + 40):
         for key in liars:
             effects += bench.hear(bench.hello(key, round=number))
         effects += bench.wait(1.0)
@@ -205,6 +206,12 @@ def test_as_many_members_as_may_lie_do_not_keep_a_newcomer_from_joining() -> Non
 
 def test_a_newcomer_believes_more_members_than_may_lie() -> None:
     assert join_requests(claiming=7) == []
+
+
+def test_a_newcomer_that_lacks_a_few_rounds_asks_to_join() -> None:
+    """Where they take some milliseconds, it lacks some until they are held open for it."""
+    first, *_ = join_requests(claiming=7, ahead=5)
+    assert first.round == 1
 
 
 def test_a_newcomer_that_lags_first_looks_at_what_a_stranger_may_prove() -> None:

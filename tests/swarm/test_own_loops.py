@@ -7,6 +7,7 @@ from time import monotonic
 
 import pytest
 
+from p2ptrain.core.newcomers import ROUNDS
 from tests.helpers.daemons import AGREEMENT, LISTEN, STOP_SECONDS, TEST_SECONDS, TINY_MODEL, Swarm, p2ptrain
 from tests.helpers.scripts import script, until_both_contributed
 
@@ -37,6 +38,24 @@ with p2ptrain.join(sys.argv[2], model, optimizer, directory=sys.argv[1]) as swar
         swarm.step(loss)
 """
 
+TOY_SCRIPT = """\
+import sys
+import torch
+from torch import nn
+import p2ptrain
+model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+directory, address = sys.argv[1], sys.argv[2:]
+options = {} if address else {"run": {"recipe": {"local_steps": 1}}}
+take_part = p2ptrain.join if address else p2ptrain.start
+with take_part(*address, model=model, optimizer=optimizer, directory=directory, **options) as swarm:
+    while True:
+        letters = torch.randint(64, (32,))
+        loss = nn.functional.cross_entropy(model(letters), (letters + 1) % 64)
+        loss.backward()
+        swarm.step(loss)
+"""
+
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
@@ -61,6 +80,21 @@ def test_three_scripts_train_one_model_of_which_one_comes_late_and_one_is_killed
     assert len(first.status()["roster"]) == 2
     assert statuses[0]["loss"] < 3.5
     for each in (third, first):
+        each.signal(signal.SIGINT)
+        each.until_left()
+
+
+def test_a_toy_whose_rounds_take_milliseconds_can_be_joined(swarm: Swarm) -> None:
+    code = swarm.directory / "toy.py"
+    code.write_text(TOY_SCRIPT)
+    first = script(swarm, "first", example=str(code)).start().until_up()
+    first.until_applied(LATE)
+    second = script(swarm, "second", first.address, example=str(code))
+    second.start()
+    until_both_contributed(swarm, first, second)
+    late = second.status()["counters"].get("contributions too late", 0)
+    assert late < ROUNDS  # for as long as rounds are held open for it
+    for each in (second, first):
         each.signal(signal.SIGINT)
         each.until_left()
 
