@@ -48,11 +48,12 @@ class Swarm:
                         self._apply(round_number, last, number)
                 peer.local_step(step, batch, [])
             peer.end()
-            payload = self.outer.pack(peer.contribute(round_number), self.outer.fragment_of(round_number))
+            agreed = round_number + 1  # the swarm counts from 1
+            payload = self.outer.pack(peer.contribute(agreed), self.outer.fragment_of(agreed))
             if alone in (None, number):
                 payloads[number] = payload
             else:
-                peer.residual.restore(round_number)
+                peer.residual.restore(agreed)
         self.waiting.append(payloads)
         if len(self.waiting) > self.delay:
             self._apply(round_number, self.waiting.pop(0))
@@ -65,7 +66,7 @@ class Swarm:
         counted = self.outer.apply(self.state, taken if self.between_steps else round_number, list(payloads.values()))
         for number, payload in payloads.items():
             if only in (None, number):
-                self.peers[number].residual.forget(taken, counted.uncounted(payload))
+                self.peers[number].residual.forget(taken + 1, counted.uncounted(payload))
 
 
 class RadialSwarm(Swarm):
@@ -110,7 +111,7 @@ class SwarmOfSpeeds(Swarm):
             for step, batch in enumerate(batches[number]):
                 self.peers[number].local_step(step, batch, [])
             self.peers[number].end()
-            payloads[number] = self.outer.pack(self.peers[number].contribute(round_number), 0)
+            payloads[number] = self.outer.pack(self.peers[number].contribute(round_number + 1), 0)
         self.state.copy_(now)
         self._apply(round_number, payloads)
         for number in ready:

@@ -107,7 +107,7 @@ def _audit(directory: Path, report: Report) -> Report:
             check_said(kept, me, run_id, report)
             proved = prove(kept, run, verifier, report)
         payloads.check(proved, report)
-        if 2 * model.state_bytes > (free := free_memory_bytes()):  # the weights, and an update's working memory
+        if model.memory_bytes > (free := free_memory_bytes()):
             what = f"the run's state has {model.state_bytes:,} bytes, but only {free:,} bytes of memory are free here"
             report.open("checkpoints", f"{what}: nothing is replayed", LARGER_FIX)
         else:

@@ -45,6 +45,7 @@ MISSING_TOLD = 8  # rounds with missing payloads that are listed; the others are
 PAYLOADS_MAX = 2**20  # files: 4,096 rounds of 256 contributors; a run normally keeps 256 rounds
 CHECKPOINTS_MAX = 4_096  # directories: a node keeps at most 1,000, and as many of an abandoned branch
 SMALL_BYTES = 2**20  # up to this size a file is read without checking the free memory, which takes 2 ms
+DENSE_WORK_BYTES = 24  # a weight, where all are sent: votes, and a contribution in several forms; measured
 TRAINER_STATES_MAX = 256  # times the state's size: copies of it, and up to 128 contributions, none larger
 _NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
@@ -62,6 +63,12 @@ class RunModel:
     @property
     def state_bytes(self) -> int:
         return self.outer.state_numbers * FLOAT_BYTES
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the state, and of an update's work."""
+        dense = DENSE_WORK_BYTES * self.outer.parameters if self.run.recipe.is_dense else 0
+        return 2 * self.state_bytes + dense
 
     def tensors(self, state: Tensor) -> Iterator[tuple[str, Tensor, Sequence[int]]]:
         """Yields name, values and shape of each tensor of a trainer's file that is part of the state."""

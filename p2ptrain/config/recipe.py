@@ -73,6 +73,7 @@ RECIPES: dict[str, RecipeSpec] = {
         copies=1,  # the agreed weights
     ),
 }
+MOMENTUM_MAX = Fraction(9_999, 10_000)  # a little above it rounds to 1
 SPARSE_BITS_MAX = 8  # of a number that is sent with its place: more are not worth their bytes
 SCALE_ROOM_BITS = 5  # at least: how far below the measure's root mean square votes of a round are told apart
 SCALE_TOP_BITS = 3  # and how far above it a single one counts (learn/scales.py)
@@ -206,6 +207,8 @@ class RecipeConfig(Section):
                     raise ValueError(f"{key} = {value} belongs to recipe local: remove it, or use that")
         if self.transform == "none" and self.outer != "mean":
             raise ValueError(f'outer = "{self.outer}" weighs coefficients of a DCT: use "mean", or transform = "dct"')
+        if self.momentum > MOMENTUM_MAX:
+            raise ValueError(f"momentum = {self.momentum} never fades: use at most {MOMENTUM_MAX}")
         if not self.momentum and (self.nesterov or self.momentum_rounds > 1):
             raise ValueError("nesterov and momentum_rounds shape a momentum, which is 0: set one such as 0.9")
         if self.momentum_rounds > 1 and not self.nesterov:

@@ -313,7 +313,7 @@ def check_exactness(chunk: int, device: torch.device) -> None:
         computed = inverse(votes.view(3, -1).int().to(device), chunk, first_stage_dtype(bound, device))
         if not torch.equal(computed.cpu().long(), expected):
             raise DeviceError(f"{device} does not multiply matrices exactly", fix=EXACTNESS_FIX)
-    tiny = torch.full((8,), 2.0**-140, device=device)  # an fp32 below the normal range
+    tiny = torch.full((2**20,), 2.0**-140, device=device)  # fp32 below the normal range, enough of them for all threads
     twice = (tiny + tiny).cpu().view(torch.int32)  # as bits: where small numbers are flushed, they equal zero
     if not (twice == 2**10).all():
         raise DeviceError(f"{device} flushes small numbers to zero", fix=EXACTNESS_FIX)

@@ -182,13 +182,22 @@ def check_target(target: Path) -> None:
 
 
 def _write_weights(path: Path, weights: Weights) -> None:
-    _write_file(path, weights, exported_shapes(weights.run.model), weights.pieces())
+    _write_file(path, weights, exported_shapes(weights.run.model), _without_momentum(weights))
+
+
+def _without_momentum(weights: Weights) -> Iterator[bytes]:
+    """Yields the pieces of the weights alone, and checks those after them, too."""
+    left = FLOAT_BYTES * weights.parameters
+    for piece in weights.pieces():
+        if left > 0:
+            yield piece[:left]
+        left -= len(piece)
 
 
 def _write_adapters(path: Path, weights: Weights) -> None:
     shapes = named_shapes(weights.run.model, weights.run.adapt)
     named = tuple((PEFT_PREFIX + exported_name(weights.run.model, name), shape) for name, shape in shapes)
-    _write_file(path, weights, named, weights.pieces())
+    _write_file(path, weights, named, _without_momentum(weights))
 
 
 def _write_merged(path: Path, weights: Weights) -> None:
@@ -349,6 +358,7 @@ def model_card(weights: Weights, members: tuple[int, int] | None, only_adapters:
     part = "all weights" if weights.covered is None else f"a sample of {len(weights.covered)} MiB of the weights"
     tokenizer = f"json, `{run.tokenizer.digest}`" if run.tokenizer.digest else "bytes: a token is a byte of UTF-8"
     schedule = f"{recipe.schedule}, highest {float(recipe.learning_rate):g}"
+    numbers = "coefficients" if recipe.transform == "dct" else "weights"
     facts = {
         "run": f"{run.name}, `{run.run_id}`",
         "rounds applied": f"{weights.round:,}",
@@ -358,7 +368,7 @@ def model_card(weights: Weights, members: tuple[int, int] | None, only_adapters:
         "members": founders + now,
         "data manifest": f"`{run.data.manifest}`",
         "tokenizer": tokenizer,
-        "recipe": f"{recipe.name}: {recipe.outer} update, {recipe.k} coefficients of {recipe.chunk} x {recipe.chunk}, "
+        "recipe": f"{recipe.name}: {recipe.outer} update, {recipe.k} {numbers} of {recipe.chunk} x {recipe.chunk}, "
         f"{recipe.local_steps} steps a round, learning rate {schedule}",
         "model": f"{_sizes(config)}, {config.vocab_size:,} tokens, sequences of {config.sequence_length:,}",
     }

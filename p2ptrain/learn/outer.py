@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.learn.aggregate import apply_payloads
 from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.learn.scales import Scales
 from p2ptrain.learn.schedule import terms_of
-from p2ptrain.learn.transform import Layout
+from p2ptrain.learn.transform import Layout, fragment_of
 
 FRAGMENT_BYTES = 1
 
@@ -43,7 +43,13 @@ class Counted:
 
     def uncounted(self, payload: bytes) -> Callable[[NDArray[np.float32]], NDArray[np.float32]] | None:
         """Returns what gives the uncounted part of the values of a payload, if a part of it may not have counted."""
+        if payload not in self.payloads:  # of another fragment: a late one, after a round without any contribution
+            return all_of_it
         return partial(self.scales.uncounted, self.payloads.index(payload)) if self.scales else None
+
+
+def all_of_it(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    return values
 
 
 class Outer:
@@ -56,7 +62,11 @@ class Outer:
         self.recipe, self.rounds_late = recipe, rounds_late
         self.shapes = [tuple(shape) for shape in shapes]
         self.parameters = sum(map(prod, self.shapes))
-        self.layouts = Layout.of(shapes, recipe).fragments(recipe.fragments)
+        whole = Layout.of(shapes, recipe)
+        if recipe.fragments > len(whole.groups):
+            what = f"{recipe.fragments} parts cannot be made of the model's {len(whole.groups)} matrices"
+            raise ConfigError(what, key="recipe.fragments", fix=f"Use at most {len(whole.groups)}")
+        self.layouts = whole.fragments(recipe.fragments)
         self.forms = [PayloadFormat.of(layout, recipe) for layout in self.layouts]
         self.payload_bytes = max(form.payload_bytes for form in self.forms) + self._head_bytes
         self.contribution_bytes = max(form.contribution_bytes for form in self.forms)
@@ -70,9 +80,9 @@ class Outer:
         """How many numbers the agreed state has."""
         return self.parameters * (2 if self.recipe.momentum else 1)
 
-    def fragment_of(self, round_number: int) -> int:
-        """Returns the part of the model that a round, counted from 0, agrees on."""
-        return round_number % self.recipe.fragments
+    def fragment_of(self, number: int) -> int:
+        """Returns the part of the model that round `number`, counted from 1, agrees on."""
+        return fragment_of(number, self.recipe.fragments)
 
     def pack(self, contribution: Contribution, fragment: int) -> bytes:
         payload = pack(contribution, self.forms[fragment])
@@ -110,8 +120,8 @@ class Outer:
         payloads: Sequence[bytes],
         unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
     ) -> Counted:
-        """Applies a round's payloads, which `unpack` has accepted, to the state, in place."""
-        terms, fragment = terms_of(self.recipe, round_number, self.rounds_late), self.fragment_of(round_number)
+        """Applies payloads that `unpack` has accepted to the state, in place; `round_number` counts from 0."""
+        terms, fragment = terms_of(self.recipe, round_number, self.rounds_late), self.fragment_of(round_number + 1)
         size = self.forms[fragment].payload_bytes
         split = [(payload, *self._content(payload)) for payload in payloads]
         counted = [(payload, content[:size]) for payload, own, content in split if own == fragment]

@@ -42,7 +42,7 @@ from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.schedule import inner_rate
 from p2ptrain.learn.selection import largest
 from p2ptrain.learn.shortage import where_it_fits
-from p2ptrain.learn.transform import Layout
+from p2ptrain.learn.transform import Layout, fragment_of
 
 EARLY_SHARE = 0.5  # of an own contribution, until it is applied; all of it diverges (LOG.md, 2026-11-24)
 EXACT_BITS = 8  # from these on, numbers are as exact as they need be without a look for a better unit
@@ -71,7 +71,7 @@ class Residual:
         self._padding = [layout.padding_masks(device) for layout in layouts]
 
     def fragment_of(self, round_number: int) -> int:
-        return round_number % len(self.layouts)
+        return fragment_of(round_number, len(self.layouts))
 
     def add(self, round_number: int, tensors: Sequence[Tensor], keep: float) -> None:
         fragment = self.fragment_of(round_number)

@@ -58,14 +58,16 @@ def inner_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
 
 def reach(recipe: RecipeConfig, round_number: int, rounds_late: int) -> int | None:
     """Returns the exponent of the power of two below what local steps move a weight by if each moves it by its rate, in
-    this round or up to so many before; None where contributions are no movements.
+    this round or up to so many before; None where contributions are no movements. A fragment's are those of as many
+    rounds as there are fragments.
 
     Honest ones moved a weight by a fifth of that, in the root mean square, and 2.6 times that at most (LOG.md).
     """
     if recipe.spec.kind != "local" or not recipe.inner_learning_rate:
         return None
-    rates = [inner_rate(recipe, number) for number in range(max(0, round_number - rounds_late), round_number + 1)]
-    furthest = recipe.local_steps * max(*rates, recipe.inner_learning_rate * REST)
+    first = max(0, round_number - rounds_late - recipe.fragments + 1)
+    rates = [inner_rate(recipe, number) for number in range(first, round_number + 1)]
+    furthest = recipe.local_steps * recipe.fragments * max(*rates, recipe.inner_learning_rate * REST)
     exponent = furthest.numerator.bit_length() - furthest.denominator.bit_length()
     return exponent if Fraction(2) ** exponent <= furthest else exponent - 1
 

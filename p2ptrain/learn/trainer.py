@@ -186,12 +186,6 @@ class Trainer:
         self._trained = round_number
         return results
 
-    def lay(self, into: Tensor) -> None:
-        """Writes the weights from which a round's local steps, taken elsewhere, begin."""
-        into.copy_(self.recipe.agreed)
-        if isinstance(self.recipe, LocalRecipe) and self.recipe.pending is not None:
-            into.sub_(self.recipe.pending.to(into.device))
-
     @property
     def can_rebase(self) -> bool:
         """Whether a round may be applied between two local steps; not where every contribution has to be in time."""

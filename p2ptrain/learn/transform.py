@@ -267,6 +267,11 @@ class Layout:
         return (basis @ (basis.T @ chunks @ basis * real.to(device)) @ basis.T).view(-1, self.area)
 
 
+def fragment_of(number: int, fragments: int) -> int:
+    """Returns the fragment that round `number`, counted from 1, agrees on."""
+    return (number - 1) % fragments
+
+
 def first_stage_dtype(votes_bound: int, device: torch.device) -> torch.dtype:
     """Returns fp32, which is twice as fast, if the inverse's first product is exact in it; otherwise fp64.
 

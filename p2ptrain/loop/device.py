@@ -43,6 +43,11 @@ class LoopDevice(Device):
 
     def __init__(self, trainer: Trainer, me: bytes, thread: ThreadPoolExecutor, threads: int, memory: Memory) -> None:
         super().__init__(trainer, me, thread, threads)
+        if trainer.run.recipe.fragments > 1:  # its model would differ from what was agreed on, in what it saves, too
+            what = "a script's model would not be the agreed one while its own movement waits for its round"
+            raise ConfigError(
+                what, key="recipe.fragments", fix="Join with `p2ptrain join`, or use 1 in a run for scripts"
+            )
         self.memory = memory
         self._work: Work | None = None
         self._has_work = asyncio.Event()
@@ -74,7 +79,7 @@ class LoopDevice(Device):
         """Puts the weights into the memory; returns whether they are still those that the core meant."""
         if (self.trainer.round, self.adopted) != work.base:
             return False
-        self.trainer.lay(self.memory.base)
+        self.memory.base.copy_(self.trainer.recipe.agreed)
         work.is_laid = True
         return True
 

@@ -53,6 +53,8 @@ def simulate(
     run = run_config_of(table, Path("simulate"))
     if run.recipe.spec.kind != "local":
         raise ConfigError("only steps move weights", key="recipe.name", fix='Use "local"')
+    if run.recipe.fragments > 1:
+        raise ConfigError("is more than one: simulate has no fragments", key="recipe.fragments", fix="Use 1")
     trained = [each for each in model.parameters() if each.requires_grad]
     rate = float(run.recipe.inner_learning_rate)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0))
@@ -68,7 +70,7 @@ def simulate(
             losses += _steps(model, data, loss, run.recipe, peer.optimizer)
             moved = [base - each.detach().cpu() for base, each in zip(agreed, trained, strict=True)]
             peer.residual.add(number, moved, float(run.recipe.decay))
-            payloads.append(outer.pack(peer.residual.take(number, run.recipe), outer.fragment_of(number)))
+            payloads.append(outer.pack(peer.residual.take(number, run.recipe), 0))
             _load(trained, agreed)
         counted = outer.apply(state, number, payloads)
         for peer, payload in zip(swarm, payloads, strict=True):

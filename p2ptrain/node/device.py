@@ -60,7 +60,7 @@ def _use_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Applying:
     """A round that is to be applied, and what became of it: the new root, or None if another state was adopted."""
 
@@ -70,6 +70,12 @@ class Applying:
     manifest: bytes
     adopted: int
     done: Future[bytes | None] = field(default_factory=Future)
+
+
+def _look_at(job: asyncio.Future[None]) -> None:
+    """Looks at how a job has ended that nobody waits for."""
+    if not job.cancelled():
+        job.exception()
 
 
 class StoppedError(P2ptrainError):
@@ -258,29 +264,31 @@ class Device:
         """Returns the next training that is to be repeated from the present state; None if there is none."""
         return await self.run(self._due) if self._to_repeat else None
 
-    async def repeat_next(self) -> None:
-        """Repeats that training now; otherwise the next job does."""
-        await self.run(self._repeat_next)
+    async def repeat_next(self) -> bool:
+        """Repeats that training now, unless it needs a round that is applied in its middle: then `apply` does."""
+        return await self.run(self._repeat_next)
 
     def _due(self) -> Trained | None:
         is_due = self._to_repeat and self._to_repeat[0].base_round == self.trainer.round
         return self._to_repeat[0] if is_due else None
 
     def _repeat(self) -> None:
-        while self._due() is not None and self._can_repeat():
-            self._repeat_next()
+        while self._repeat_next():
+            pass
 
     def _can_repeat(self) -> bool:
         """Whether the training that is due needs no round to be applied in its middle, or one is here."""
         return bool(self._waiting) or not self._to_repeat[0].applied_after
 
-    def _repeat_next(self) -> None:
+    def _repeat_next(self) -> bool:
+        if self._due() is None or not self._can_repeat():
+            return False
         sequences = self.trainer.live.sequences_per_pass
         try:
-            if self._due() is not None and self._can_repeat():
-                self._repeat_one(self._to_repeat.popleft())
+            self._repeat_one(self._to_repeat.popleft())
         finally:  # the current setting is for new trainings
             self.trainer.live.set_sequences_per_pass(sequences)
+        return True
 
     def _repeat_one(self, each: Trained) -> None:
         _use_threads(each.threads)
@@ -359,12 +367,12 @@ class Device:
         now, percent = perf_counter(), self.percent
         self._owed, self._stepped_at = rest_seconds(now - self._stepped_at, percent), now
         goes_on = self._takes_another(number, now) if before is None else self.step != before.steps
+        if goes_on and (self._may_apply() if before is None else self.step == before.applied_after):
+            self._apply_between()
         if goes_on and percent < 100 and self.step < self.trainer.run.recipe.local_steps:
             self._rested += self._rest(self._owed)
             self._owed, self._stepped_at = 0.0, perf_counter()
         self._is_cut = not goes_on and self.step < self.trainer.run.recipe.local_steps
-        if goes_on and (self._may_apply() if before is None else self.step == before.applied_after):
-            self._apply_between()
         return goes_on
 
     def _may_apply(self) -> bool:
@@ -375,10 +383,19 @@ class Device:
 
     def _apply_between(self) -> None:
         """Applies the next round that waits, while this training goes on."""
-        with self.trainer.rebased():
-            root = self._apply(self._waiting[0])
-        self._waiting.popleft().done.set_result(root)  # if it failed, it is tried again after the training
-        self._applied_after = self.step
+        applying = self._waiting.popleft()
+        try:
+            with self.trainer.rebased():
+                root = self._apply(applying)
+        except (
+            P2ptrainError,
+            RuntimeError,
+            MemoryError,
+        ) as error:  # a state that may be half changed is not used again
+            applying.done.set_exception(error)
+            raise
+        applying.done.set_result(root)
+        self._applied_after = 0 if root is None else self.step
 
     def _takes_another(self, number: int, now: float) -> bool:
         paced, usual, last = self._pace
@@ -405,19 +422,26 @@ class Device:
         """
         applying = Applying(number, payloads, mine, manifest, adopted)
         self._waiting.append(applying)
-        after_training, done = asyncio.ensure_future(self.run(self._apply_waiting)), asyncio.wrap_future(applying.done)
-        await asyncio.wait((after_training, done), return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():  # it failed, or the node ends
-            await after_training
-        return await done
+        after_training = asyncio.ensure_future(self.run(self.settle, applying))
+        done = asyncio.wrap_future(applying.done)
+        try:
+            await asyncio.wait((after_training, done), return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():  # it failed
+                await after_training
+            return await done
+        finally:
+            if applying in self._waiting:  # nobody waits for it any more: the core has to know what is applied
+                self._waiting.remove(applying)
+            if not after_training.done():  # it finds that the round has been applied
+                after_training.add_done_callback(_look_at)
 
-    def _apply_waiting(self) -> None:
-        """Applies the rounds that were not applied between two steps."""
-        while self._waiting:
-            self._repeat()  # which may apply the round in its middle
-            if self._waiting:
-                applying = self._waiting.popleft()
-                applying.done.set_result(self._apply(applying))
+    def settle(self, applying: Applying) -> None:
+        """Applies a round, if it was not applied between two steps and is still to be."""
+        if applying in self._waiting:
+            self._repeat()  # which may apply it in its middle
+        if applying in self._waiting:
+            self._waiting.remove(applying)
+            applying.done.set_result(self._apply(applying))
 
     def _apply(self, applying: Applying) -> bytes | None:
         number, payloads, manifest = applying.number, applying.payloads, applying.manifest

@@ -329,7 +329,8 @@ class Driver:
                         await self._fetch_data(each.round, each.place, each.places)
                 except (DataError, FetchError, TimeoutError) as error:  # the device tells what cannot be repeated
                     log.info("no data to repeat the training of round %d: %s", each.round, error)
-                await self.device.repeat_next()
+                if not await self.device.repeat_next():
+                    return
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""

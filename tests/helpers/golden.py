@@ -109,7 +109,7 @@ def family_root(name: str, peers: int, device: torch.device) -> str:
     state = torch.zeros(outer.state_numbers, device=device)
     state[: outer.parameters] = flat_weights(len(name)).to(device)
     for number in range(4):
-        fragment = outer.fragment_of(number)
+        fragment = outer.fragment_of(number + 1)
         offered = [contribution(1000 * number + peer, outer.layouts[fragment], recipe) for peer in range(peers)]
         outer.apply(state, number, [outer.pack(each, fragment) for each in offered])
     assert torch.isfinite(state).all()

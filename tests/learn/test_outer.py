@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.learn.codec import Contribution, PayloadFormat, every_index, pack, read_squares, unpack
 from p2ptrain.learn.outer import Outer
 from p2ptrain.learn.recipes import Residual, quantise_all
@@ -30,7 +30,7 @@ def recipe_of(name: str, **changes: Any) -> RecipeConfig:
 
 
 def payloads_of(outer: Outer, number: int, peers: int) -> list[bytes]:
-    fragment = outer.fragment_of(number)
+    fragment = outer.fragment_of(number + 1)
     made = (contribution(100 * number + peer, outer.layouts[fragment], outer.recipe) for peer in range(peers))
     return [outer.pack(each, fragment) for each in made]
 
@@ -201,6 +201,19 @@ def test_a_round_moves_its_own_fragment_alone_and_in_turn_all_of_the_model() -> 
         assert changed == [own, own]
         moved.append(own)
     assert sorted(place for own in moved for place in own) == list(range(len(SHAPES)))
+
+
+def test_more_fragments_than_matrices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="6 parts cannot be made of the model's 4 matrices"):
+        Outer(recipe_of("fragments", fragments=6), SHAPES)
+
+
+def test_an_own_contribution_of_another_fragment_returns_whole() -> None:
+    outer = Outer(recipe_of("fragments"), SHAPES)
+    counted = outer.apply(state_of(outer), 0, payloads_of(outer, 0, 2))
+    uncounted, values = counted.uncounted(payloads_of(outer, 1, 1)[0]), np.ones((2, 3), np.float32)
+    assert uncounted is not None
+    assert np.array_equal(uncounted(values), values)
 
 
 def test_fragments_have_about_as_many_chunks() -> None:

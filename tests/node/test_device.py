@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import deque
 from fractions import Fraction
 from pathlib import Path
+from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -32,7 +34,7 @@ def applied(device: Device, number: int, taken: dict[int, bytes]) -> bytes | Non
     """Applies own payloads, by their rounds, in this thread."""
     applying = Applying(number, list(taken.values()), taken, bytes(32), device.adopted)
     device._waiting.append(applying)
-    device._apply_waiting()
+    device.settle(applying)
     return applying.done.result()
 
 
@@ -132,8 +134,8 @@ class LateLife(Life):
         self.diary.append(trained)
         self.payloads[number] = payload
         if waiting is not None and not waiting.done.done():
-            device._waiting = deque([waiting])
-            device._apply_waiting()
+            device._waiting.append(waiting)
+            device.settle(waiting)
 
 
 @pytest.mark.parametrize("killed_in", [3, 4])
@@ -159,6 +161,81 @@ def test_a_training_in_whose_middle_a_round_was_applied_is_repeated_bit_for_bit(
     assert again.payloads == whole.payloads
     assert again.save(tmp_path / "again") == whole.save(tmp_path / "whole")
     assert caplog.text == ""
+
+
+async def test_a_training_that_needs_a_round_in_its_middle_is_not_repeated_without_it(dataset: TokenDataset) -> None:
+    life = LateLife(dataset, {2: 1})
+    for number in (1, 2):
+        life.train_and_apply_the_last(number)
+    again = LateLife(dataset, life.after)
+    again.device.repeat(life.diary, 2)
+    assert await again.device.repeat_next()  # the first needs none
+    assert (await again.device.due()) == life.diary[1]
+    assert not await again.device.repeat_next()
+    again.payloads = life.payloads
+    again.apply(1)
+    assert await again.device.due() is None
+    assert again.device.trainer.root() == life.device.trainer.root()
+
+
+async def test_a_round_that_nobody_waits_for_any_more_is_not_applied(dataset: TokenDataset) -> None:
+    life = LateLife(dataset, {})
+    life.train(1)
+    device, before = life.device, life.device.trainer.root()
+    gate = Event()
+    busy = asyncio.ensure_future(device.run(gate.wait))
+    applying = asyncio.ensure_future(device.apply(1, [life.payloads[1]], {1: life.payloads[1]}, bytes(32), 0))
+    await asyncio.sleep(0)
+    assert device._waiting
+    applying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await applying
+    gate.set()
+    await busy
+    await device.run(lambda: None)
+    assert (device.trainer.root(), device.trainer.round) == (before, 0)
+
+
+async def test_a_round_that_cannot_be_applied_between_two_steps_says_so_to_whoever_waits(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = LateLife(dataset, {})
+    life.train(1)
+    device, trainer, began = life.device, life.device.trainer, Event()
+    apply, take = trainer.apply, trainer.recipe.local_step
+
+    def failing(*arguments: Any) -> None:
+        raise MemoryShortError("no room")
+
+    def step(*arguments: Any) -> Any:
+        began.set()
+        while not device._waiting and trainer.apply is not apply and device.step == 0:
+            sleep(0.001)
+        return take(*arguments)
+
+    monkeypatch.setattr(trainer, "apply", failing)
+    monkeypatch.setattr(trainer.recipe, "local_step", step)
+    training = asyncio.ensure_future(device.train(2, 0, 1, frozenset({1})))
+    await asyncio.to_thread(began.wait)
+    with pytest.raises(MemoryShortError, match="no room"):
+        await device.apply(1, [life.payloads[1]], {1: life.payloads[1]}, bytes(32), 0)
+    with pytest.raises(MemoryShortError, match="no room"):
+        await training
+
+
+@pytest.mark.parametrize("name", ["fragments", "streaming"])
+def test_fragments_move_in_turn_until_all_have_moved(name: str, dataset: TokenDataset) -> None:
+    life = Life(dataset, name)
+    trainer = life.device.trainer
+    first, moved = [each.clone() for each in trainer.live.parts(trainer.recipe.agreed)], []
+    for number in range(1, trainer.run.recipe.fragments + 1):
+        before = [each.clone() for each in trainer.live.parts(trainer.recipe.agreed)]
+        life.train(number)
+        assert applied(life.device, number, {number: life.payloads[number]}) is not None
+        after = trainer.live.parts(trainer.recipe.agreed)
+        moved.append(sum(not torch.equal(*each) for each in zip(before, after, strict=True)))
+    assert all(moved)
+    assert sum(moved) == len(first)
 
 
 def test_steps_go_on_from_the_weights_that_were_agreed_on_in_their_middle(dataset: TokenDataset) -> None:
