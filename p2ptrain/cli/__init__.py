@@ -160,7 +160,7 @@ def _payload_bytes(run: RunConfig) -> int:
 def example(
     name: Annotated[str | None, typer.Argument(help="Which one; without it, they are listed.")] = None,
 ) -> None:
-    """Print a run file to begin with.
+    """Print a run file to begin with, or all settings of a node.
 
     p2ptrain config example tiny > tiny.toml; p2ptrain start tiny.toml
     """
@@ -169,6 +169,8 @@ def example(
     here = Path(__file__).parents[1]
     folder = here / "examples" if (here / "examples").is_dir() else here.parent / "examples"  # installed; in a checkout
     found = {path.stem: path.read_text() for path in sorted(folder.rglob("*.toml")) if path.stem != "pyproject"}
+    if (settings := here.parent / "node_config.example.toml").is_file():  # installed, it is in the folder
+        found["node"] = settings.read_text()
     if name is None:
         width = max(map(len, found))
         for each, text in found.items():

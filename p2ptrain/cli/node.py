@@ -21,7 +21,7 @@ DataDir = Annotated[
 ]
 NodeFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="NODE.toml", help="This node's settings; see node_config.example.toml."),
+    typer.Option("--config", metavar="NODE.toml", help="This node's settings; `config example node` prints all."),
 ]
 Bootstrap = Annotated[
     list[str] | None,

@@ -31,7 +31,7 @@ from p2ptrain.core.messages import (
     message_digest,
     signed_bytes,
 )
-from p2ptrain.core.newcomers import Newcomers
+from p2ptrain.core.newcomers import NewcomerTime
 from p2ptrain.core.offers import Offers
 from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.reputation import Reputation
@@ -86,7 +86,7 @@ class Context:
         self.offers = Offers(run.agreement.staleness_rounds_max, self.payloads)
         self.requests = Requests(self)
         self.arrivals = Arrivals()
-        self.newcomers = Newcomers()
+        self.newcomers = NewcomerTime()
         self.applied_root: tuple[int, bytes] = (0, NOTHING)  # the round and root that our availabilities carry
         self.peers: dict[bytes, None] = {}  # connected, in the order in which they came
         self.heard_at: dict[bytes, float] = {}  # by member: its last message about the current round

@@ -22,7 +22,7 @@ SAVED_SECONDS_MAX = 32.0  # what one newcomer can take
 SHARE = 0.1  # of the time that newcomers may take in the long run
 
 
-class Newcomers:
+class NewcomerTime:
     """The time that rounds may stay open for newcomers."""
 
     def __init__(self) -> None:

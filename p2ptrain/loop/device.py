@@ -120,11 +120,17 @@ class LoopDevice(Device):
         payload = authored(self.me, self.trainer.contribute(work.number))
         self.loss, self.steps, self.own_drift = trained.loss, trained.steps, self.trainer.own_drift
         self.step = trained.steps
-        self._rates.append(trained.tokens / max(trained.seconds, 1e-9))
+        if trained.tokens:
+            self._rates.append(trained.tokens / max(trained.seconds, 1e-9))
         self.training_seconds += trained.seconds
         self.last_training_seconds = trained.seconds
         self.tokens += trained.tokens
         return payload_digest(payload), payload
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None while the script trains on what a loader of its own reads, which nobody counts."""
+        return super().tokens_per_second if self._rates or not self.training_seconds else None
 
     def keep_pace(self, number: int, usual: float, last: float) -> None:
         self.memory.keep_pace(number, usual, last)

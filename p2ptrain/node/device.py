@@ -175,7 +175,8 @@ class Device:
         return await asyncio.get_running_loop().run_in_executor(self._trainer_thread, job, *arguments)
 
     @property
-    def tokens_per_second(self) -> float:
+    def tokens_per_second(self) -> float | None:
+        """The mean over the last rounds; None if it cannot be known."""
         return sum(self._rates) / len(self._rates) if self._rates else 0.0
 
     @property

@@ -67,7 +67,8 @@ def status_of(daemon: Running) -> Status:
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
     view, device = driver.node.view(), driver.device
     state, roots = view.state, view.roots
-    swarm, held_out, measured = records.swarm_tokens_per_second, view.held_out, records.measured
+    speed, held_out, measured = device.tokens_per_second, view.held_out, records.measured
+    swarm = None if speed is None else records.swarm_tokens_per_second  # the others' scripts have loaders, too
     complaints = complaints_of(daemon)
     return Status(
         release=__version__,
@@ -96,7 +97,7 @@ def status_of(daemon: Running) -> Status:
         text_round=driver.progress.text_round,
         step=device.step,
         tokens=device.tokens,
-        tokens_per_second=round(device.tokens_per_second, 1),
+        tokens_per_second=None if speed is None else round(speed, 1),
         training_seconds=round(device.training_seconds, 3),
         swarm_tokens_per_second=None if swarm is None else round(swarm, 1),
         contribution_tokens=records.contribution_tokens,

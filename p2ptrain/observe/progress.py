@@ -37,7 +37,7 @@ def line_of(status: Status) -> str:
     sent, received = (count_of(status.bytes.get(f"bytes {way}", 0)) for way in ("sent", "received"))
     return plain(
         f"round {status.round} {status.phase} · loss {loss} · {len(status.peers)} peers · "
-        f"{len(status.roster)} in the roster · {status.tokens_per_second:,.0f} tokens/s · "
+        f"{len(status.roster)} in the roster · {_speed(status.tokens_per_second)}"
         f"sent {sent}, received {received} · root {status.state_root[:12] or '-'}{health}"
     )
 
@@ -99,6 +99,11 @@ class ProgressLine:
             handler.flush()
 
 
+def _speed(tokens_per_second: float | None) -> str:
+    """Describes a node's speed, empty if it is unknown."""
+    return "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s · "
+
+
 def lines_of(status: dict[str, Any]) -> str:
     """Describes a node in a few lines, for `p2ptrain status`."""
     tolerance = status["fault_tolerance"]
@@ -112,7 +117,7 @@ def lines_of(status: dict[str, Any]) -> str:
         "round": f"{status['round']}, {status['phase']}{attempt}; {status['applied_round']} applied",
         "state root": status["state_root"] or "none yet",
         "loss": loss,
-        "speed": f"{status['tokens_per_second']:,.0f} tokens/s",
+        "speed": _speed(status["tokens_per_second"]).removesuffix(" · "),
         "data": status.get("own_data", ""),
         "peers": str(len(status["peers"])),
         "roster": f"{few(len(status['roster']), 'member', 'members')}, "

@@ -200,14 +200,16 @@ class Status(Answer, LearningFigures):
     tokens: Annotated[Count, Figure("tokens", "tokens", kind="counter")] = Field(
         description="trained on since this start"
     )
-    tokens_per_second: Annotated[float, Figure("speed", "tokens/s")] = Field(
-        ge=0, description="mean over the last rounds trained here"
+    tokens_per_second: Annotated[float | None, Figure("speed", "tokens/s")] = Field(
+        ge=0, description="mean over the last rounds trained here; null: a script reads data of its own, uncounted"
     )
     training_seconds: Annotated[float, Figure("time of training", "seconds", kind="counter")] = Field(
         ge=0, description="spent training since this start"
     )
     swarm_tokens_per_second: Annotated[float | None, Figure("speed of the swarm", "tokens/s")] = Field(
-        ge=0, description="an estimate, from the contributions taken in the last rounds; null: no round yet"
+        ge=0,
+        description="an estimate, from the contributions taken in the last rounds; null: no round yet, or "
+        "a script reads data of its own",
     )
     contribution_tokens: Count = Field(description="tokens behind one contribution")
     mine: Mine

@@ -123,13 +123,13 @@ def _losses(status: dict[str, Any]) -> str:
 def _facts(now: Poll, before: Poll | None, width: int, brevity: int) -> Table:
     status, mine = now.status, now.status["mine"]
     swarm = status["swarm_tokens_per_second"]
-    swarm_speed = "-" if swarm is None else f"{swarm:,.0f}"
+    own_speed, swarm_speed = ("-" if each is None else f"{each:,.0f}" for each in (status["tokens_per_second"], swarm))
     columns = 2 if width >= WIDE else 1
     room = (width - 2 * (columns - 1)) // columns - LABEL
     # Name, text, and the brevity at which it is left out.
     facts: list[tuple[str, str, int]] = [
         ("loss", _losses(status), STAYS),
-        ("speed", f"{status['tokens_per_second']:,.0f} tokens/s here, {swarm_speed} in the swarm", STAYS),
+        ("speed", f"{own_speed} tokens/s here, {swarm_speed} in the swarm", STAYS),
         ("traffic", _traffic(now, before), 3),
         ("out/in", _purposes(status, room), 1),
         ("roster", _roster(status), STAYS),

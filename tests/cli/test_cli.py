@@ -389,9 +389,14 @@ def test_an_example_is_printed_to_begin_with_and_all_are_listed(capsys: pytest.C
     status, out, _ = p2ptrain(capsys, "config", "example")
     assert (status, [line.split()[0] for line in out.splitlines()]) == (
         0,
-        ["digits", "noisy", "demo", "distro", "tiny"],
+        ["digits", "noisy", "demo", "distro", "tiny", "node"],
     )
     status, out, _ = p2ptrain(capsys, "config", "example", "tiny")
     assert (status, out) == (0, (ROOT / "examples" / "tiny.toml").read_text())
+    status, out, _ = p2ptrain(capsys, "config", "example", "node")
+    assert (status, out) == (0, (ROOT / "node_config.example.toml").read_text())
     status, _, err = p2ptrain(capsys, "config", "example", "huge")
-    assert (status, err) == (2, "NAME: there is no example 'huge'. Take one of digits, noisy, demo, distro, tiny\n")
+    assert (status, err) == (
+        2,
+        "NAME: there is no example 'huge'. Take one of digits, noisy, demo, distro, tiny, node\n",
+    )

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.newcomers import LEAST_SECONDS, ROUNDS, SAVED_SECONDS_MAX, SHARE, Newcomers
+from p2ptrain.core.newcomers import LEAST_SECONDS, ROUNDS, SAVED_SECONDS_MAX, SHARE, NewcomerTime
 from p2ptrain.core.state import Admitted
 from tests.helpers.core import KEYS, RUN, Bench, announced, root_of
 
@@ -82,7 +82,7 @@ def test_a_round_is_held_open_only_after_it_would_be_over() -> None:
 
 
 def test_nobody_is_a_newcomer_for_long() -> None:
-    state, newcomers = among(4).genesis, Newcomers()
+    state, newcomers = among(4).genesis, NewcomerTime()
 
     def awaited(number: int, probation: int = 2, connected: tuple[bytes, ...] = KEYS, **changes: int) -> set[bytes]:
         entry = replace(Admitted(NEWCOMER, 5, 0, 0), **changes)
@@ -96,7 +96,7 @@ def test_nobody_is_a_newcomer_for_long() -> None:
 
 
 def test_any_number_of_newcomers_takes_a_part_of_the_time() -> None:
-    newcomers, now, took = Newcomers(), 0.0, 0.0
+    newcomers, now, took = NewcomerTime(), 0.0, 0.0
     while now < 3_600.0:
         seconds = newcomers.seconds(now)
         newcomers.took(seconds)

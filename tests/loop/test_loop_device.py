@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.complaints import Code
@@ -55,6 +56,18 @@ async def test_a_round_goes_to_the_script_and_comes_back_as_a_contribution(devic
     assert (device.loss, device.steps, device.tokens, device.training_seconds) == (2.5, 3, 700, 0.5)
     with pytest.raises(ConfigError, match="no round is being trained"):
         device.current()
+
+
+@pytest.mark.parametrize(("tokens", "speed"), [(700, 1_400.0), (0, None)])
+async def test_the_speed_of_a_script_with_a_loader_of_its_own_is_unknown(
+    device: LoopDevice, tokens: int, speed: float | None
+) -> None:
+    assert device.tokens_per_second == 0.0
+    training = begun(device)
+    await device.next()
+    device.take(replace(TRAINED, tokens=tokens))
+    await training
+    assert device.tokens_per_second == speed
 
 
 async def test_weights_that_have_moved_on_are_not_handed_out_as_those_before(device: LoopDevice) -> None:

@@ -71,6 +71,12 @@ def test_a_node_in_one_line() -> None:
     )
 
 
+def test_a_speed_that_nobody_knows_is_left_out() -> None:
+    unknown = STATUS | {"tokens_per_second": None}
+    assert "3 in the roster · sent 1.2 KB" in line_of(model(unknown))
+    assert not any(line.startswith("speed") for line in lines_of(unknown).split("\n"))
+
+
 def test_a_node_in_some_lines() -> None:
     lines = lines_of(STATUS | DISK).split("\n")
     rows = {line[:11].strip(): line[12:] for line in lines if line[:11].strip()}
