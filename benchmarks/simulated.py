@@ -40,7 +40,7 @@ class Swarm:
         old, last = self.state.clone(), self.waiting.pop(0) if self.between_steps and self.waiting else {}
         for number, (peer, own) in enumerate(zip(self.peers, batches, strict=True)):
             self.state.copy_(old)
-            peer.begin(round_number)
+            peer.begin(round_number + 1)
             for step, batch in enumerate(own):
                 if last and step == self.between_steps:
                     assert isinstance(peer, LocalRecipe)
@@ -107,7 +107,7 @@ class SwarmOfSpeeds(Swarm):
         ready = [number for number, speed in enumerate(self.speeds) if (round_number + 1) % speed == 0]
         for number in ready:
             self.state.copy_(self.bases[number])
-            self.peers[number].begin(round_number)
+            self.peers[number].begin(round_number + 1)
             for step, batch in enumerate(batches[number]):
                 self.peers[number].local_step(step, batch, [])
             self.peers[number].end()

@@ -89,15 +89,21 @@ class RecipeConfig(Section):
     )
     settings: Settings = Field(PluginSettings(), description="the settings of that plug-in")
     outer: Literal["normalised", "mean", "sign"] = Field("mean", description="how summed votes become an update")
-    chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks that are transformed")
+    chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks from which numbers are chosen")
     transform: Literal["dct", "none"] = Field(
-        "dct", description="what contributions hold: coefficients of a DCT, or with none how far weights moved"
+        "dct", description="none: send how far weights moved; dct: that as DCT coefficients, of which a few say most"
     )
     k: int = Field(
-        256, ge=1, le=64**2, description="numbers kept of each chunk; without a transform, chunk * chunk sends all"
+        256,
+        ge=1,
+        le=64**2,
+        description="numbers sent of each chunk: at most half; without a transform also chunk * chunk, all",
     )
     value_bits: int = Field(
-        1, ge=1, le=16, description="bits of a number, including its sign; 1: only the sign; above 8 if all are sent"
+        1,
+        ge=1,
+        le=16,
+        description="bits of a sent number and its sign; 1: only the sign; above 8 only if all are sent",
     )
     decay: Rational = Field(Fraction(95, 100), ge=0, le=1, description="share of the residual that stays each round")
     clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
@@ -120,14 +126,14 @@ class RecipeConfig(Section):
     inner_weight_decay: Rational = Field(Fraction(0), ge=0, description="weight decay of the local steps")
     learning_rate: Rational = Field(Fraction(1), ge=0, description="highest learning rate of the outer update")
     momentum: Rational = Field(
-        Fraction(0), ge=0, lt=1, description="share of the outer updates' sum that stays each round, and moves weights"
+        Fraction(0), ge=0, lt=1, description="outer momentum (DiLoCo: 0.9): how much of past updates each round repeats"
     )
-    nesterov: bool = Field(False, description="whether the outer momentum looks ahead, as Nesterov's does")
+    nesterov: bool = Field(False, description="Nesterov's form of the outer momentum, as in DiLoCo")
     momentum_rounds: int = Field(
-        1, ge=1, le=65_536, description="rounds between those in which the outer momentum moves weights and decays"
+        1, ge=1, le=65_536, description="apply the outer momentum only every so many rounds (Delayed Nesterov)"
     )
     fragments: int = Field(
-        1, ge=1, le=256, description="parts of the model, of which each round agrees on one, in turn"
+        1, ge=1, le=256, description="split the model into so many parts and agree on one a round (Streaming DiLoCo)"
     )
     schedule: Literal["constant", "linear", "wsd"] = Field(
         "constant", description="after the warm-up: constant, linear to the end, or stable and then linear decay (wsd)"
@@ -164,7 +170,7 @@ class RecipeConfig(Section):
             raise ValueError("settings belong to a plug-in: remove them, or name it as plugin")
         area = self.chunk**2
         if self.k > area // 2 and not self.is_dense:
-            all_of_it = f', or with transform = "none" {area}, all of it' if self.spec.is_family else ""
+            all_of_it = f', or with transform = "none" k = {area} to send every weight' if self.spec.is_family else ""
             raise ValueError(
                 f"k = {self.k} is more than half of the {area} coefficients of a chunk: "
                 f"choose at most {area // 2}{all_of_it}"
@@ -206,15 +212,20 @@ class RecipeConfig(Section):
                 if (value := getattr(self, key)) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} = {value} belongs to recipe local: remove it, or use that")
         if self.transform == "none" and self.outer != "mean":
-            raise ValueError(f'outer = "{self.outer}" weighs coefficients of a DCT: use "mean", or transform = "dct"')
+            raise ValueError(f'transform = "none" needs outer = "mean", not "{self.outer}": change one')
         if self.momentum > MOMENTUM_MAX:
-            raise ValueError(f"momentum = {self.momentum} never fades: use at most {MOMENTUM_MAX}")
+            raise ValueError(f"momentum = {self.momentum} is above {MOMENTUM_MAX}, and rounds to 1: lower it")
         if not self.momentum and (self.nesterov or self.momentum_rounds > 1):
-            raise ValueError("nesterov and momentum_rounds shape a momentum, which is 0: set one such as 0.9")
+            raise ValueError("nesterov and momentum_rounds need a momentum: set one, such as 0.9, or remove them")
         if self.momentum_rounds > 1 and not self.nesterov:
             raise ValueError("momentum_rounds above 1 delays Nesterov's momentum: set nesterov = true")
         if self.momentum_rounds > 1 and self.fragments > 1:
-            raise ValueError("momentum_rounds counts rounds, of which a fragment has only some: use 1, or 1 fragment")
+            raise ValueError("momentum_rounds above 1 does not work with fragments: set one of them to 1")
+
+    @property
+    def state_copies(self) -> int:
+        """How many numbers of the model's state each parameter has: its weight and, with a momentum, that."""
+        return 2 if self.momentum else 1
 
     @property
     def is_dense(self) -> bool:

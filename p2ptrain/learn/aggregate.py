@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
+from p2ptrain.config import BASIS_PEAK, EXACT_MAX, VOTES_MAX, RecipeConfig
 from p2ptrain.errors import DeviceError
 from p2ptrain.learn.codec import Contribution, Indices, PayloadFormat, read_exponents, read_squares, unpack
 from p2ptrain.learn.scales import Scales, Sizes
@@ -55,7 +55,7 @@ EXACTNESS_FIX = (
     "Unset DNNL_DEFAULT_FPMATH_MODE, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and whatever sets torch's float32 matmul "
     "precision or flush-to-zero mode; or choose another device"
 )
-INT16_MAX, INT32_MAX = 2**15 - 1, 2**31 - 1
+INT16_MAX = 2**15 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +113,23 @@ def sum_votes(
     integers, so any order gives the same sums.
     """
     largest = count * recipe.vote_max
-    assert largest <= INT32_MAX, "the config's bound keeps votes in range"
+    assert largest <= VOTES_MAX, "the config's bound keeps votes in range"
     dtype = torch.int16 if largest <= INT16_MAX else torch.int32
     sums = torch.zeros(layout.chunks * layout.area, dtype=dtype, device=device)
-    if recipe.is_dense and scales is not None:  # None: there are no contributions
-        return _sum_dense(layout, contributions, count, scales, sums)
-    index_type = np.dtype(np.int32) if sums.numel() <= INT32_MAX else np.dtype(np.int64)
+    index_type = np.dtype(np.int32) if sums.numel() <= VOTES_MAX else np.dtype(np.int64)
     starts = np.arange(layout.chunks, dtype=index_type)[:, None] * layout.area
     added = 0
     for contribution in contributions:
-        places = torch.from_numpy(np.add(contribution.indices, starts, dtype=index_type).reshape(-1)).to(device)
         values = scales.votes(added, contribution.values) if scales else contribution.values
-        sums.index_add_(0, places, torch.from_numpy(values).to(device, dtype).reshape(-1))
+        votes = torch.from_numpy(values).to(device, dtype).reshape(-1)
+        if recipe.is_dense:
+            sums.add_(votes)
+        else:
+            places = torch.from_numpy(np.add(contribution.indices, starts, dtype=index_type).reshape(-1)).to(device)
+            sums.index_add_(0, places, votes)
         added += 1
     assert added == count
     return Votes(sums.view(layout.chunks, layout.area), count, scales.units if scales else None)
-
-
-def _sum_dense(
-    layout: Layout, contributions: Iterable[Contribution], count: int, scales: Scales, sums: Tensor
-) -> Votes:
-    added = 0
-    for contribution in contributions:
-        values = torch.from_numpy(scales.votes(added, contribution.values))
-        sums.add_(values.to(sums.device, sums.dtype).reshape(-1))
-        added += 1
-    assert added == count
-    return Votes(sums.view(layout.chunks, layout.area), count, scales.units)
 
 
 def apply_votes(

@@ -77,7 +77,7 @@ class Weights:
 
     def check_size(self) -> None:
         """Compares the file's size with the run's model before memory is allocated for it."""
-        expected = FLOAT_BYTES * self.parameters * (2 if self.run.recipe.momentum else 1)
+        expected = FLOAT_BYTES * self.parameters * self.run.recipe.state_copies
         if self.size != expected:
             raise DataError(f"{self.path}: {self.size:,} bytes, but the run's state has {expected:,}")
 

@@ -5,8 +5,7 @@ numbers again. A run with `fragments` (Streaming DiLoCo: Douillard et al. 2025, 
 the model each round, in turn; all other weights and momenta stay as they are.
 
 Then a payload begins with a byte that tells its fragment, and ends with zeros that make all payloads equally long:
-their length is known before they come. One of another fragment than its round's moves nothing, as if it held only
-zeros.
+their length is known before they come. A payload of another fragment than its round's counts as one of zeros.
 """
 
 from __future__ import annotations
@@ -36,20 +35,16 @@ FRAGMENT_BYTES = 1
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """How a round's contributions were counted."""
+    """Tells what of each contribution a round did not count, so that it returns to its author's residual."""
 
-    payloads: Sequence[bytes]  # those of the round's fragment
+    payloads: Sequence[bytes]  # of the round's fragment, in the order of the scales
     scales: Scales | None
 
     def uncounted(self, payload: bytes) -> Callable[[NDArray[np.float32]], NDArray[np.float32]] | None:
-        """Returns what gives the uncounted part of the values of a payload, if a part of it may not have counted."""
-        if payload not in self.payloads:  # of another fragment: a late one, after a round without any contribution
-            return all_of_it
+        """Returns what makes, of the values that left the residual, those that were not counted; None: all were."""
+        if payload not in self.payloads:  # it came late, after a round without any, and is of another fragment
+            return lambda removed: removed
         return partial(self.scales.uncounted, self.payloads.index(payload)) if self.scales else None
-
-
-def all_of_it(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    return values
 
 
 class Outer:
@@ -64,7 +59,7 @@ class Outer:
         self.parameters = sum(map(prod, self.shapes))
         whole = Layout.of(shapes, recipe)
         if recipe.fragments > len(whole.groups):
-            what = f"{recipe.fragments} parts cannot be made of the model's {len(whole.groups)} matrices"
+            what = f"{recipe.fragments} fragments, but the model has only {len(whole.groups)} groups of weights"
             raise ConfigError(what, key="recipe.fragments", fix=f"Use at most {len(whole.groups)}")
         self.layouts = whole.fragments(recipe.fragments)
         self.forms = [PayloadFormat.of(layout, recipe) for layout in self.layouts]
@@ -78,7 +73,7 @@ class Outer:
     @property
     def state_numbers(self) -> int:
         """How many numbers the agreed state has."""
-        return self.parameters * (2 if self.recipe.momentum else 1)
+        return self.parameters * self.recipe.state_copies
 
     def fragment_of(self, number: int) -> int:
         """Returns the part of the model that round `number`, counted from 1, agrees on."""

@@ -58,8 +58,9 @@ class Withdrawal:
 
 
 class Residual:
-    """The part of this node's training that it has not yet contributed, as DCT coefficients, or without a transform as
-    weights. Of several fragments, each round's own part of it is meant.
+    """What this node has learned and not yet contributed, one row a chunk: DCT coefficients, or weights without a DCT.
+
+    With fragments each has rows of its own, and a round touches only those of its fragment.
     """
 
     def __init__(self, layouts: Sequence[Layout], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -67,7 +68,7 @@ class Residual:
         chunks = [layout.chunks for layout in layouts]
         self.coefficients = torch.zeros(sum(chunks), layouts[0].area, device=device, dtype=dtype)
         self.kept: dict[int, Withdrawal] = {}
-        self._parts = torch.split(self.coefficients, chunks)
+        self._by_fragment = torch.split(self.coefficients, chunks)
         self._padding = [layout.padding_masks(device) for layout in layouts]
 
     def fragment_of(self, round_number: int) -> int:
@@ -75,15 +76,15 @@ class Residual:
 
     def add(self, round_number: int, tensors: Sequence[Tensor], keep: float) -> None:
         fragment = self.fragment_of(round_number)
-        self.layouts[fragment].accumulate(tensors, self._parts[fragment], keep)
-        self.layouts[fragment].project(self._parts[fragment], *self._padding[fragment])
+        self.layouts[fragment].accumulate(tensors, self._by_fragment[fragment], keep)
+        self.layouts[fragment].project(self._by_fragment[fragment], *self._padding[fragment])
 
     def take(self, round_number: int, recipe: RecipeConfig) -> Contribution:
         """Makes the round's contribution, and subtracts its values from the residual."""
         assert round_number not in self.kept, "one contribution a round"
         assert len(self.kept) < KEPT_ROUNDS_MAX, "every contribution is forgotten or restored in the end"
         fragment = self.fragment_of(round_number)
-        coefficients = self._parts[fragment]
+        coefficients = self._by_fragment[fragment]
         indices = every_index(*coefficients.shape) if recipe.is_dense else largest(coefficients, recipe.k)
         chosen = self._at(coefficients, indices)
         # k coefficients are sent even for a chunk that has fewer: zeros get alternating signs, otherwise all peers
@@ -123,7 +124,7 @@ class Residual:
         return True
 
     def _give_back(self, round_number: int, indices: Indices, values: NDArray[np.float32]) -> None:
-        coefficients = self._parts[self.fragment_of(round_number)]
+        coefficients = self._by_fragment[self.fragment_of(round_number)]
         self._put(coefficients, indices, self._at(coefficients, indices) + values)
 
     def keep(self, kept: dict[int, Withdrawal]) -> None:
@@ -218,7 +219,7 @@ class Recipe(Protocol):
     drift: float | None  # norm of what the last round's steps moved, over that of the weights; None: they move nothing
 
     def begin(self, round_number: int) -> None:
-        """Starts a round from the agreed weights."""
+        """Starts a round, counted from 1, from the agreed weights."""
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
         """Takes one local step on `batch`.
@@ -273,7 +274,7 @@ class LocalRecipe:
     def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:
         self.config, self.live = config, live
         size = live.weights.numel()
-        self.agreed_state = torch.zeros(2 * size if config.momentum else size, device=live.weights.device)
+        self.agreed_state = torch.zeros(config.state_copies * size, device=live.weights.device)
         self.agreed = self.agreed_state[:size]
         self.agreed.copy_(live.weights)
         self.residual = Residual(layouts, live.weights.device, live.state_type)
@@ -288,7 +289,7 @@ class LocalRecipe:
         if self.pending is not None:
             self.live.weights.sub_(self.pending)
         self._start_early(EARLY_SHARE)
-        self.rate = float(inner_rate(self.config, round_number))
+        self.rate = float(inner_rate(self.config, max(0, round_number - 1)))  # the schedule counts from 0
         self._is_moved = False
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:

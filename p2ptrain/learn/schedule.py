@@ -52,16 +52,16 @@ def learning_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
 
 
 def inner_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
-    """Returns the rate of the local steps of `round_number`."""
+    """Returns the rate of the local steps of `round_number`, counted from 0."""
     return recipe.inner_learning_rate * _height(recipe, round_number)
 
 
 def reach(recipe: RecipeConfig, round_number: int, rounds_late: int) -> int | None:
-    """Returns the exponent of the power of two below what local steps move a weight by if each moves it by its rate, in
-    this round or up to so many before; None where contributions are no movements. A fragment's are those of as many
-    rounds as there are fragments.
+    """Returns g such that 2**g is below what local steps can move a weight by: each by its full rate, in all rounds
+    that a contribution may cover, late ones and with fragments as many as there are. None: contributions are no
+    movements.
 
-    Honest ones moved a weight by a fifth of that, in the root mean square, and 2.6 times that at most (LOG.md).
+    Measured, honest contributions have a root mean square of a fifth of that, and of 2.6 times it at most (LOG.md).
     """
     if recipe.spec.kind != "local" or not recipe.inner_learning_rate:
         return None

@@ -73,7 +73,7 @@ class Applying:
 
 
 def _look_at(job: asyncio.Future[None]) -> None:
-    """Looks at how a job has ended that nobody waits for."""
+    """Retrieves a job's exception, which asyncio would otherwise log as never retrieved."""
     if not job.cancelled():
         job.exception()
 
@@ -117,7 +117,7 @@ class Device:
         self._pace = (-1, 0.0, 0.0)  # a round, and when the others usually contribute to it, and no longer wait
         self._is_cut = False  # whether this training ended before all local steps
         self._waiting: deque[Applying] = deque()  # rounds to apply, also between two steps
-        self._applied_after = 0  # so many steps of this training, a round was applied; 0: none was
+        self._applied_after = 0  # local steps taken when the next round was applied in between; 0: none was
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
         self._trainer_thread = thread or ThreadPoolExecutor(1, "trainer")
         self._check_thread = ThreadPoolExecutor(1, "check")

@@ -46,7 +46,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     threads: Count = 0  # of torch; 0: not recorded
     sequences_per_pass: Count = msgspec.field(default=0, name="sequences")  # at most; 0: not recorded, or no limit
     steps: Count = 0  # 0: all local steps
-    applied_after: Count = 0  # so many of them, the round after `base_round` was applied; 0: after all of them
+    applied_after: Count = 0  # local steps taken when the next round was applied in between; 0: none was
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):

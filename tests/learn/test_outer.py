@@ -204,7 +204,7 @@ def test_a_round_moves_its_own_fragment_alone_and_in_turn_all_of_the_model() -> 
 
 
 def test_more_fragments_than_matrices_are_refused() -> None:
-    with pytest.raises(ConfigError, match="6 parts cannot be made of the model's 4 matrices"):
+    with pytest.raises(ConfigError, match="6 fragments, but the model has only 4 groups"):
         Outer(recipe_of("fragments", fragments=6), SHAPES)
 
 
