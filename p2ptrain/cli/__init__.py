@@ -160,7 +160,7 @@ def _payload_bytes(run: RunConfig) -> int:
 def example(
     name: Annotated[str | None, typer.Argument(help="Which one; without it, they are listed.")] = None,
 ) -> None:
-    """Print a run file to begin with, or all settings of a node.
+    """Print a file to begin with.
 
     p2ptrain config example tiny > tiny.toml; p2ptrain start tiny.toml
     """

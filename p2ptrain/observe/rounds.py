@@ -107,9 +107,10 @@ class Recorder:
         if held_out is not None and self.measured is not None and held_out.round == self.measured.held_out_round:
             held_out = None  # it is in an earlier record
         sent = device.payload_bytes * len(entry.manifest.taken)
+        step_tokens = 0 if device.tokens_per_second is None else self._step_tokens  # scripts read what nobody counts
         self.mine = Mine(
             tokens=mine.tokens + tokens,
-            swarm_tokens=mine.swarm_tokens + claims.steps * self._step_tokens,
+            swarm_tokens=mine.swarm_tokens + claims.steps * step_tokens,
             training_seconds=mine.training_seconds + training,
             applied=mine.applied + contributions.applied[view.me],
             applied_of_all=mine.applied_of_all + contributions.applied.total(),
@@ -138,7 +139,7 @@ class Recorder:
             held_out_round=held_out.round if held_out else None,
             held_out_said=held_out.said if held_out else 0,
             swarm_loss=claims.loss,
-            swarm_tokens=claims.steps * self._step_tokens,
+            swarm_tokens=claims.steps * step_tokens,
             gradient_norm=device.gradient_norm if training else None,
             drift=device.drift,
             compression_ratio=round(device.gradient_bytes * claims.steps / sent, 1) if claims.steps else None,

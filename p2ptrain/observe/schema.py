@@ -201,15 +201,13 @@ class Status(Answer, LearningFigures):
         description="trained on since this start"
     )
     tokens_per_second: Annotated[float | None, Figure("speed", "tokens/s")] = Field(
-        ge=0, description="mean over the last rounds trained here; null: a script reads data of its own, uncounted"
+        ge=0, description="mean over the last rounds trained here; null: a script reads data of its own"
     )
     training_seconds: Annotated[float, Figure("time of training", "seconds", kind="counter")] = Field(
         ge=0, description="spent training since this start"
     )
     swarm_tokens_per_second: Annotated[float | None, Figure("speed of the swarm", "tokens/s")] = Field(
-        ge=0,
-        description="an estimate, from the contributions taken in the last rounds; null: no round yet, or "
-        "a script reads data of its own",
+        ge=0, description="estimated from the last rounds' contributions; null: no round yet, or a script's own data"
     )
     contribution_tokens: Count = Field(description="tokens behind one contribution")
     mine: Mine

@@ -39,6 +39,7 @@ class Watched:
             own_drift=None,
             tokens=0,
             training_seconds=0.0,
+            tokens_per_second=0.0,
             gradient_norm=None,
             drift=None,
             gradient_bytes=4_000,

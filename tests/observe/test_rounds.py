@@ -95,6 +95,16 @@ def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path)
     assert (second.tokens_per_second, second.seconds) == (0.0, 17.0)
 
 
+def test_of_a_script_that_reads_data_of_its_own_all_is_recorded_but_tokens(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    watched.device.loss, watched.device.steps, watched.device.own_drift = 2.5, 3, 0.02
+    watched.device.training_seconds, watched.device.tokens_per_second = 8.0, None
+    watched.round()
+    (record,) = watched.rounds.last()
+    assert (record.loss, record.steps, record.own_drift) == (2.5, 3, 0.02)
+    assert (record.tokens, record.tokens_per_second, record.swarm_tokens) == (0, 0.0, 0)
+
+
 def test_a_held_out_loss_is_recorded_once_and_known_after_a_restart(tmp_path: Path) -> None:
     watched = Watched(tmp_path, every_rounds=2)
     claims = watched.bench.node.context.claims
