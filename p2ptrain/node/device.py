@@ -72,12 +72,6 @@ class Applying:
     done: Future[bytes | None] = field(default_factory=Future)
 
 
-def _look_at(job: asyncio.Future[None]) -> None:
-    """Retrieves a job's exception, which asyncio would otherwise log as never retrieved."""
-    if not job.cancelled():
-        job.exception()
-
-
 class StoppedError(P2ptrainError):
     """Training was interrupted because the node is ending."""
 
@@ -434,7 +428,7 @@ class Device:
             if applying in self._waiting:  # nobody waits for it any more: the core has to know what is applied
                 self._waiting.remove(applying)
             if not after_training.done():  # it finds that the round has been applied
-                after_training.add_done_callback(_look_at)
+                after_training.add_done_callback(lambda job: job.cancelled() or job.exception())
 
     def settle(self, applying: Applying) -> None:
         """Applies a round, if it was not applied between two steps and is still to be."""

@@ -162,8 +162,8 @@ IN_A_RUN = {
     "seed = -1": "FILE: seed: -1 is not valid. Choose 0 to below 2**63",
     "seed = 0x" + "f" * 9_999: "FILE: seed: a number beyond 64 bits is not valid. Choose 0 to below 2**63",
     "model = 3": "FILE: model: expected a table, found 3. Write [model] and its keys below it",
-    "[recipe]\nk = 0": "FILE: recipe.k: 0 is not valid. Choose 1 to 512",
-    "[recipe]\nk = 513": "FILE: recipe.k: 513 is not valid. Choose 1 to 512",
+    "[recipe]\nk = 0": "FILE: recipe.k: 0 is not valid. Choose 1 to 4,096",
+    "[recipe]\nk = 4097": "FILE: recipe.k: 4097 is not valid. Choose 1 to 4,096",
     "[recipe]\ndecay = 1.5": 'FILE: recipe.decay: "3/2" is not valid. Choose 0 to 1',
     "[recipe]\ninner_beta1 = 1": "FILE: recipe.inner_beta1: 1 is not valid. Choose 0 to below 1",
     "[recipe]\nclip = -1": "FILE: recipe.clip: -1 is not valid. Choose 0 or more",
@@ -210,7 +210,21 @@ IN_A_RUN = {
     '[recipe]\nname = "distra"': "FILE: recipe: unknown recipe 'distra'. Use one of distro, demo, local",
     "[recipe]\nname = 3": 'FILE: recipe.name: expected text in quotes, found 3. Write for instance name = "local"',
     "[recipe]\nchunk = 8\nk = 33": "FILE: recipe: k = 33 is more than half of the 64 coefficients of a chunk. "
-    "Choose at most 32",
+    'Choose at most 32, or with transform = "none" k = 64 to send every weight',
+    "[recipe]\nk = 4096": "FILE: recipe: k = 4096 is more than half of the 4096 coefficients of a chunk. "
+    'Choose at most 2048, or with transform = "none" k = 4096 to send every weight',
+    '[recipe]\nname = "distro"\nmomentum = 0.9': "FILE: recipe: momentum = 9/10 belongs to recipe local. "
+    "Remove it, or use that",
+    "[recipe]\nnesterov = true": "FILE: recipe: nesterov and momentum_rounds need a momentum. "
+    "Set one, such as 0.9, or remove them",
+    "[recipe]\nmomentum = 0.99999": "FILE: recipe: momentum = 99999/100000 is above 9999/10000, and rounds to 1. "
+    "Lower it",
+    "[recipe]\nvalue_bits = 9": "FILE: recipe: value_bits = 9. The largest numbers of a chunk take at most 8, "
+    'use that, or send every weight (transform = "none", k = 4096)',
+    '[recipe]\ntransform = "none"\nouter = "sign"': 'FILE: recipe: transform = "none" needs outer = "mean", '
+    'not "sign". Change one',
+    "[recipe]\nfragments = 2\n[agreement]\nstaleness_rounds_max = 1": "FILE: recipe.fragments = 2 does not work with "
+    "agreement.staleness_rounds_max = 1. A late contribution would be of another fragment, set 0",
     '[recipe]\nname = "distro"\nvalue_bits = 2': "FILE: recipe: value_bits = 2. Recipe distro sends only signs, "
     "use 1 or recipe demo",
     '[recipe]\nname = "distro"\nlocal_steps = 2': "FILE: recipe: local_steps = 2. Recipe distro takes one step "

@@ -7,7 +7,6 @@ import logging
 from fractions import Fraction
 from pathlib import Path
 from threading import Event
-from time import sleep
 from typing import Any
 
 import pytest
@@ -210,7 +209,7 @@ async def test_a_round_that_cannot_be_applied_between_two_steps_says_so_to_whoev
     def step(*arguments: Any) -> Any:
         began.set()
         while not device._waiting and trainer.apply is not apply and device.step == 0:
-            sleep(0.001)
+            Event().wait(0.001)
         return take(*arguments)
 
     monkeypatch.setattr(trainer, "apply", failing)
