@@ -39,7 +39,7 @@ from p2ptrain import digest as digests
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.state import Taken, genesis
-from p2ptrain.learn import aggregate, trainer
+from p2ptrain.learn import aggregate, outer
 from p2ptrain.learn.corpus import Reading
 from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.learn.live import StepResult
@@ -84,7 +84,7 @@ class Node:
         self.told: list[Any] = []
         parts: Any = SimpleNamespace(view=lambda: view)
         intake: Any = SimpleNamespace(give=self.told.append, counters=Counter())
-        edges: Any = SimpleNamespace(publish=None, fetching=fetching, persistence=self.persistence)
+        edges: Any = SimpleNamespace(gossip=None, tell=None, fetching=fetching, persistence=self.persistence)
         self.driver = Driver(parts, device, intake, edges, lambda *each: None)
         self.states = states
 
@@ -228,7 +228,7 @@ async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
             author.driver.edges, "fetching", SimpleNamespace(data=mock.AsyncMock(), ahead=mock.AsyncMock())
         ),
         counted(digests, "digest", hashed),
-        counted(trainer, "unpack", unpacked),
+        counted(outer, "unpack", unpacked),
         counted(aggregate, "unpack", unpacked),
     ):
         async with author.driver._group:

@@ -427,8 +427,7 @@ class Device:
         finally:
             if applying in self._waiting:  # nobody waits for it any more: the core has to know what is applied
                 self._waiting.remove(applying)
-            if not after_training.done():  # it finds that the round has been applied
-                after_training.add_done_callback(lambda job: job.cancelled() or job.exception())
+            after_training.cancel()  # the round was applied between two steps, or is not to be
 
     def settle(self, applying: Applying) -> None:
         """Applies a round, if it was not applied between two steps and is still to be."""

@@ -385,11 +385,14 @@ def test_prepare_shows_its_progress_on_a_terminal(tmp_path: Path) -> None:
     assert b"\n[data]\nmanifest = " in done.stdout
 
 
+RECIPES = sorted(path.stem for path in (ROOT / "examples" / "recipes").glob("*.toml"))
+
+
 def test_an_example_is_printed_to_begin_with_and_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = p2ptrain(capsys, "config", "example")
     assert (status, [line.split()[0] for line in out.splitlines()]) == (
         0,
-        ["digits", "noisy", "demo", "distro", "tiny", "node"],
+        ["digits", "noisy", *RECIPES, "tiny", "node"],
     )
     status, out, _ = p2ptrain(capsys, "config", "example", "tiny")
     assert (status, out) == (0, (ROOT / "examples" / "tiny.toml").read_text())
@@ -398,5 +401,5 @@ def test_an_example_is_printed_to_begin_with_and_all_are_listed(capsys: pytest.C
     status, _, err = p2ptrain(capsys, "config", "example", "huge")
     assert (status, err) == (
         2,
-        "NAME: there is no example 'huge'. Take one of digits, noisy, demo, distro, tiny, node\n",
+        f"NAME: there is no example 'huge'. Take one of digits, noisy, {', '.join(RECIPES)}, tiny, node\n",
     )

@@ -225,7 +225,7 @@ def test_weights_with_another_root_than_they_claim_are_refused(tmp_path: Path) -
 def test_weights_of_another_size_than_the_runs_model_are_refused(tmp_path: Path) -> None:
     run = run_of()
     weights = weights_of(Node(tmp_path / "node", run).save(8, state_of(run)[:-1]), run)
-    why = r"state\.bin: [\d,]+ bytes of weights, but the run's model has [\d,]+"
+    why = r"state\.bin: [\d,]+ bytes, but the run's state has [\d,]+"
     with pytest.raises(DataError, match=why):
         export(tmp_path / "out", weights, BYTES, None)
     with pytest.raises(DataError, match=why), pytest.MonkeyPatch.context() as patch:

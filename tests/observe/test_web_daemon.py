@@ -72,7 +72,7 @@ def test_a_node_shows_what_it_says_and_what_changes(swarm: Swarm) -> None:
     over_socket, over_http = first.ask(), as_json(f"{url}status")
     assert over_http["http"] == url
     assert {**over_http, **dict.fromkeys(MOVING)} == {**over_socket, **dict.fromkeys(MOVING)}
-    assert over_http["traffic"]["gossip"]["sent"] > 0
+    assert over_http["traffic"]["messages"]["sent"] > 0
     (peer,) = as_json(f"{url}peers")["peers"]
     assert (peer["peer_id"], peer["is_connected"], peer["address_kind"]) == (second.ask()["peer_id"], True, "loopback")
     assert 0 < peer["latency_seconds"] < SECONDS, "it was asked when they met"

@@ -67,7 +67,9 @@ def _watching(rewrite: Callable[..., list[Said]], watch: Watch) -> Callable[...,
 OCCASIONS: dict[str, list[dict[str, Any]]] = {  # what it takes to make them lie
     "false histories": [
         {"kind": "liar", "nodes": "f", "how": "false histories", "at": 0.0},
-        {"kind": "join", "at": 4.0, "count": 8},
+        {"kind": "crash", "nodes": [0], "at": 3.0, "until": 9.0},
+        {"kind": "crash", "nodes": [1], "at": 5.0, "until": 10.0},
+        {"kind": "join", "at": 6.0, "count": 24},
     ],
     "keep the dead": [
         {"kind": "liar", "nodes": "f", "how": "keep the dead", "at": 0.0},

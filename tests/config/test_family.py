@@ -1,0 +1,55 @@
+"""Which settings of the DiLoCo family go together; the rest is refused, with what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from p2ptrain.config import RecipeConfig, RunConfig
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"k": 4096}, 'choose at most 2048, or with transform = "none" k = 4096 to send every weight'),
+    ({"transform": "none", "k": 3000}, "k = 3000 is more than half of the 4096 coefficients of a chunk"),
+    ({"name": "distro", "momentum": "0.9"}, "momentum = 9/10 belongs to recipe local: remove it, or use that"),
+    ({"name": "demo", "transform": "none"}, "transform = none belongs to recipe local"),
+    ({"nesterov": True}, "nesterov and momentum_rounds need a momentum: set one, such as 0.9, or remove them"),
+    ({"momentum": "0.99999"}, "momentum = 99999/100000 is above 9999/10000, and rounds to 1: lower it"),
+    ({"momentum": "0.9", "momentum_rounds": 2}, "momentum_rounds above 1 delays Nesterov's momentum"),
+    (
+        {"momentum": "0.9", "nesterov": True, "momentum_rounds": 2, "fragments": 2},
+        "momentum_rounds above 1 does not work with fragments: set one of them to 1",
+    ),
+    ({"value_bits": 9}, "value_bits = 9: the largest numbers of a chunk take at most 8"),
+    ({"transform": "none", "outer": "sign"}, 'transform = "none" needs outer = "mean", not "sign": change one'),
+]
+
+
+@pytest.mark.parametrize(("settings", "why"), REFUSED, ids=lambda each: str(each)[:50])
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RecipeConfig(**settings)
+    assert why in str(caught.value)
+
+
+def test_fragments_want_every_contribution_in_its_round() -> None:
+    with pytest.raises(ValidationError, match="fragments = 2 does not work with agreement"):
+        RunConfig.model_validate(
+            {"name": "a", "recipe": {"fragments": 2}, "agreement": {"staleness_rounds_max": 1}}, strict=False
+        )
+
+
+def test_so_many_contributions_of_every_weight_are_refused_that_their_sum_would_not_fit() -> None:
+    dense = {"transform": "none", "k": 64**2, "value_bits": 16}
+    assert RunConfig.model_validate({"name": "a", "recipe": dense}).admission.contributors_max == 1024
+    assert RecipeConfig(**dense).vote_max * 1024 < 2**31
+
+
+def test_a_run_without_the_family_is_encoded_as_before_it() -> None:
+    encoded = RunConfig(name="a").canonical()
+    for key in ("transform", "momentum", "nesterov", "fragments"):
+        assert key.encode() not in encoded
+    run = RunConfig.model_validate({"name": "a", "recipe": {"momentum": "0.9", "nesterov": True}})
+    assert RunConfig.from_canonical(run.canonical()) == run
+    assert b'"momentum":"9/10"' in run.canonical()
