@@ -28,7 +28,7 @@ from p2ptrain.learn.trainer import Trainer
 from p2ptrain.learn.transform import Layout
 from p2ptrain.node.energy import meter_of
 from tests.helpers.exact_numbers import contribution, weights
-from tests.helpers.golden import SHAPES, flat_weights, golden, golden_cases, golden_root, parts
+from tests.helpers.golden import FAMILY, SHAPES, family_root, flat_weights, golden, golden_cases, golden_root, parts
 from tests.helpers.trainer import RECIPES, TINY, embedded, make, swarm_round
 
 DEVICE = torch.device(os.environ.get("GPU_TESTS_DEVICE") or "cuda")
@@ -83,6 +83,12 @@ def tf32() -> Iterator[None]:
 @pytest.mark.parametrize("case", list(golden_cases()))
 def test_it_gives_the_golden_state_roots(case: str) -> None:
     assert golden_root(golden_cases()[case], DEVICE) == golden()[case]
+
+
+@pytest.mark.parametrize("peers", [1, 7])
+@pytest.mark.parametrize("name", FAMILY)
+def test_it_gives_the_golden_state_roots_of_the_family(name: str, peers: int) -> None:
+    assert family_root(name, peers, DEVICE) == golden()[f"{name} peers={peers}"]
 
 
 def test_it_is_exact_also_where_tf32_is_allowed() -> None:
