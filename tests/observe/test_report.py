@@ -23,7 +23,7 @@ from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
 from p2ptrain.store.store import CHECKPOINTS_NAME
 from tests.helpers.cli import p2ptrain
-from tests.helpers.dashboard import a_page, until_drawn, until_shown
+from tests.helpers.dashboard import CHROMIUM, a_page, until_drawn, until_shown
 from tests.helpers.records import KEYS, RUN, RUN_ID, a_round
 from tests.helpers.store import void
 from tests.helpers.web import STATUS, a_status
@@ -158,6 +158,7 @@ def test_many_rounds_become_points_as_the_dashboard_makes_them() -> None:
 
 
 @pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
 @pytest.mark.parametrize("kind", [None, "status"])
 def test_the_page_draws_its_charts_from_a_file_and_asks_nobody(
     browser: Browser, tmp_path: Path, kind: str | None
