@@ -31,6 +31,7 @@ from p2ptrain.core.pace import takes_another
 from p2ptrain.errors import ConfigError, NodeEndedError, P2ptrainError, TrainingError
 from p2ptrain.loop import channel
 from p2ptrain.loop.channel import Begin, Memory, NodeAnswer, ScriptRequest
+from p2ptrain.loop.gradients import keeps_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -206,6 +207,7 @@ class Swarm:
                 fix = "For gradient accumulation, split the batch, and call step() once"
                 raise ConfigError("batches() was asked again before step()", fix=fix)
 
+    @keeps_gradients
     def step(self, loss: Tensor | float) -> bool:
         """Ends a step: call it after the backward pass, or after your own optimizer's step if none was given.
 
@@ -231,6 +233,7 @@ class Swarm:
         self._take_next()
         return True
 
+    @keeps_gradients
     def evaluate(self, loss: Callable[[Tensor], Tensor], sequences: int = 0) -> float:
         """Returns the mean of a loss over held-out sequences [n, length + 1], with the weights that were agreed on."""
         import torch  # noqa: PLC0415
@@ -246,6 +249,7 @@ class Swarm:
 
         return ask(Path(self._ready.directory), {"do": "status"})
 
+    @keeps_gradients
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes the weights that were agreed on: as the model does it, if it has this method, or model.safetensors."""
         with self._agreed_weights():
@@ -350,6 +354,7 @@ class Swarm:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
+    @keeps_gradients
     def load_agreed(self) -> None:
         """Puts the weights that were agreed on into the model; what it has learned since is lost."""
         import torch  # noqa: PLC0415

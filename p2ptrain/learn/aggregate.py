@@ -47,8 +47,6 @@ from p2ptrain.learn.transform import (
     first_stage_dtype,
     integer_basis,
     inverse,
-    inverse_scale,
-    untransformed,
 )
 
 EXACTNESS_FIX = (
@@ -193,32 +191,28 @@ def apply_own(
             chosen = torch.from_numpy(indices[strip.chunks].astype(np.int64))
             sent = torch.from_numpy(values[strip.chunks]).double()
             block = torch.zeros(len(chosen), layout.area, dtype=torch.float64).scatter_(1, chosen, sent)
-            compute = partial(_decoded, layout, block, share)
+            compute = partial(_share_of, layout, block, share)
             _move(matrix[strip.rows], 1.0, _cut(layout, group, strip, where_it_fits(compute, matrix.device)))
         layout.store(matrix, parameters, group)
 
 
-def _decoded(layout: Layout, block: Tensor, share: float, device: torch.device) -> Tensor:
-    if not layout.is_transformed:
-        return untransformed(block.to(device), layout.chunk).mul_(share).float()
-    whole = inverse(block.to(device), layout.chunk, torch.float64)
-    return whole.mul_(share * inverse_scale(layout.chunk)).float()
+def _share_of(layout: Layout, block: Tensor, share: float, device: torch.device) -> Tensor:
+    return layout.decoded(block.to(device)).mul_(share * layout.scale).float()
 
 
 def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learning_rate: Fraction) -> float:
     """Returns the factor between the inverse transform's integers and the update; 0.0 if no votes are left."""
     rate = exact_float(learning_rate)
-    scale = inverse_scale(layout.chunk) if layout.is_transformed else 1.0
     if recipe.outer == "sign":
         return rounded_fp32(learning_rate)
     if recipe.outer == "mean":
         gain = 1.0 if votes.units else math.sqrt(layout.area / recipe.k)
         unit = 2.0 ** votes.units[number] if votes.units else 1.0
-        return rate * gain / votes.contributions * (unit * scale)
+        return rate * gain / votes.contributions * (unit * layout.scale)
     group = layout.groups[number]
     squares = _sum_of_squares(layout, recipe, votes, group)
     rms = math.sqrt(squares / (group.chunks * layout.area))  # a quotient of integers, rounded once
-    return rate / rms * scale if squares else 0.0
+    return rate / rms * layout.scale if squares else 0.0
 
 
 def _sum_of_squares(layout: Layout, recipe: RecipeConfig, votes: Votes, group: Group) -> int:
@@ -249,10 +243,7 @@ def _update(
     device: torch.device,
 ) -> Tensor:  # [rows, columns] fp32, or a view of as many
     """Returns the values that a strip's votes subtract from its weights."""
-    if layout.is_transformed:
-        whole = inverse(sums.to(device), layout.chunk, first_stage_dtype(votes_bound, device))
-    else:
-        whole = untransformed(sums.to(device), layout.chunk)
+    whole = layout.decoded(sums.to(device), votes_bound)
     update = whole.sign_().float().mul_(step) if recipe.outer == "sign" else whole.mul_(step).float()
     update.add_(0.0)  # a matrix product may give 0.0 or -0.0; this makes both 0.0
     return _cut(layout, group, strip, update)

@@ -58,7 +58,7 @@ class Withdrawal:
 
 
 class Residual:
-    """What this node has learned and not yet contributed, one row a chunk: DCT coefficients, or weights without a DCT.
+    """Holds what this node has learned and not contributed, a row a chunk: DCT coefficients, or weights without a DCT.
 
     With fragments each has rows of its own, and a round touches only those of its fragment.
     """

@@ -30,11 +30,11 @@ class Capture:
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
-    agreed: Tensor  # flat; the weights in `tensors` are views into it
+    agreed: Tensor  # flat; weights and momentum in `tensors` are views into it
 
     @property
     def state(self) -> memoryview:
-        """The agreed weights, in the form from which the state root is computed."""
+        """Returns the agreed state, in the form from which the state root is computed."""
         return octets(self.agreed)
 
     def write(self, path: Path) -> None:

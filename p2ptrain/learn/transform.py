@@ -170,6 +170,20 @@ class Layout:
         part.groups, part.chunks = tuple(groups), first_chunk
         return part
 
+    @property
+    def scale(self) -> float:
+        """The factor between what `decoded` returns and the weights."""
+        return inverse_scale(self.chunk) if self.is_transformed else 1.0
+
+    def decoded(self, votes: Tensor, votes_bound: int | None = None) -> Tensor:  # [i, n, j] fp64
+        """Returns what votes [n, area] say of the weights, over `scale`: the exact inverse, or without a transform
+        themselves. votes_bound: limit of any chunk's sum of |votes|, if they are integers
+        """
+        if not self.is_transformed:
+            return untransformed(votes, self.chunk)
+        stage = torch.float64 if votes_bound is None else first_stage_dtype(votes_bound, votes.device)
+        return inverse(votes, self.chunk, stage)
+
     def strips(self, group: Group, device: torch.device) -> Iterator[Strip]:
         at_a_time = max(1, block_chunks(device) // group.chunk_columns)
         for start in range(0, group.chunk_rows, at_a_time):

@@ -255,7 +255,7 @@ class Status(Answer, LearningFigures):
     )
     state_bytes: Annotated[
         Count, Figure("size of the state", "bytes", text="Size of the weights, and of the outer momentum.")
-    ] = Field(description="of the weights")
+    ] = Field(description="of the weights, and of the outer momentum if there is one")
     bytes: dict[str, int] = Field(description="the transport's own counters, by name, since this start")
     traffic: Annotated[dict[Purpose, Traffic], Figure("traffic", label="purpose")] = Field(
         description="bytes by purpose, since this start"

@@ -92,7 +92,7 @@ def test_products_that_leave_negative_zero_are_taken_as_zero(outer: str, monkeyp
     layout = Layout([(64, 64)], 64)
     offered = [contribution(1, layout, recipe)]
     flat = torch.full((64, 64), -0.0)
-    monkeypatch.setattr(aggregate, "inverse", lambda votes, chunk, stage: torch.full((64, 1, 64), -0.0).double())
+    monkeypatch.setattr(transform, "inverse", lambda votes, chunk, stage: torch.full((64, 1, 64), -0.0).double())
     apply_votes(layout, recipe, sum_votes(layout, recipe, offered, 1, None, CPU), Terms(Fraction(1)), [flat])
     assert torch.signbit(flat).all(), "-0.0 - 0.0 is -0.0, and -0.0 - (-0.0) would be 0.0"
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
+from types import FrameType
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +21,7 @@ from p2ptrain import Swarm
 from p2ptrain import swarm as swarm_module
 from p2ptrain.loop import channel
 from p2ptrain.loop.channel import Begin, Memory, RoundTrained, ScriptRequest
+from p2ptrain.loop.gradients import keeps_gradients
 
 LEAST, MOST, STEP_SECONDS = 2, 10, 1.0
 
@@ -114,3 +118,35 @@ def test_a_pace_may_become_known_within_a_round_and_another_round_s_is_none(swar
     assert steps_of_a_round(swarm, clock) == 5
     told = swarm._node.trained[-1]  # type: ignore[attr-defined]
     assert (told.steps, told.loss, told.seconds) == (5, 1.0, 5 * STEP_SECONDS)
+
+
+def test_an_interrupt_at_any_place_leaves_gradients_on() -> None:
+    """Otherwise every later loss in the notebook has no gradient, until its kernel is started again."""
+
+    @keeps_gradients
+    def looks() -> None:
+        with torch.no_grad():
+            assert not torch.is_grad_enabled()
+
+    left = places = 0
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupt
+
+    while True:
+        left = places
+        sys.settrace(interrupt)
+        try:
+            looks()
+            break
+        except KeyboardInterrupt:
+            assert torch.is_grad_enabled(), f"interrupted at place {places}"
+            places += 1
+        finally:
+            sys.settrace(None)
+    assert places > 20
