@@ -144,6 +144,7 @@ class TrainingFinished(Struct, frozen=True, tag=True):
     steps: int = 0  # what is claimed of the training
     loss: int = 0
     held_out: int = 0  # and of the base
+    base_round: int = -1  # what its last steps went on from; later than asked if a round was applied in between
 
 
 class TrainingFailed(Struct, frozen=True, tag=True):

@@ -244,7 +244,8 @@ class LocalWork:
         is_free = self.training is None and not self.is_stopping and len(self.outstanding) <= overlap
         if not is_free or self.applying is not None or not self.is_current or context.me not in state.place:
             return
-        number = max(state.round + 1, self.announced.get(state.branch, 0) + 1)
+        free = state.round + 1 + len(self.outstanding)  # a round takes one contribution of ours, the oldest
+        number = max(free, self.announced.get(state.branch, 0) + 1)
         if number > state.round + 1 + overlap or not context.may_speak(state.branch, number):
             return
         if self._lets_pass(number):
@@ -311,11 +312,15 @@ class LocalWork:
         recipe, seconds = context.run.recipe, context.now - training.began
         fewest = (recipe.local_steps_min or recipe.local_steps) / (event.steps or recipe.local_steps)
         self.training_seconds = seconds * min(1.0, fewest)
+        base, base_root = training.base_round, training.base_root
+        if not event.held_out:  # which was measured before any round was applied in between
+            later = min(event.base_round, event.round)
+            base, base_root = (later, self.roots[later]) if later in self.roots else (base, base_root)
         announcement = Announcement(
             state.branch,
             event.round,
-            training.base_round,
-            training.base_root,
+            base,
+            base_root,
             event.payload,
             event.payload_bytes,
             event.steps,

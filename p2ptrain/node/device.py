@@ -91,6 +91,7 @@ class Device:
         self.drift: float | None = None  # of the last round applied here
         self.step = 0  # within the current training
         self.steps = 0  # of the last round trained here
+        self.base_round = -1  # what its last steps went on from
         self.own_drift: float | None = None  # how far they moved the weights, as a share of their norm
         self.training_seconds = self.last_training_seconds = 0.0  # of all trainings, and of the last one
         self.tokens = 0
@@ -212,7 +213,7 @@ class Device:
             before, name, payload, steps = self._repeated[number]
             base = before.base_round + bool(before.applied_after)
             if (base, before.place, before.places) == (self.trainer.round, place, places):
-                self.steps = steps
+                self.steps, self.base_round = steps, base
                 return name, payload, None
         _use_threads(self.threads)
         self._failed, sequences, base = None, self.trainer.live.sequences_per_pass, self.trainer.round
@@ -223,6 +224,7 @@ class Device:
                 self._failed = self._noted(number, base, place, places, outstanding, FAILED, sequences, self.step)
             raise
         sequences, steps = self.trainer.live.sequences_per_pass, self.steps if self._is_cut else 0
+        self.base_round = self.trainer.round
         name = payload_digest(payload)
         return name, payload, self._noted(number, base, place, places, outstanding, name.hex(), sequences, steps)
 

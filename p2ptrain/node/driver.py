@@ -287,8 +287,8 @@ class Driver:
         run = self.node.view().run
         attachment = payload if run.agreement.is_inline(len(payload)) else b""
         loss = 0 if self.device.privacy else min(round(1e6 * (self.device.loss or 0.0)), NUMBER_MAX - 1)
-        steps = self.device.steps
-        self.give(ev.TrainingFinished(effect.round, name, len(payload), attachment, steps, loss, held_out))
+        steps, base, size = self.device.steps, self.device.base_round, len(payload)
+        self.give(ev.TrainingFinished(effect.round, name, size, attachment, steps, loss, held_out, base))
         with suppress(StoppedError):
             await self.progress.write(effect)
 

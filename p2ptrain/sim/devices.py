@@ -80,7 +80,10 @@ class Devices:
         node.held_payloads.add(name)
         loss, held_out = claims_of(node, effect.round)
         size, attachment, said = payload.payload_bytes, payload.attachment, held_out if effect.evaluates else 0
-        cluster.give(node, ev.TrainingFinished(effect.round, name, size, attachment, steps, loss, said))
+        applies_between = cluster.setup.run_config.agreement.staleness_rounds_max > 0
+        base = node.state.round if applies_between else effect.base_round
+        done = ev.TrainingFinished(effect.round, name, size, attachment, steps, loss, said, base)
+        cluster.give(node, done)
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Calls `action` once the node's device has finished this job and those queued before it."""

@@ -8,7 +8,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.arrivals import SLACK
 from p2ptrain.core.local_work import PASSED_TIMES
 from p2ptrain.core.messages import Announcement
-from tests.helpers.core import ROOT0, Bench, announced, root_of
+from tests.helpers.core import BYTES, ROOT0, Bench, announced, root_of
 
 TRAINED = 10.0  # seconds, of everybody
 LATE = 8.0
@@ -113,6 +113,45 @@ def test_a_training_is_told_which_contributions_are_not_settled() -> None:
         bench.hear_offer(offer)
     bench.agree((*others, announced(bench.me)))
     assert bench.train(2)[-1] == ev.Train(3, 1, 0, 4, unsettled=(2,))
+
+
+OVERLAP = {"staleness_rounds_max": 1, "overlap_rounds": 1}
+
+
+def test_who_was_late_with_overlap_trains_for_the_round_that_takes_nothing_else_of_it() -> None:
+    """A round takes one contribution of each: one that is late takes the next round's place. With another one for that
+    round, the node would be one contribution behind for ever, and rest while two are on offer."""
+    bench = Bench(agreement=OVERLAP)
+    bench.agree(offers_of_others(bench))
+    assert trains(bench.train(1)) == [3]
+    bench.agree((*offers_of_others(bench), announced(bench.me)))
+    assert trains(bench.train(3)) == [4]
+    assert bench.node.view().counters["contributions taken"] == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "base"),
+    [({}, 0), ({"base_round": 1}, 1), ({"base_round": 2}, 0), ({"base_round": 1, "held_out": 3_000_000}, 0)],
+    ids=["unknown", "later", "of no known root", "measured before"],
+)
+def test_a_training_in_which_a_round_was_applied_is_announced_with_that_base(said: dict[str, int], base: int) -> None:
+    """It can be taken for one round more: its last steps went on from the newer weights."""
+    bench = Bench(agreement=OVERLAP)
+    bench.train(1)
+    bench.agree((*offers_of_others(bench), announced(bench.me)))
+    name = announced(bench.me, 2).payload
+    bench.do(ev.TrainingFinished(2, name, BYTES, **said))
+    offer = next(each for each in bench.node.context.offers.by_author[bench.me] if each.announcement.round == 2)
+    assert (offer.announcement.base_round, offer.announcement.base_root) == (base, root_of(base))
+
+
+def test_a_base_is_never_later_than_its_round() -> None:
+    bench = Bench(agreement={"staleness_rounds_max": 3})
+    for _ in range(2):
+        bench.agree(offers_of_others(bench))
+    bench.do(ev.TrainingFinished(1, announced(bench.me).payload, BYTES, base_round=2))
+    (offer,) = bench.node.context.offers.by_author[bench.me]
+    assert (offer.announcement.base_round, offer.announcement.base_root) == (1, root_of(1))
 
 
 def test_who_missed_a_round_by_little_is_waited_for_in_the_next() -> None:

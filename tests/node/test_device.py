@@ -132,6 +132,7 @@ class LateLife(Life):
         assert trained is not None
         self.diary.append(trained)
         self.payloads[number] = payload
+        assert device.base_round == (number - 1 if self.after.get(number, 0) else max(0, number - 2))
         if waiting is not None and not waiting.done.done():
             device._waiting.append(waiting)
             device.settle(waiting)
