@@ -4,15 +4,14 @@
         [--passes N] [--json FILE] [--quick]
 
 Three daemons with tiny models, and strangers with a p2pd each that are connected to the first node only and publish
-junk votes with valid signatures, `--rate` a second together. Each turn with the flood comes after one in which the same
-strangers publish as much on a topic of their own: they take the same machine's processor, so the last column compares
-the pace of the two.
+junk votes with valid signatures, `--rate` a second together. The last core is the strangers', who would not take the
+nodes' processor elsewhere; the nodes share the others. Each turn with the flood comes after one in which the same
+strangers publish as much on a topic of their own, and the last column compares the pace of the two.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -28,6 +27,7 @@ from p2ptrain.net.connections import topic_of
 from p2ptrain.net.transport import STRANGERS
 
 ROOT = Path(__file__).parent.parent
+LAST_CORE = max(os.sched_getaffinity(0)) if len(os.sched_getaffinity(0)) > 1 else 0  # the strangers', if there are two
 
 
 def seconds_of(swarm: Swarm) -> tuple[float, float]:
@@ -43,10 +43,9 @@ def strangers_of(swarm: Swarm, seconds: float, rate: float, count: int, is_elsew
     command = [sys.executable, program, swarm.address, topic, str(seconds), str(rate), str(count)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-    )
-    with contextlib.suppress(OSError):  # Elsewhere they would take nothing from the nodes: here they come last.
-        Path(f"/proc/{process.pid}/autogroup").write_text("19")
+        [*(("taskset", "--cpu-list", str(LAST_CORE)) if LAST_CORE else ()), *command],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True,
+    )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     return process
 
@@ -94,6 +93,7 @@ def main() -> None:
     if arguments.quick:
         arguments.seconds, arguments.strangers = 5.0, [1]
     rows: list[dict[str, Any]] = []
+    os.sched_setaffinity(0, os.sched_getaffinity(0) - {LAST_CORE} or {0})
     print("strangers  junk/s seen by each      rounds/min  p2pd  Python   load  pace")
     with swarm_of(3, arguments.keep, model=TINY, recipe=recipe(arguments.passes)) as swarm:
         swarm.start()
