@@ -172,9 +172,10 @@ def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> JudgedC
                     path, number = other.checkpoint.path, other.checkpoint.round
                     log.warning("skipped: %s: %s; choose it with --round %d", path, other.judgement, number)
         return each
-    raise DataError(
-        f"{checkpoints.directory}: no undamaged checkpoint" + ("" if number is None else f" of round {number}")
-    )
+    which = "" if number is None else f" of round {number}"
+    if judged or number is not None:
+        raise DataError(f"{checkpoints.directory}: no undamaged checkpoint{which}")
+    raise DataError(f"{checkpoints.directory}: no checkpoint yet; a node writes the first once it has the run's weights")
 
 
 def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[JudgedCheckpoint], list[JudgedCheckpoint]]:

@@ -89,7 +89,8 @@ def test_who_errs_is_told_what_to_do(p2ptrain: Command, node: Node, tmp_path: Pa
         assert "Traceback" not in err
     empty = Node(tmp_path / "empty", run_of())
     status, _, err = p2ptrain("export", tmp_path / "out", *empty.place)
-    assert (status, err) == (1, f"{empty.checkpoints.directory}: no undamaged checkpoint\n")
+    why = "no checkpoint yet; a node writes the first once it has the run's weights"
+    assert (status, err) == (1, f"{empty.checkpoints.directory}: {why}\n")
 
 
 def test_which_run_is_meant_has_to_be_clear(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
