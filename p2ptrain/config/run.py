@@ -30,6 +30,7 @@ from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 
 PROTOCOL_VERSION: Final = 2
+PAYLOAD_BYTES_MAX: Final = 2**32  # a billion parameters at k = 512 take a tenth of that
 # Keys that came after the first release with this protocol version, by section and name, each with the neutral value at
 # which a run behaves as one without the key. A key is added here whenever it is added to a section.
 LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {

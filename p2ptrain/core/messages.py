@@ -25,7 +25,7 @@ from typing import Annotated, Protocol, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from p2ptrain.config import PROTOCOL_VERSION
+from p2ptrain.config import PAYLOAD_BYTES_MAX, PROTOCOL_VERSION
 from p2ptrain.core import wire
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import DIGEST_BYTES, digest, leaf_digests, merkle_root
@@ -40,7 +40,6 @@ ADMITTED_MAX = 1_024  # RunConfig.admission.contributors_max
 HELD_MAX = 2 * ADMITTED_MAX  # per author the oldest untaken announcement, and a second one that proves a lie
 REQUESTS_MAX = 512  # joins, leaves and evidence per round; the rest waits for the next
 ATTACHMENT_BYTES_MAX = 262_144  # RunConfig.agreement.inline_bytes_max at its largest
-PAYLOAD_BYTES_MAX = 2**32  # a billion parameters at k = 512 take a tenth of that
 CLAIM_BYTES_MAX = 256  # a ticket (signer, bearer, uses, last round, signature), and another signature
 PROVEN_BYTES_MAX = 65_536  # per half of evidence; a proposal that names 256 availabilities takes 9 KB
 NUMBER_MAX = 2**48  # rounds, views and attempts: one per microsecond for nine years

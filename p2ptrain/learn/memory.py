@@ -133,17 +133,22 @@ class Need:
         shown = [f"{what} {mega(size)}" for what, size in rest.items() if size >= SHOWN_BYTES]
         return " + ".join(shown if device.startswith("cuda") else [self.of_trainer(), *shown])
 
+    @property
+    def agreed(self) -> int:
+        """The size of what all nodes agree on: weights, and an outer momentum."""
+        return self.state + self.momentum
+
     def disk(self, checkpoints_kept: int, history_rounds: int, contributors: int) -> int:
         """Disk space of a run, including a checkpoint that is being written and a state that is being fetched, without
         its data."""
-        state = self.state + self.momentum
-        return (checkpoints_kept + 1) * self.checkpoint + state + history_rounds * contributors * self.payload
+        one = self.checkpoint + self.agreed  # the trainer's file, and the one that peers are served from
+        return (checkpoints_kept + 1) * one + self.agreed + history_rounds * contributors * self.payload
 
     def disk_formula(self, checkpoints_kept: int, history_rounds: int, contributors: int) -> str:
         """Spells out how `disk` adds up, for a person."""
-        state = mega(self.state + self.momentum)
         return (
-            f"{checkpoints_kept + 1} checkpoints of {mega(self.checkpoint)}, a state of {state}, "
+            f"{checkpoints_kept + 1} checkpoints of {mega(self.checkpoint + self.agreed)}, "
+            f"a state of {mega(self.agreed)}, "
             f"{history_rounds} rounds of {contributors} contributions of {self.payload:,} bytes"
         )
 

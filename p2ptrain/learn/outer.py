@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from p2ptrain.config import RecipeConfig
+from p2ptrain.config import PAYLOAD_BYTES_MAX, RecipeConfig
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.learn.aggregate import apply_payloads
 from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
@@ -30,6 +30,7 @@ from p2ptrain.learn.scales import Scales
 from p2ptrain.learn.schedule import terms_of
 from p2ptrain.learn.transform import Layout, fragment_of
 
+ROOM_BYTES = 1_024  # of what is sent, for the author's key
 FRAGMENT_BYTES = 1
 
 
@@ -64,6 +65,9 @@ class Outer:
         self.layouts = whole.fragments(recipe.fragments)
         self.forms = [PayloadFormat.of(layout, recipe) for layout in self.layouts]
         self.payload_bytes = max(form.payload_bytes for form in self.forms) + self._head_bytes
+        if self.payload_bytes > PAYLOAD_BYTES_MAX - ROOM_BYTES:
+            what = f"a contribution of {self.payload_bytes:,} bytes, and one is sent in 4 GiB at most"
+            raise ConfigError(what, key="recipe.k", fix="Send fewer coefficients, fewer value_bits, or more fragments")
         self.contribution_bytes = max(form.contribution_bytes for form in self.forms)
 
     @property

@@ -175,7 +175,9 @@ def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> JudgedC
     which = "" if number is None else f" of round {number}"
     if judged or number is not None:
         raise DataError(f"{checkpoints.directory}: no undamaged checkpoint{which}")
-    raise DataError(f"{checkpoints.directory}: no checkpoint yet; a node writes the first once it has the run's weights")
+    raise DataError(
+        f"{checkpoints.directory}: no checkpoint yet; a node writes the first once it has the run's weights"
+    )
 
 
 def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[JudgedCheckpoint], list[JudgedCheckpoint]]:

@@ -17,7 +17,7 @@ from p2ptrain.learn.data import manifest_digest
 from p2ptrain.learn.memory import PROCESS_BYTES, PassSettings, activations, need_of
 from p2ptrain.learn.models import parameter_count
 from tests.helpers.live_memory import peak_of_pass
-from tests.helpers.trainer import embedded
+from tests.helpers.trainer import embedded, make
 
 BOTH = (False, True)
 PROGRAM_GROWS_BYTES = 35 * 10**6  # torch's libraries, as they are used for the first time
@@ -138,3 +138,20 @@ def test_the_preset_of_a_hundred_million_takes_the_memory_that_it_is_said_to_tak
     recipe: str, autocast: bool, tmp_path: Path
 ) -> None:
     _compare(tmp_path, "100m", recipe, autocast, checkpointing=False, rounds=1)
+
+
+@pytest.mark.parametrize("name", ["distro", "demo", "local", "momentum", "diloco", "fragments"])
+def test_the_disk_has_room_for_what_a_checkpoint_holds(name: str, tmp_path: Path) -> None:
+    """For the trainer's file, and for the state that peers are served from."""
+    trainer = make(embedded(tmp_path), name)
+    for number in range(1, 4):
+        trainer.train(number, 0, 1)
+        payload = trainer.contribute(number)
+        trainer.apply(number - 1, [payload], {number: payload})
+    trainer.save(tmp_path / "saved")
+    written = (tmp_path / "saved").stat().st_size + len(trainer.state_bytes())
+    need = need_of(trainer.run)
+    room = need.disk(2, 0, 0) - need.disk(1, 0, 0)
+    header = 10_000
+    assert written <= room + header
+    assert room <= 2 * written

@@ -124,6 +124,13 @@ def test_every_weight_goes_into_a_payload_and_back(value_bits: int) -> None:
     assert np.array_equal(read_squares(payload, outer.forms[0]), squares)
 
 
+def test_a_contribution_that_no_announcement_can_name_is_refused() -> None:
+    recipe, side = RecipeConfig(value_bits=16, **DENSE), 2**15
+    Outer(recipe, [(side, side)])
+    with pytest.raises(ConfigError, match=r"a contribution of 4,294,967,297 bytes, and one is sent in 4 GiB at most"):
+        Outer(recipe, [(2 * side, side)])
+
+
 def test_the_code_without_a_meaning_is_refused() -> None:
     outer = Outer(RecipeConfig(value_bits=4, **DENSE), SHAPES)
     payload = bytearray(outer.pack(contribution(7, outer.layouts[0], outer.recipe), 0))
