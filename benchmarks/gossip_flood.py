@@ -5,8 +5,8 @@
 
 Three daemons with tiny models, and strangers with a p2pd each that are connected to the first node only and publish
 junk votes with valid signatures, `--rate` a second together. The last core is the strangers', who would not take the
-nodes' processor elsewhere; the nodes share the others. Each turn with the flood comes after one in which the same
-strangers publish as much on a topic of their own, and the last column compares the pace of the two.
+nodes' processor elsewhere; the nodes share the others (Linux only). Each turn with the flood comes after one in which
+the same strangers publish as much on a topic of their own, and the last column compares the pace of the two.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Local work: decides when to train and what to apply, and checks this node's state against the certified one.
 
 Training waits for the newest applied state, and for the last contribution to be taken or to expire: one is on offer at
-a time, two with overlap. If only contributions from the newest state count, a training that begins late ends late, and
-so would the next one and all after it: such a node skips the round, and begins the next one together with the others.
+a time, two with overlap, and the next rounds are left to these. If only contributions from the newest state count, a
+training that begins late ends late, and so would the next one and all after it: such a node skips the round, and begins
+the next one together with the others.
 
 Certified rounds are applied in order, each once all its payloads are here. Every manifest carries the newest root that
 q - f members attest; a node with a different root for that round has computed something wrong. It stops contributing
@@ -42,7 +43,8 @@ class Training:
     base_round: int
     base_root: bytes
     began: float
-    is_useful: bool = True  # False once its base is no longer on our chain
+    is_useful: bool = True  # False once its base is no longer on our chain, or its round too far ahead there
+    is_moved: bool = False  # another state was adopted since it began: a later base may be of either
     is_paced: bool = False  # the device knows the others' pace
     is_over: bool = False  # and that its round has passed
 
@@ -112,7 +114,17 @@ class LocalWork:
                 self.context.counters["contributions expired"] += 1
                 self.context.emit(Return(number))
                 del self.outstanding[number]
+        if manifest is None:
+            self._give_up_ahead(state.round)
         self._check_root()
+
+    def _give_up_ahead(self, number: int) -> None:
+        """Gives up a training for a round after the next one, once the chain goes on from `number` on another branch.
+
+        On offer, it would leave the next round to all who trained ahead, and that round cannot take it.
+        """
+        if self.training is not None and self.training.round > number + 1:
+            self.training = replace(self.training, is_useful=False)
 
     def _check_root(self) -> None:
         state = self.chain.state
@@ -133,6 +145,7 @@ class LocalWork:
         self.roots = {at: root for at, root in self.roots.items() if at <= number}
         if self.training is not None and self.training.base_round > number:
             self.training = replace(self.training, is_useful=False)
+        self._give_up_ahead(number)
 
     # -----------------------------------------------------------------------------------------------
     # Applying
@@ -220,6 +233,8 @@ class LocalWork:
         self.catching, self.retry_at, self.tries = None, None, 0
         self.applied_round, self.fetched_round, self.roots = number, number, {number: root}
         self.is_astray = self.is_quarantined = False
+        if self.training is not None:
+            self.training = replace(self.training, is_moved=True)
         self._carry_root()
 
     def peer_seen(self) -> None:
@@ -313,7 +328,7 @@ class LocalWork:
         fewest = (recipe.local_steps_min or recipe.local_steps) / (event.steps or recipe.local_steps)
         self.training_seconds = seconds * min(1.0, fewest)
         base, base_root = training.base_round, training.base_root
-        if not event.held_out:  # which was measured before any round was applied in between
+        if not (event.held_out or training.is_moved):  # a loss is of the base that was asked for
             later = min(event.base_round, event.round)
             base, base_root = (later, self.roots[later]) if later in self.roots else (base, base_root)
         announcement = Announcement(

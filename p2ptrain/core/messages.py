@@ -80,7 +80,7 @@ class Announcement(Struct, frozen=True, array_like=True, tag="announcement"):
 
     branch: Digest
     round: Number
-    base_round: Number  # trained from the state after this round
+    base_round: Number  # the last steps went on from the state after this round, or a later one
     base_root: Digest
     payload: Digest
     payload_bytes: Annotated[int, Meta(ge=1, lt=PAYLOAD_BYTES_MAX)]

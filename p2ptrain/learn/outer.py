@@ -30,7 +30,7 @@ from p2ptrain.learn.scales import Scales
 from p2ptrain.learn.schedule import terms_of
 from p2ptrain.learn.transform import Layout, fragment_of
 
-ROOM_BYTES = 1_024  # of what is sent, for the author's key
+ROOM_BYTES = 1_024  # of what is sent, for its author's key; rounded up
 FRAGMENT_BYTES = 1
 
 
@@ -66,7 +66,7 @@ class Outer:
         self.forms = [PayloadFormat.of(layout, recipe) for layout in self.layouts]
         self.payload_bytes = max(form.payload_bytes for form in self.forms) + self._head_bytes
         if self.payload_bytes > PAYLOAD_BYTES_MAX - ROOM_BYTES:
-            what = f"a contribution of {self.payload_bytes:,} bytes, and one is sent in 4 GiB at most"
+            what = f"a contribution of {self.payload_bytes:,} bytes, and there is room for 4 GiB less 1 KiB"
             raise ConfigError(what, key="recipe.k", fix="Send fewer coefficients, fewer value_bits, or more fragments")
         self.contribution_bytes = max(form.contribution_bytes for form in self.forms)
 

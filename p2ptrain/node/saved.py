@@ -173,7 +173,7 @@ def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> JudgedC
                     log.warning("skipped: %s: %s; choose it with --round %d", path, other.judgement, number)
         return each
     which = "" if number is None else f" of round {number}"
-    if judged or number is not None:
+    if number is not None or checkpoints.found():
         raise DataError(f"{checkpoints.directory}: no undamaged checkpoint{which}")
     raise DataError(
         f"{checkpoints.directory}: no checkpoint yet; a node writes the first once it has the run's weights"

@@ -91,6 +91,12 @@ def test_who_errs_is_told_what_to_do(p2ptrain: Command, node: Node, tmp_path: Pa
     status, _, err = p2ptrain("export", tmp_path / "out", *empty.place)
     why = "no checkpoint yet; a node writes the first once it has the run's weights"
     assert (status, err) == (1, f"{empty.checkpoints.directory}: {why}\n")
+    damaged = empty.checkpoints.directory / "00000001-round-8"
+    damaged.mkdir(parents=True)
+    (damaged / "checkpoint.json").write_text("{")
+    status, _, err = p2ptrain("export", tmp_path / "out", *empty.place)
+    assert status == 1
+    assert err.endswith(f"{empty.checkpoints.directory}: no undamaged checkpoint\n")
 
 
 def test_which_run_is_meant_has_to_be_clear(p2ptrain: Command, node: Node, tmp_path: Path) -> None:

@@ -145,6 +145,17 @@ def test_a_training_in_which_a_round_was_applied_is_announced_with_that_base(sai
     assert (offer.announcement.base_round, offer.announcement.base_root) == (base, root_of(base))
 
 
+def test_a_base_that_may_be_of_a_state_before_another_was_adopted_is_not_named() -> None:
+    bench = Bench(agreement=OVERLAP)
+    bench.train(1)
+    bench.agree((*offers_of_others(bench), announced(bench.me)))
+    bench.node.work.catching = {1: root_of(1)}
+    bench.do(ev.CaughtUp(1, root_of(1), bench.node.work.attempt))
+    bench.do(ev.TrainingFinished(2, announced(bench.me, 2).payload, BYTES, base_round=1))
+    offer = next(each for each in bench.node.context.offers.by_author[bench.me] if each.announcement.round == 2)
+    assert (offer.announcement.base_round, offer.announcement.base_root) == (0, ROOT0)
+
+
 def test_a_base_is_never_later_than_its_round() -> None:
     bench = Bench(agreement={"staleness_rounds_max": 3})
     for _ in range(2):

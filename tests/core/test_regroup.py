@@ -212,6 +212,24 @@ def test_a_set_that_a_quorum_of_itself_has_signed_begins_a_branch() -> None:
     assert (bench.state.branch, bench.state.members, len(bench.state.admitted)) == (beginning.branch, (ME, KEYS[2]), 4)
 
 
+def test_a_training_ahead_is_not_for_a_branch_that_begins_before_its_round() -> None:
+    """Announced there, it would hold the place of the next round, which cannot take it: nobody would train for that."""
+    bench = alone(overlap_rounds=1, staleness_rounds_max=1)
+    until(bench, LOST)
+    bench.hear(call(KEYS[2]))
+    until(bench, LOST + 3.0)
+    assert bench.node.work.training is not None and bench.node.work.training.round == 2
+    bench.hear(signed_set((ME, KEYS[2]), KEYS[2]))
+    assert bench.state.branch != RUN
+    assert essential(bench.train(2)) == [ev.Return(2), ev.Train(round=1, base_round=0, place=1, places=4)]
+
+
+def test_a_training_ahead_ends_with_a_step_back() -> None:
+    bench = alone(overlap_rounds=1, staleness_rounds_max=1)
+    bench.node.work.rewound(0)
+    assert bench.node.work.training is not None and not bench.node.work.training.is_useful
+
+
 def test_the_last_one_goes_on_alone() -> None:
     bench = called()
     mine = signed_set((ME,), ME)
