@@ -52,6 +52,7 @@ class Life:
         if trained is not None:
             self.diary.append(trained)
         self.payloads[number] = payload
+        assert self.device.base_round == number - 1  # also of one that was trained before a restart
 
     def apply(self, number: int) -> None:
         taken = {} if number == 3 else {number: self.payloads[number]}
