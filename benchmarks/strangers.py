@@ -19,7 +19,7 @@ from tests.helpers.flood import junk_vote
 from tests.helpers.p2pd import nodes_in
 
 DIFFERENT = 256  # kinds of junk; each message has a number of its own, so that gossipsub passes all of them on
-TURN_SECONDS = 0.005
+TURN = 25  # messages that a stranger writes at once
 MESH_SECONDS = 2.0
 
 
@@ -46,7 +46,7 @@ async def flood(node: P2pd, topic: str, rate: float, seconds: float) -> int:
         writer.write(b"".join(frames[number % DIFFERENT] for number in range(sent, due)))
         sent = due
         await writer.drain()
-        await asyncio.sleep(TURN_SECONDS)
+        await asyncio.sleep(TURN / rate)
     counting.cancel()
     writer.transport.abort()
     return taken

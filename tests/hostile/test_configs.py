@@ -220,7 +220,10 @@ def of_sizes(**sections: dict[str, Any]) -> RunConfig:
     [
         (of_sizes(recipe={"sequences_per_pass": 65_536}), r"GB of main memory .* Set device\.sequences_per_pass = \d"),
         (of_sizes(model={"sequence_length": 2**20}), "GB even with one sequence per pass, but there are only"),
-        (of_sizes(model={"layers": 1_024, "dim": 4_096, "ffn_dim": 2**14}), "GB even with one sequence per pass"),
+        (
+            of_sizes(model={"layers": 1_024, "dim": 4_096, "ffn_dim": 2**14}, recipe={"k": 32}),
+            "GB even with one sequence per pass",
+        ),
         (
             of_sizes(
                 recipe={"name": "distro", "passes_per_step": 2**16, "sequences_per_pass": 16},
