@@ -3,7 +3,9 @@
 Each host is a network namespace with a TUN device. One process, this file's, reads the packets that hosts send, and
 writes each to the device of the host that it is for, when the line would have brought it: it waits for the sender's
 uplink, then for the delay, then for the receiver's downlink. Before either link is a queue of one round trip, at least
-100 ms long; what comes while it is full is dropped, and so is what the line loses. Packets keep their order.
+100 ms long; what comes while it is full is dropped, and so is what the line loses. Packets keep their order. With
+`--regions`, hosts are dealt to as many sites: inside one each has a line of 1 Gbit/s and 1 ms, and the line above is
+one for all of a site's hosts, to all other sites.
 
 All bytes that a host sends and receives are counted, IP's headers too: what its daemon, p2pd and kernel send, with
 gossip's copies and what is sent again.
@@ -36,6 +38,7 @@ from p2ptrain.sim.lines import LINES, Line
 NETWORK = "11.78.0"  # public, like a home's: nothing here leaves the machine
 DEVICE = "line0"
 DEFAULT = Line(20.0, 20.0, 0.1)
+INSIDE = Line(1_000.0, 1_000.0, 0.001)  # between the hosts of one region
 QUEUE_SECONDS_MIN = 0.1
 PACKET_BYTES_MAX = 2_048  # the devices' MTU is 1,500
 BURST = 32  # packets read from one device before another's turn
@@ -55,6 +58,7 @@ class Counts:
     """Packets and bytes of a host, and packets that did not arrive."""
 
     sent_bytes: int = 0
+    far_bytes: int = 0  # of these, to other regions
     sent_packets: int = 0
     received_bytes: int = 0
     lost_packets: int = 0  # sent by it, and lost by the line
@@ -64,12 +68,14 @@ class Counts:
 class Relay:
     """Carries packets between devices."""
 
-    def __init__(self, devices: Sequence[int], line: Line, seed: int) -> None:
+    def __init__(self, devices: Sequence[int], line: Line, seed: int, regions: Sequence[int] = ()) -> None:
         self.devices, self.line, self.rng = devices, line, random.Random(seed)  # noqa: S311
+        self.regions = regions or range(len(devices))  # by host
         self.place_of = {address_bytes(place): place for place in range(len(devices))}
         self.counts = [Counts() for _ in devices]
-        self.up_free, self.down_free, self.last = ([0.0] * len(devices) for _ in range(3))  # by host: when
-        self.under_way: list[tuple[float, int, int, bytes, bool]] = []  # when, number, to, packet, left the downlink
+        links = 2 * len(devices)  # each host's in its region, then each region's
+        self.up_free, self.down_free, self.last = ([0.0] * links for _ in range(3))  # by link: when
+        self.under_way: list[tuple[float, int, int, int, bytes, bool]] = []  # when, number, link, to, packet, has left
         self.number = 0
         self.late_seconds = self.latest_seconds = 0.0  # in all, and the most
 
@@ -91,8 +97,7 @@ class Relay:
 
     def take(self, source: int) -> None:
         """Reads what a host sends, and sends it on its way."""
-        device, counts, line, draw = self.devices[source], self.counts[source], self.line, self.rng.random
-        byte_seconds, queue = 8e-6 / line.up_megabits, queue_seconds(line)
+        device, counts, draw = self.devices[source], self.counts[source], self.rng.random
         now = monotonic()
         for _ in range(BURST):
             try:
@@ -104,34 +109,44 @@ class Relay:
                 continue
             counts.sent_packets += 1
             counts.sent_bytes += len(packet)
-            begins = max(now, self.up_free[source])
-            if begins - now > queue:
+            line, up, down = self.way(source, target)
+            if line is self.line:
+                counts.far_bytes += len(packet)
+            begins = max(now, self.up_free[up])
+            if begins - now > queue_seconds(line):
                 counts.dropped_packets += 1
                 continue
-            self.up_free[source] = leaves = begins + len(packet) * byte_seconds
+            self.up_free[up] = leaves = begins + len(packet) * 8e-6 / line.up_megabits
             if draw() < line.loss:
                 counts.lost_packets += 1
                 continue
             arrives = leaves + line.delay_seconds + 2 * line.jitter_seconds * draw()
-            self.last[source] = arrives = max(arrives, self.last[source])
+            self.last[up] = arrives = max(arrives, self.last[up])
             self.number += 1
-            heapq.heappush(self.under_way, (arrives, self.number, target, packet, False))
+            heapq.heappush(self.under_way, (arrives, self.number, down, target, packet, False))
+
+    def way(self, source: int, target: int) -> tuple[Line, int, int]:
+        """Returns the line from one host to another, and its two links."""
+        here, there = self.regions[source], self.regions[target]
+        if here == there:
+            return INSIDE, source, target
+        return self.line, len(self.devices) + here, len(self.devices) + there
 
     def deliver(self) -> None:
         """Brings what is due through the receivers' downlinks."""
-        now, under_way, line = monotonic(), self.under_way, self.line
-        byte_seconds, queue = 8e-6 / line.down_megabits, queue_seconds(line)
+        now, under_way = monotonic(), self.under_way
         while under_way and under_way[0][0] <= now:
-            at, number, target, packet, has_left = heapq.heappop(under_way)
+            at, number, link, target, packet, has_left = heapq.heappop(under_way)
             counts = self.counts[target]
             if not has_left:
-                begins = max(at, self.down_free[target])
-                if begins - at > queue:
+                line = self.line if link >= len(self.devices) else INSIDE
+                begins = max(at, self.down_free[link])
+                if begins - at > queue_seconds(line):
                     counts.dropped_packets += 1
                     continue
-                self.down_free[target] = at = begins + len(packet) * byte_seconds
+                self.down_free[link] = at = begins + len(packet) * 8e-6 / line.down_megabits
                 if at > now:
-                    heapq.heappush(under_way, (at, number, target, packet, True))
+                    heapq.heappush(under_way, (at, number, link, target, packet, True))
                     continue
             with suppress(OSError):  # the host has gone, or reads nothing
                 os.write(self.devices[target], packet)
@@ -177,7 +192,7 @@ def carry(settings: dict[str, Any]) -> None:
         os.nice(-10)  # a line does not slow down when processors are busy
     devices = [open_device(each) for each in settings["namespaces"]]
     os.write(STDOUT, b"ready\n")
-    Relay(devices, Line(**settings["line"]), settings["seed"]).serve()
+    Relay(devices, Line(**settings["line"]), settings["seed"], settings["regions"]).serve()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -187,12 +202,13 @@ def carry(settings: dict[str, Any]) -> None:
 class Hosts:
     """Hosts that a relay joins."""
 
-    def __init__(self, size: int, line: Line, seed: int = 1) -> None:
+    def __init__(self, size: int, line: Line, seed: int = 1, regions: int | None = None) -> None:
         from tests.helpers.namespaces import PREFIX, Namespace  # noqa: PLC0415  # the relay itself needs none of it
 
         self.line = line
         self.namespaces = [Namespace(f"{PREFIX}-{os.getpid()}-line{place}") for place in range(size)]
         settings = {"namespaces": [each.name for each in self.namespaces], "line": asdict(line), "seed": seed}
+        settings["regions"] = [place % (regions or size) for place in range(size)]
         self.process = subprocess.Popen(  # noqa: S603
             [sys.executable, __file__, json.dumps(settings)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
@@ -227,11 +243,11 @@ class Hosts:
 
 
 @contextmanager
-def hosts_on(line: Line, size: int, seed: int = 1) -> Iterator[Hosts]:
-    """Makes hosts, and removes them at the end."""
+def hosts_on(line: Line, size: int, seed: int = 1, regions: int | None = None) -> Iterator[Hosts]:
+    """Makes hosts, and removes them at the end; without regions each is one of its own."""
     from tests.helpers.namespaces import made  # noqa: PLC0415
 
-    with made(lambda: Hosts(size, line, seed)) as hosts:
+    with made(lambda: Hosts(size, line, seed, regions)) as hosts:
         try:
             yield hosts
         finally:
@@ -264,6 +280,7 @@ def add_line_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--delay", type=float, metavar="MS", help="one way, from any node to any other")
     group.add_argument("--jitter", type=float, metavar="MS", help="mean of what comes on top of the delay")
     group.add_argument("--loss", type=float, metavar="PERCENT", help="of packets")
+    group.add_argument("--regions", type=int, metavar="N", help="sites, each with one such line for all of its hosts")
 
 
 def line_of(arguments: argparse.Namespace) -> Line:

@@ -1,7 +1,7 @@
 """Real daemons on a line between homes: what they have learned after some minutes, and what that cost in bytes.
 
     OMP_NUM_THREADS=1 python benchmarks/wan.py [--nodes 4] [--minutes 2 5] [--line dsl | --rate 20 --delay 100 --loss 0]
-        [--run FILE] [--keep] [--json FILE]
+        [--regions N] [--run FILE] [--keep] [--json FILE]
 
 Each node is `p2ptrain start` or `p2ptrain join` on a host of its own (relay.py), which takes root and /dev/net/tun.
 Time counts from the start of the first process, so starting and joining are part of it. After each of `--minutes` the
@@ -155,7 +155,7 @@ def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
 def traffic(hosts: Hosts) -> dict[str, Any]:
     """Returns all bytes that the hosts have sent and received."""
     counts = hosts.counts()["hosts"]
-    return {name: [each[f"{name}_bytes"] for each in counts] for name in ("sent", "received")}
+    return {name: [each[f"{name}_bytes"] for each in counts] for name in ("sent", "received", "far")}
 
 
 def load_run(path: Path | None) -> tuple[str, RunConfig]:
@@ -181,6 +181,8 @@ def tell(found: dict[str, Any]) -> None:
             f"{mark['minutes']:8g} {mark['loss']:15.3f} {statistics.mean(sent) / 1e6:12.2f} ({max(sent) / 1e6:.2f})"
             f" {statistics.mean(received) / 1e6:22.2f}"
         )
+    if found.get("regions"):
+        print(f"MB between the regions: {sum(found['marks'][-1]['far']) / 1e6:.2f}")
     relay, late = found["relay"], ""
     if relay["mean_late_seconds"] > LATE_SECONDS:
         late = "; the processor held packets up, not only the line"
@@ -222,11 +224,11 @@ def main() -> int:
     chosen = parsed(parser)
     line, (text, _) = line_of(chosen), load_run(chosen.run)
     with (
-        hosts_on(line, chosen.nodes) as hosts,
+        hosts_on(line, chosen.nodes, regions=chosen.regions) as hosts,
         swarm_in(chosen.keep, lambda directory: Homes(directory, text, hosts)) as swarm,
     ):
         found = measure(swarm, chosen.minutes)
-    found |= {"nodes": chosen.nodes, "line": asdict(line), "load": os.getloadavg()}
+    found |= {"nodes": chosen.nodes, "regions": chosen.regions, "line": asdict(line), "load": os.getloadavg()}
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     tell(found)

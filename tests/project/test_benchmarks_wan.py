@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
@@ -31,20 +31,20 @@ def packet(relay: Any, target: int, size: int = 1_000, number: int = 0) -> bytes
 
 
 class Ends:
-    """Two hosts of a relay, whose devices are sockets."""
+    """Hosts of a relay, two without regions, whose devices are sockets."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, regions: Sequence[int] = ()) -> None:
         self.relay = load("relay")
-        self.pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
+        self.pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in regions or range(2)]
         for pair in self.pairs:
             for end in pair:
                 end.setblocking(False)
-        self.under_test = self.relay.Relay([ours.fileno() for ours, _ in self.pairs], line, 1)
+        self.under_test = self.relay.Relay([ours.fileno() for ours, _ in self.pairs], line, 1, regions)
 
-    def send(self, *packets: bytes) -> None:
+    def send(self, *packets: bytes, source: int = 0) -> None:
         for each in packets:
-            self.pairs[0][1].send(each)
-            self.under_test.take(0)
+            self.pairs[source][1].send(each)
+            self.under_test.take(source)
 
     def received(self) -> list[int]:
         """Delivers all that is under way, and returns the numbers of what the second host got."""
@@ -65,11 +65,11 @@ class Ends:
 
 
 @pytest.fixture
-def ends() -> Iterator[Callable[[Line], Ends]]:
+def ends() -> Iterator[Callable[..., Ends]]:
     made: list[Ends] = []
 
-    def make(line: Line) -> Ends:
-        made.append(Ends(line))
+    def make(line: Line, regions: Sequence[int] = ()) -> Ends:
+        made.append(Ends(line, regions))
         return made[-1]
 
     yield make
@@ -77,7 +77,7 @@ def ends() -> Iterator[Callable[[Line], Ends]]:
         each.close()
 
 
-def test_packets_wait_for_the_uplink_and_then_for_the_delay(ends: Callable[[Line], Ends]) -> None:
+def test_packets_wait_for_the_uplink_and_then_for_the_delay(ends: Callable[..., Ends]) -> None:
     net = ends(Line(8.0, 8.0, 0.5))
     began = monotonic()
     net.send(*(packet(net.relay, 1, 1_000, number) for number in range(10)))
@@ -86,7 +86,7 @@ def test_packets_wait_for_the_uplink_and_then_for_the_delay(ends: Callable[[Line
     assert arrivals[-1] >= began + 0.51, "ten packets of a millisecond each"
 
 
-def test_packets_arrive_once_in_their_order_and_are_counted(ends: Callable[[Line], Ends]) -> None:
+def test_packets_arrive_once_in_their_order_and_are_counted(ends: Callable[..., Ends]) -> None:
     net = ends(Line(8_000.0, 8.0, 0.001, jitter_seconds=0.01))
     net.send(*(packet(net.relay, 1, 100, number) for number in range(50)))
     assert net.received() == list(range(50))
@@ -96,7 +96,7 @@ def test_packets_arrive_once_in_their_order_and_are_counted(ends: Callable[[Line
 
 
 @pytest.mark.parametrize("line", [Line(8_000.0, 0.8, 0.0), Line(0.8, 8_000.0, 0.0)], ids=["uplink", "downlink"])
-def test_what_comes_while_a_queue_is_full_is_dropped(line: Line, ends: Callable[[Line], Ends]) -> None:
+def test_what_comes_while_a_queue_is_full_is_dropped(line: Line, ends: Callable[..., Ends]) -> None:
     net = ends(line)
     began = monotonic()
     net.send(*(packet(net.relay, 1, 1_000, number) for number in range(100)))
@@ -106,7 +106,21 @@ def test_what_comes_while_a_queue_is_full_is_dropped(line: Line, ends: Callable[
     assert sum(each.dropped_packets for each in net.under_test.counts) == 100 - len(received)
 
 
-def test_the_line_loses_its_share(ends: Callable[[Line], Ends]) -> None:
+def test_hosts_of_a_region_share_one_line_to_the_others_and_have_a_fast_one_inside(ends: Callable[..., Ends]) -> None:
+    net = ends(Line(8.0, 8.0, 0.5), (0, 0, 1))
+    began = monotonic()
+    net.send(packet(net.relay, 1))
+    net.send(*(packet(net.relay, 2) for _ in range(10)), source=0)
+    net.send(*(packet(net.relay, 2) for _ in range(10)), source=1)
+    (near, *_), *far = sorted(net.under_test.under_way)
+    assert near < monotonic() + 0.002
+    assert began + 0.501 <= far[0][0]
+    assert far[-1][0] >= began + 0.52, "twenty packets of a millisecond each, on one line"
+    assert [each.far_bytes for each in net.under_test.counts] == [10_000, 10_000, 0]
+    assert [each.sent_bytes for each in net.under_test.counts] == [11_000, 10_000, 0]
+
+
+def test_the_line_loses_its_share(ends: Callable[..., Ends]) -> None:
     net = ends(Line(80_000.0, 80_000.0, 0.0, loss=0.3))
     total = 0
     for _ in range(100):
@@ -116,14 +130,14 @@ def test_the_line_loses_its_share(ends: Callable[[Line], Ends]) -> None:
     assert net.under_test.counts[0].lost_packets == 1_000 - total
 
 
-def test_packets_for_nobody_go_nowhere(ends: Callable[[Line], Ends]) -> None:
+def test_packets_for_nobody_go_nowhere(ends: Callable[..., Ends]) -> None:
     net = ends(QUICK)
     net.send(packet(net.relay, 9), bytes([0x60, *bytes(39)]), b"short")
     assert net.under_test.under_way == []
     assert net.under_test.counts[0].sent_packets == 0
 
 
-def test_the_relay_ends_with_its_stdin(ends: Callable[[Line], Ends], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_relay_ends_with_its_stdin(ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch) -> None:
     net = ends(QUICK)
     reading, writing = os.pipe()
     monkeypatch.setattr(net.relay, "STDIN", reading)
