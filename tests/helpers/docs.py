@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from time import gmtime, monotonic
 from typing import Any
 
 import psutil
@@ -140,6 +140,11 @@ def _pattern(wanted: str) -> re.Pattern[str]:
 # The reader
 
 
+def midnight() -> str:
+    """Returns a time zone in which the day begins now: a page's node trains only at night."""
+    return f"NIGHT{gmtime().tm_hour}"
+
+
 class Node:
     """A daemon that the reader has started in a terminal."""
 
@@ -193,7 +198,7 @@ class Reader:
             (folder / name).write_text(content)
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         path = f"{folder / '.venv' / 'bin'}:{self._system(wheel)}:{os.environ['PATH']}"
-        self.environment = {**own, **OWN, "PATH": path, "COLUMNS": "200"}
+        self.environment = {**own, **OWN, "PATH": path, "COLUMNS": "200", "TZ": midnight()}
         self.environment |= {
             "P2PTRAIN_NETWORK__LISTEN": LISTEN,
             "P2PTRAIN_LIMITS__DEVICE_PERCENT": "40",  # the commands need the cores, too
