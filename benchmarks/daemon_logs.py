@@ -182,8 +182,8 @@ def on_the_way(lives: list[Life], since: float) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
     for author in lives:
         for digest, (kind, at) in author.said.items():
-            if at >= since:
-                found[kind] += [life.heard[digest] - at for life in lives if digest in life.heard]
+            if at >= since and (took := [life.heard[digest] - at for life in lives if digest in life.heard]):
+                found[kind] += took
     return found
 
 

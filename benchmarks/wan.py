@@ -1,13 +1,15 @@
 """Real daemons on a line between homes: what they have learned after some minutes, and what that cost in bytes.
 
     OMP_NUM_THREADS=1 python benchmarks/wan.py [--nodes 4] [--minutes 2 5] [--line dsl | --rate 20 --delay 100 --loss 0]
-        [--regions N] [--run FILE] [--keep] [--json FILE]
+        [--slow PERCENT] [--regions N] [--run FILE] [--keep] [--json FILE]
 
 Each node is `p2ptrain start` or `p2ptrain join` on a host of its own (relay.py), which takes root and /dev/net/tun.
 Time counts from the start of the first process, so starting and joining are part of it. After each of `--minutes` the
 first node saves its state, which all have; its loss on held-out text is computed when the last minute is over. Bytes
 are all that a host sends and receives. The share of time in which a node trains counts from when all were members.
 
+--slow: the last node may train this share of the time only (`p2ptrain limit`); told are then the tokens of all over
+those that each would have trained alone.
 --run: a run's config; without it 1.0M parameters on the text that every Python carries, with recipe `local`.
 """
 
@@ -21,7 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -60,7 +62,30 @@ probation_rounds = 1
 PORT = 4001
 LOOK_SECONDS = 1.0
 EVALUATED = 128  # held-out sequences
+SETTLED_ROUNDS = 3  # after a node was slowed down, before tokens are counted
 LATE_SECONDS = 0.005  # beyond this the relay, and not the line, held packets up
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a node is at a moment."""
+
+    at: float
+    tokens: int
+    training_seconds: float
+    share: float  # of the time in which it may train
+
+
+def over_alone(before: Sequence[Progress], after: Sequence[Progress]) -> float | None:
+    """Returns the tokens of all nodes over those they would have trained alone; None if one has trained nothing."""
+    tokens = alone = 0.0
+    for then, now in zip(before, after, strict=True):
+        if now.training_seconds <= then.training_seconds:
+            return None
+        trained = now.tokens - then.tokens
+        tokens += trained
+        alone += trained / (now.training_seconds - then.training_seconds) * (now.at - then.at) * now.share
+    return tokens / alone if alone else None
 
 
 class Homes(Swarm):
@@ -83,6 +108,14 @@ class Homes(Swarm):
             if not told or told[-1][1] != seconds:
                 told.append((monotonic(), seconds))
 
+    def progress(self, percents: Sequence[float]) -> list[Progress]:
+        """Returns how far each node is; `percents` are the shares of time in which they may train."""
+        statuses = [node.status for node in self.nodes]
+        return [
+            Progress(monotonic(), status["tokens"], status["training_seconds"], percent / 100)
+            for status, percent in zip(statuses, percents, strict=True)
+        ]
+
     def training_share(self, node: DemoNode, since: float) -> float | None:
         """Returns the share of time in which a node trained, between the ends of two trainings; None if it had none."""
         told = [each for each in self.trained[node.name] if each[0] >= since]
@@ -102,8 +135,9 @@ def held_out_loss(model: Transformer, dataset: TokenDataset, length: int) -> flo
     return total / count
 
 
-def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
-    """Trains, and returns what there is to tell after each of the minutes."""
+def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str, Any]:
+    """Trains, and returns what there is to tell after each of the minutes; slow: per cent of the time in which the last
+    node may train."""
     began, first = monotonic(), swarm.nodes[0]
     whole: tuple[float, int, dict[str, Any]] | None = None  # when all were members, the round, what hosts had sent
     first.start()
@@ -111,12 +145,19 @@ def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
     for _ in range(swarm.size - 1):
         swarm.add()
     marks, models = [], []
+    percents, settled = [100.0] * (swarm.size - 1) + [float(slow)], 0
+    before: list[Progress] = []
     for minute in sorted(minutes):
         while monotonic() < began + 60 * minute:
             sleep(LOOK_SECONDS)
             swarm.look()
             if whole is None and all(len(node.status.get("roster", ())) == swarm.size for node in swarm.nodes):
                 whole = monotonic(), swarm.round, traffic(swarm.hosts)
+                if slow < 100:
+                    ask(swarm.nodes[-1].directory, {"do": "limit", "percent": slow})
+                settled = swarm.round + SETTLED_ROUNDS
+            if whole is not None and not before and swarm.round >= settled:
+                before = swarm.progress(percents)
         number = ask(first.directory, {"do": "checkpoint"})["round"]
         config = NodeConfig.model_validate({"storage": {"directory": str(first.directory)}})
         saved = though_pruned(lambda config=config, number=number: find_model(config, number=number))  # type: ignore[misc]
@@ -124,6 +165,7 @@ def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
         marks.append({"minutes": minute, "seconds": monotonic() - began, "round": number} | traffic(swarm.hosts))
         print(f"{minute:g} minutes: round {number}", flush=True)
     swarm.look()
+    after = swarm.progress(percents)
     relay = swarm.hosts.counts()
     statuses = [node.status for node in swarm.nodes]
     swarm.stop()
@@ -139,13 +181,25 @@ def measure(swarm: Homes, minutes: Sequence[float]) -> dict[str, Any]:
         "payload_bytes": statuses[0]["payload_bytes"],
         "tokens": [status["tokens"] for status in statuses],
         "whole_seconds": None,  # from the start until all were members
+        "slow_percent": slow,
+        "tokens_over_alone": over_alone(before, after) if before else None,
+        "contributions": [status["counters"].get("contributions taken", 0) for status in statuses],
         "training_shares": None,
+        "received_a_round": None,  # by a node on average, since all were members
+        "round_seconds": None,
         "bytes_until_whole": None,
     }
     if whole is not None:
         at, since, until = whole
         shares = [swarm.training_share(node, at) for node in swarm.nodes]
         found |= {"whole_seconds": at - began, "training_shares": shares, "bytes_until_whole": until}
+        rounds = found["rounds_since_whole"] = marks[-1]["round"] - since
+        if rounds > 0:
+            received = statistics.mean(marks[-1]["received"]) - statistics.mean(until["received"])
+            found |= {
+                "received_a_round": received / rounds,
+                "round_seconds": (began + marks[-1]["seconds"] - at) / rounds,
+            }
         if (last := swarm.round) > since + 2:
             lives = [life_in(node.directory) for node in swarm.nodes]
             found["phases"] = report_phases(lives, since + 2, last)
@@ -181,8 +235,6 @@ def tell(found: dict[str, Any]) -> None:
             f"{mark['minutes']:8g} {mark['loss']:15.3f} {statistics.mean(sent) / 1e6:12.2f} ({max(sent) / 1e6:.2f})"
             f" {statistics.mean(received) / 1e6:22.2f}"
         )
-    if found.get("regions"):
-        print(f"MB between the regions: {sum(found['marks'][-1]['far']) / 1e6:.2f}")
     relay, late = found["relay"], ""
     if relay["mean_late_seconds"] > LATE_SECONDS:
         late = "; the processor held packets up, not only the line"
@@ -197,6 +249,18 @@ def tell_more(found: dict[str, Any]) -> None:
     print(f"all were members after {found['whole_seconds']:.0f} s and {statistics.mean(until) / 1e6:.2f} MB each")
     told = ", ".join("unknown" if each is None else f"{each:.1%}" for each in shares)
     print(f"rounds {min(found['rounds'])}; share of time in which a node trained since: {told}")
+    if (received := found["received_a_round"]) is not None:
+        beside = received - (found["nodes"] - 1) * found["payload_bytes"]
+        told = f"{received:,.0f} bytes received by a node, {beside:,.0f} beside payloads"
+        print(f"a round of {found['round_seconds']:.1f} s: {told}")
+    if found.get("regions"):
+        joining, far = (sum(told["far"]) / 1e6 for told in (found["bytes_until_whole"], found["marks"][-1]))
+        each = (far - joining) / max(1, found["rounds_since_whole"])
+        print(f"MB between the regions: {joining:.2f} until then, and {each:.2f} a round since")
+    if (share := found["tokens_over_alone"]) is not None:
+        slow = f", the last at {found['slow_percent']} % of its time" if found["slow_percent"] < 100 else ""
+        taken = ", ".join(map(str, found["contributions"]))
+        print(f"tokens over those that each would train alone{slow}: {share:.3f}; contributions taken {taken}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -221,13 +285,14 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    parser.add_argument("--slow", type=int, default=100, metavar="PERCENT", help="of its time the last node may train")
     chosen = parsed(parser)
     line, (text, _) = line_of(chosen), load_run(chosen.run)
     with (
         hosts_on(line, chosen.nodes, regions=chosen.regions) as hosts,
         swarm_in(chosen.keep, lambda directory: Homes(directory, text, hosts)) as swarm,
     ):
-        found = measure(swarm, chosen.minutes)
+        found = measure(swarm, chosen.minutes, chosen.slow)
     found |= {"nodes": chosen.nodes, "regions": chosen.regions, "line": asdict(line), "load": os.getloadavg()}
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from random import Random
+from statistics import median
 
 import msgspec
 
@@ -67,6 +68,7 @@ HINT_SECONDS = 1_800.0  # how long such an announcement is valid
 SEARCH_SECONDS = 2.0  # between searches in the DHT; doubles
 SEARCH_SECONDS_MAX = 60.0
 ASKED = 3  # peers asked for other peers in each search
+DISTANCE_MAX = 6  # a round trip of 2.9 s or more
 TELL_SECONDS = 60.0  # between two log lines about the same problem with an address
 TOLD_MAX = 64
 
@@ -163,6 +165,19 @@ class Connections:
 
     def _mine(self) -> list[str]:
         return [each for each in self.transport.addresses() if len(each) <= ADDRESS_CHARACTERS_MAX][:ADDRESSES_MAX]
+
+    def latency(self, peer: bytes) -> float | None:
+        """Returns the median round trip of recent small questions; None if the peer is away or has answered none."""
+        known = self.known.get(peer)
+        if known is None or peer not in self.linked or not known.answered_in:
+            return None
+        return round(median(known.answered_in), 4)
+
+    def distance(self, peer: bytes) -> int:
+        """Returns how far away a peer is: its round trip as a power of 4 of a millisecond. Those of unknown latency are
+        the farthest."""
+        seconds = self.latency(peer)
+        return DISTANCE_MAX if seconds is None else min(DISTANCE_MAX, round(math.log(max(1.0, 1e3 * seconds), 4)))
 
     def shun(self, peer: bytes, until: float) -> None:
         """Stops dialling this peer for a while."""

@@ -2,11 +2,17 @@
 
 Everything is checked against its digest: the fetcher checks payloads and states piece by piece as they arrive; the
 other kinds are checked here as a whole.
+
+Near peers are asked before far ones, by the round trips of small questions. Where several members are near one another
+and share the line to an author who is far, one of them, drawn by the payload's digest, gets the contribution from there
+and the others get it from that one: each crosses the line once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -34,8 +40,12 @@ PIECES_AT_ONCE = 4  # of training data
 DATA_SOURCES = 64  # peers asked for a piece: usually all, so that those that failed lately get a turn, too
 PIECES_TOLD = 16  # wrong pieces of a state that the log names
 WAIT_SECONDS, WAIT_SECONDS_MAX = 0.5, 10.0  # between attempts to fetch a piece of training data
-LATE_SECONDS = 60.0  # for which a peer that failed to send a piece is asked last
-LATE_TIMES = 30.0  # or this many times as long as it took: a silent peer costs us 20 s per ten minutes, not each time
+LATE_TIMES = 600.0  # a peer that failed to send a piece is asked last for this many times as long as that took
+LATE_SECONDS_MAX = 600.0  # a silent peer costs us 20 s per ten minutes, one that has nothing a 600th of the time
+FAR, FARTHER = 3, 2  # distances: of a payload's sources, at least; and by how much more than that of a near peer
+NEAR_SECONDS = 2.0  # for a near peer to have got a payload from afar, and
+NEAR_BYTES_PER_SECOND = 250_000  # at this rate, before we get it from there, too
+NEAR_POLL_SECONDS, NEAR_POLL_SECONDS_MAX = 0.05, 0.4
 LATE_MAX = 1_024  # such peers remembered; the oldest are forgotten
 
 log = logging.getLogger("p2ptrain.node")
@@ -57,7 +67,42 @@ class Fetching:
 
     async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
         """Fetches a contribution. Raises FetchError if none of the sources has it."""
-        return (await self.fetcher.fetch(BlobName("payload", name), size, sources, failed=failed)).data()
+        near, blob = self._who_goes_first(name, sources), BlobName("payload", name)
+        if near is not None and (payload := await self._from_near(near, blob, size)) is not None:
+            return payload
+        return (await self.fetcher.fetch(blob, size, self._near_first(sources), failed=failed)).data()
+
+    def _near_first(self, peers: Sequence[bytes]) -> list[bytes]:
+        return sorted(peers, key=self.connections.distance)
+
+    def _who_goes_first(self, name: bytes, sources: Sequence[bytes]) -> bytes | None:
+        """Returns the near member that gets a payload from afar for all who are near; None if that is us, or nobody is
+        near, or a source is."""
+        connections, now = self.connections, asyncio.get_running_loop().time()
+        nearest = min((connections.distance(peer) for peer in sources if peer in connections.linked), default=0)
+        if nearest < FAR:
+            return None
+        near = [
+            peer
+            for peer in connections.members
+            if connections.distance(peer) <= nearest - FARTHER and self.late.get(peer, 0.0) <= now
+        ]
+        drawn = max([*near, self.transport.me], key=lambda peer: hashlib.sha256(name + peer).digest())
+        return None if drawn == self.transport.me else drawn
+
+    async def _from_near(self, peer: bytes, name: BlobName, size: int) -> bytes | None:
+        """Fetches a payload from a near peer that is getting it from afar; None if that takes too long."""
+        loop, wait = asyncio.get_running_loop(), NEAR_POLL_SECONDS
+        began = loop.time()
+        while True:
+            await asyncio.sleep(wait)
+            with contextlib.suppress(FetchError):
+                return (await self.fetcher.fetch(name, size, [peer], failed=ignore)).data()
+            took = loop.time() - began
+            if took > NEAR_SECONDS + min(size, PIECE_BYTES) / NEAR_BYTES_PER_SECOND:
+                self._put_last(peer, took)
+                return None
+            wait = min(2 * wait, NEAR_POLL_SECONDS_MAX)
 
     async def data(self, positions: Positions) -> None:
         """Fetches all missing pieces of training data that these sequences need; they stay until the next call."""
@@ -99,7 +144,7 @@ class Fetching:
         def failed(peer: bytes, why: str) -> None:
             nonlocal asked_at
             now = loop.time()
-            self._put_last(peer, now + max(LATE_SECONDS, LATE_TIMES * (now - asked_at)))
+            self._put_last(peer, now - asked_at)
             asked_at = now
             ignore(peer, why)
 
@@ -117,15 +162,18 @@ class Fetching:
             return
 
     def _data_sources(self) -> list[bytes]:
-        """Returns the linked peers in random order, members first, and those which failed lately last."""
+        """Returns the linked peers, those which failed lately last, members first, near ones before far ones."""
         now, members = asyncio.get_running_loop().time(), self.connections.members
         self.late = {peer: until for peer, until in self.late.items() if until > now}
         sources = list(self.connections.linked)
         self.connections.rng.shuffle(sources)
+        sources = self._near_first(sources)
         sources.sort(key=lambda peer: (self.late.get(peer, 0.0), peer not in members))
         return sources[:DATA_SOURCES]
 
-    def _put_last(self, peer: bytes, until: float) -> None:
+    def _put_last(self, peer: bytes, took: float) -> None:
+        """Notes a peer that failed after this many seconds."""
+        until = asyncio.get_running_loop().time() + min(LATE_TIMES * took, LATE_SECONDS_MAX)
         self.late[peer] = max(until, self.late.pop(peer, 0.0))
         while len(self.late) > LATE_MAX:
             del self.late[next(iter(self.late))]
@@ -155,7 +203,7 @@ class Fetching:
             if root in holders:
                 similar = like[1] if like is not None and like[0] == wanted[root] else None
                 try:
-                    sink = await self._state(root, size, holders[root], similar)
+                    sink = await self._state(root, size, self._near_first(holders[root]), similar)
                 except FetchError as error:  # the peers may have lied; others may have an older state
                     log.info("%s", error)
                     continue

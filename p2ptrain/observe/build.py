@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 from typing import Protocol
 
 from p2ptrain import __version__
@@ -14,7 +13,6 @@ from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.private import Privacy
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import kind_of_address
-from p2ptrain.net.connections import Connections
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.lag import Lag
@@ -234,7 +232,7 @@ def _peer(daemon: Running, peer: bytes, seen: PeerView | None) -> Peer:
     now = {
         "addresses": addresses,
         "address_kind": kind_of_address(addresses[0]) if addresses else "unknown",
-        "latency_seconds": None if is_me else latency_of(connections, peer),
+        "latency_seconds": None if is_me else connections.latency(peer),
         "is_connected": is_me or peer in connections.linked,
         "is_member": peer in view.state.members,
         "is_admitted": peer in view.state.place,
@@ -243,14 +241,6 @@ def _peer(daemon: Running, peer: bytes, seen: PeerView | None) -> Peer:
         "observed": dict(seen.observed) if seen else {},
     }
     return Peer(**record.row | now)
-
-
-def latency_of(connections: Connections, peer: bytes) -> float | None:
-    """Returns the median round trip of recent small questions; None if the peer is away or has answered none."""
-    known = connections.known.get(peer)
-    if known is None or peer not in connections.linked or not known.answered_in:
-        return None
-    return round(median(known.answered_in), 4)
 
 
 def rounds_of(daemon: Running, last: int) -> list[RoundRecord]:

@@ -75,6 +75,7 @@ class Node:
     blamed: list[tuple[bytes, str]] = field(default_factory=list)
     failed: list[tuple[bytes, str]] = field(default_factory=list)
     strangers: set[bytes] = field(default_factory=set)
+    asked: list[BlobName] = field(default_factory=list)  # by others
 
     def __post_init__(self) -> None:
         rng = Random(int.from_bytes(self.key[:4], "big"))
@@ -89,6 +90,7 @@ class Node:
         )
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
+        self.asked.append(name)
         return self.blobs.get(name) or self.fetcher.in_progress(name)
 
     def blame(self, peer: bytes, why: str) -> None:

@@ -16,7 +16,7 @@ from p2ptrain.net.address_book import Origin
 from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.transport import Stream
 from p2ptrain.observe import build as status
-from p2ptrain.observe.build import latency_of, rounds_of, traffic_of
+from p2ptrain.observe.build import rounds_of, traffic_of
 from p2ptrain.observe.http import LINES_KEPT, LINES_WAITING_MAX, LogTail
 from p2ptrain.observe.schema import RoundRecord
 from tests.helpers.connections import ME, A, B, Seen, now
@@ -63,17 +63,17 @@ async def test_the_latency_of_a_peer_is_the_median_of_its_last_answers_while_it_
 
     await asked.serve(questions.PROTOCOL, slow)
     node.connections.add(network.address(A), Origin.USER)
-    assert latency_of(node.connections, A) is None, "it is not known yet"
-    assert latency_of(node.connections, B) is None, "nothing is known of it"
+    assert node.connections.latency(A) is None, "it is not known yet"
+    assert node.connections.latency(B) is None, "nothing is known of it"
     async with node.running() as connections:
         await until(lambda: A in connections.linked and bool(connections.known[A].answered_in))
-        assert latency_of(connections, A) == 0.2
+        assert connections.latency(A) == 0.2
         await until(lambda: not takes)
         await at(now() + 600.0)  # no answer is no latency
-        assert latency_of(connections, A) == 0.3
+        assert connections.latency(A) == 0.3
         network.cut(ME, A)
         await until(lambda: A not in connections.linked)
-        assert latency_of(connections, A) is None, "it is away"
+        assert connections.latency(A) is None, "it is away"
 
 
 def record(number: int, contributors: int) -> RoundRecord:

@@ -70,3 +70,11 @@ def test_the_benchmark_of_kills_finds_roots_that_differ_and_the_longest_stall_of
     assert kills.judge({"node 1": other, "node 2": died}, [kill])["differing"] == [8]
     before = kills.Kill("node 2", 9.5, 13.0)
     assert kills.judge({"node 1": those, "node 2": died}, [before])["stall_rounds"] == 1
+
+
+def test_a_kind_of_message_that_nobody_has_heard_yet_is_not_timed() -> None:
+    logs = load("daemon_logs")
+    author, other = (logs.Life(key=bytes([number]) * 32) for number in (1, 2))
+    author.said = {b"one": ("vote", 1.0), b"two": ("hello", 1.5), b"three": ("vote", 0.1)}
+    other.heard = {b"one": 1.25, b"three": 0.2}
+    assert logs.on_the_way([author, other], 0.5) == {"vote": [0.25]}
