@@ -37,6 +37,7 @@ class Setting:
     chunk: int = 64
     value_bits: int = 1
     decay: str = "19/20"
+    residual_share: str = "0"
     local_steps: int = 1
     peers: int = 4
     transform: str = "dct"
@@ -99,6 +100,7 @@ class Setting:
         parts += [f"{self.value_bits} bits"] if self.value_bits > 1 else []
         parts += [f"{self.local_steps} steps"] if self.local_steps > 1 else []
         parts += [f"decay {float(Fraction(self.decay)):g}"]
+        parts += [f"starts with {self.residual_share} of the residual"] if Fraction(self.residual_share) else []
         parts += [f"{self.fragments} fragments"] if self.fragments > 1 else []
         carried = f" every {self.momentum_rounds} rounds" if self.momentum_rounds > 1 else ""
         parts += [f"momentum {float(Fraction(self.momentum)):g}{carried}"] if Fraction(self.momentum) else []
@@ -139,6 +141,10 @@ def grid() -> list[Setting]:
     found += [replace(muon, k=k) for k in (32, 64, 128, 256, 512)]
     found += [replace(muon, k=k, value_bits=bits) for k, bits in ((64, 2), (64, 3), (256, 2), (256, 8))]
     found += [replace(muon, k=k, local_steps=steps) for k, steps in ((128, 5), (256, 5), (512, 8), (256, 30))]
+    found += [
+        replace(muon, k=k, local_steps=steps, residual_share=share)
+        for k, steps, share in ((64, 10, "1/4"), (64, 10, "1/2"), (128, 10, "1/4"), (256, 10, "1/4"), (512, 8, "1/4"))
+    ]
     found += [replace(muon, k=256, decay=decay) for decay in ("9/10", "1")]
     found += [replace(muon, k=k, half_state=True) for k in (64, 256)]
     found += [replace(muon, k=256, documents=how) for how in ("together", "apart")]
@@ -204,6 +210,7 @@ def recipe_of(setting: Setting, steps: int) -> RecipeConfig:
         nesterov=bool(Fraction(setting.momentum)),
         momentum_rounds=setting.momentum_rounds,
         fragments=setting.fragments,
+        residual_share=Fraction(setting.residual_share),
         local_steps=setting.local_steps if setting.system == "local" else 1,
         sequences_per_pass=setting.sequences,
         inner_learning_rate=rate if has_inner else Fraction(0),

@@ -47,23 +47,35 @@ _ONE_GRADIENT: dict[str, object] = {  # retuned on small models (LOG.md); their 
     "k": 8,
     "local_steps": 1,
     "local_steps_min": 0,
+    "residual_share": Fraction(0),
     "inner": "adamw",
     "learning_rate": Fraction(1, 1000),
 }
 FAMILY = "transform", "momentum", "nesterov", "momentum_rounds", "fragments"
 _NO_FEWER = Limit(0, "takes one step per round, never fewer", "use 0 or recipe local")
+_NO_START = Limit(0, "takes its gradient at the agreed weights", "use 0 or recipe local")
 RECIPES: dict[str, RecipeSpec] = {
     "distro": RecipeSpec(
         kind="gradient",
         is_scaled=False,
         defaults=_ONE_GRADIENT | {"value_bits": 1, "outer": "sign"},
-        limits={"value_bits": _SIGNS_ALONE, "local_steps": _ONE_STEP, "local_steps_min": _NO_FEWER},
+        limits={
+            "value_bits": _SIGNS_ALONE,
+            "local_steps": _ONE_STEP,
+            "local_steps_min": _NO_FEWER,
+            "residual_share": _NO_START,
+        },
     ),
     "demo": RecipeSpec(
         kind="gradient",
         is_scaled=True,
         defaults=_ONE_GRADIENT | {"value_bits": 3, "outer": "normalised"},
-        limits={"value_bits": _FOUR_BITS, "local_steps": _ONE_STEP, "local_steps_min": _NO_FEWER},
+        limits={
+            "value_bits": _FOUR_BITS,
+            "local_steps": _ONE_STEP,
+            "local_steps_min": _NO_FEWER,
+            "residual_share": _NO_START,
+        },
     ),
     "local": RecipeSpec(
         kind="local",
@@ -106,6 +118,9 @@ class RecipeConfig(Section):
         description="bits of a sent number and its sign; 1: only the sign; above 8 only if all are sent",
     )
     decay: Rational = Field(Fraction(95, 100), ge=0, le=1, description="share of the residual that stays each round")
+    residual_share: Rational = Field(
+        Fraction(1, 4), ge=0, le=1, description="share of the residual with which a training starts, as if it were sent"
+    )
     clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
     sequences_per_pass: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")
     passes_per_step: int = Field(1, ge=1, le=65_536, description="passes whose gradients make one step")

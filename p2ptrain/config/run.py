@@ -48,6 +48,7 @@ LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
     ("model", "settings"): {},
     ("recipe", "plugin"): "",
     ("recipe", "settings"): {},
+    ("recipe", "residual_share"): "0",
     ("recipe", "transform"): "dct",
     ("recipe", "momentum"): "0",
     ("recipe", "nesterov"): False,

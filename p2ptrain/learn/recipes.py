@@ -79,6 +79,12 @@ class Residual:
         self.layouts[fragment].accumulate(tensors, self._by_fragment[fragment], keep)
         self.layouts[fragment].project(self._by_fragment[fragment], *self._padding[fragment])
 
+    @torch.no_grad()
+    def move(self, weights: Sequence[Tensor], share: float) -> None:
+        """Moves the weights by a share of the residual."""
+        for layout, coefficients in zip(self.layouts, self._by_fragment, strict=True):
+            layout.move(weights, coefficients, share)
+
     def take(self, round_number: int, recipe: RecipeConfig) -> Contribution:
         """Makes the round's contribution, and subtracts its values from the residual."""
         assert round_number not in self.kept, "one contribution a round"
@@ -267,8 +273,10 @@ class LocalRecipe:
     """`local`: the residual is how far the inner optimizer has moved the weights, minus everything that was sent.
 
     A round that begins before the last one is agreed on starts with a part of this node's own contribution to it (Eager
-    Updates: Kale et al. 2025, arXiv 2502.12996): half, because of what one node moves about half is what all move. With
-    fragments, what this round does not agree on has moved here alone: training goes on from there (`pending`).
+    Updates: Kale et al. 2025, arXiv 2502.12996): half, because of what one node moves about half is what all move. And
+    each round starts with a share of the residual: a node that started without would learn once more what it has
+    not sent yet. With fragments, what this round does not agree on has moved here alone: training goes on from there
+    (`pending`).
     """
 
     def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:
@@ -288,7 +296,7 @@ class LocalRecipe:
         self.live.weights.copy_(self.agreed)
         if self.pending is not None:
             self.live.weights.sub_(self.pending)
-        self._start_early(EARLY_SHARE)
+        self._start_ahead(1)
         self.rate = float(inner_rate(self.config, max(0, round_number - 1)))  # the schedule counts from 0
         self._is_moved = False
 
@@ -301,25 +309,28 @@ class LocalRecipe:
         torch.sub(self.agreed, self.live.weights, out=self.live.weights)
         if self.pending is not None:
             self.live.weights.sub_(self.pending)
-        self._start_early(EARLY_SHARE)
+        self._start_ahead(1)
         self.take(self.live.weights)
 
-    def _start_early(self, share: float) -> None:
-        """Moves the live weights by a share of our contributions that are not applied yet, in the order of rounds."""
+    def _start_ahead(self, sign: int) -> None:
+        """Moves the live weights by shares of our contributions that are not applied yet, and of the residual."""
+        weights = self.live.parts(self.live.weights)
         for number, kept in sorted(self.residual.kept.items()):
             layout = self.residual.layouts[self.residual.fragment_of(number)]
-            apply_own(layout, kept.indices, kept.removed, share, self.live.parts(self.live.weights))
+            apply_own(layout, kept.indices, kept.removed, sign * EARLY_SHARE, weights)
+        if share := self.config.residual_share * self.config.decay:  # the rest of it will not be sent
+            self.residual.move(weights, sign * float(share))
 
     @contextmanager
     def rebased(self) -> Iterator[None]:
         """Lets the agreed weights change between two steps: the round's steps go on from the new ones."""
-        self._start_early(-EARLY_SHARE)
+        self._start_ahead(-1)
         self.live.weights.sub_(self.agreed)
         try:
             yield
         finally:
             self.live.weights.add_(self.agreed)
-            self._start_early(EARLY_SHARE)
+            self._start_ahead(1)
 
     def take(self, moved: Tensor) -> None:
         """Takes how far a round's steps have moved the weights, with the sign of a gradient."""

@@ -14,6 +14,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transform": "none", "k": 3000}, "k = 3000 is more than half of the 4096 coefficients of a chunk"),
     ({"name": "distro", "momentum": "0.9"}, "momentum = 9/10 belongs to recipe local: remove it, or use that"),
     ({"name": "demo", "transform": "none"}, "transform = none belongs to recipe local"),
+    ({"name": "demo", "residual_share": "1/4"}, "recipe demo takes its gradient at the agreed weights, use 0"),
+    ({"residual_share": "5/4"}, "less than or equal to 1"),
     ({"nesterov": True}, "nesterov and momentum_rounds need a momentum: set one, such as 0.9, or remove them"),
     ({"momentum": "0.99999"}, "momentum = 99999/100000 is above 9999/10000, and rounds to 1: lower it"),
     ({"momentum": "0.9", "momentum_rounds": 2}, "momentum_rounds above 1 delays Nesterov's momentum"),

@@ -139,6 +139,14 @@ def test_a_run_from_before_fewer_steps_takes_all_of_them_and_a_new_one_need_not(
     assert (old.recipe.local_steps_min, old.canonical()) == (0, before)
 
 
+def test_a_run_from_before_starts_its_rounds_with_nothing_of_the_residual() -> None:
+    new = RunConfig.model_validate({"name": "a", "recipe": {"name": "local"}})
+    before = new.canonical().replace(b'"residual_share":"1/4",', b"")
+    assert before != new.canonical()
+    old = RunConfig.from_canonical(before)
+    assert (old.recipe.residual_share, old.canonical()) == (0, before)
+
+
 def test_a_run_that_measures_no_held_out_loss_is_one_of_before() -> None:
     """The golden file has no section `eval`: what it says is read as 0, and written without it."""
     kept = RunConfig.from_canonical((ROOT / "tests" / "golden" / "run_config.json").read_bytes())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import fft
+from torch import Tensor
 
 from p2ptrain.config import RECIPES, ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import MemoryShortError, TrainingError
@@ -245,8 +246,56 @@ def test_local_steps_are_those_of_torchs_adamw() -> None:
     restored = local.residual
     restored.restore(0)
     assert torch.allclose(restored.coefficients, expected.coefficients, atol=1e-6)
-    local.begin(1)
-    assert torch.equal(live.weights, local.agreed)
+
+
+def one_round(local: LocalRecipe, number: int) -> Tensor:
+    """Takes a step and contributes it; returns how far it moved the weights."""
+    local.begin(number)
+    before = local.live.weights.clone()
+    local.local_step(0, batch(number), [])
+    moved = before - local.live.weights
+    local.end()
+    local.contribute(number)
+    return moved
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("share", ["0", "1/4"])
+def test_a_round_starts_with_its_share_of_the_residual_and_contributes_only_what_its_steps_moved(
+    share: str, fragments: int
+) -> None:
+    live, _, _ = ours_and_theirs()
+    layouts = Layout(live.shapes, 64).fragments(fragments)
+    local = LocalRecipe(RecipeConfig(k=32, residual_share=Fraction(share), fragments=fragments), live, layouts)
+    one_round(local, 1)
+    local.residual.forget(1)
+    unsent = Residual(layouts, CPU)
+    unsent.coefficients.copy_(local.residual.coefficients)
+    local.begin(2)
+    ahead = local.agreed - live.weights
+    if local.pending is not None:
+        ahead -= local.pending
+    expected = torch.zeros_like(ahead)
+    unsent.move(live.parts(expected), -0.95 * float(Fraction(share)))  # five per cent of it will never be sent
+    assert torch.allclose(ahead, expected, atol=1e-6)
+    assert bool(ahead.any()) == (share != "0")
+    local.end()
+    assert local.drift is not None
+    assert local.drift < 1e-6, "no step was taken"
+
+
+def test_a_round_that_is_applied_between_two_steps_moves_where_they_start_and_not_what_they_moved() -> None:
+    live, local, _ = ours_and_theirs(k=32)
+    one_round(local, 1)
+    local.begin(2)
+    before = live.weights.clone()
+    local.local_step(0, batch(2), [])
+    moved = before - live.weights
+    with local.rebased():
+        local.agreed.add_(0.5)
+        local.residual.forget(1, lambda removed: removed / 2)  # half of it was not counted, and is unsent again
+    local.end()
+    assert torch.allclose(live.weights, moved, atol=1e-5)
 
 
 def test_the_schedule_shapes_the_rate_of_local_steps() -> None:
