@@ -8,8 +8,8 @@ Time counts from the start of the first process, so starting and joining are par
 first node saves its state, which all have; its loss on held-out text is computed when the last minute is over. Bytes
 are all that a host sends and receives. The share of time in which a node trains counts from when all were members.
 
---slow: the last node may train this share of the time only (`p2ptrain limit`); told are then the tokens of all over
-those that each would have trained alone.
+--slow: per cent of the time that the last node may train (`p2ptrain limit`), from when all are members. The last line
+compares the tokens of all nodes with those that each would have trained alone.
 --run: a run's config; without it 1.0M parameters on the text that every Python carries, with recipe `local`.
 """
 
@@ -73,18 +73,20 @@ class Progress:
     at: float
     tokens: int
     training_seconds: float
-    share: float  # of the time in which it may train
 
 
-def over_alone(before: Sequence[Progress], after: Sequence[Progress]) -> float | None:
-    """Returns the tokens of all nodes over those they would have trained alone; None if one has trained nothing."""
+def over_alone(before: Sequence[Progress], after: Sequence[Progress], allowed: Sequence[float]) -> float | None:
+    """Returns the tokens of all nodes over those they would have trained alone; None if one has trained nothing.
+
+    allowed: share of the time in which each may train
+    """
     tokens = alone = 0.0
-    for then, now in zip(before, after, strict=True):
+    for then, now, share in zip(before, after, allowed, strict=True):
         if now.training_seconds <= then.training_seconds:
             return None
         trained = now.tokens - then.tokens
         tokens += trained
-        alone += trained / (now.training_seconds - then.training_seconds) * (now.at - then.at) * now.share
+        alone += trained / (now.training_seconds - then.training_seconds) * (now.at - then.at) * share
     return tokens / alone if alone else None
 
 
@@ -108,13 +110,10 @@ class Homes(Swarm):
             if not told or told[-1][1] != seconds:
                 told.append((monotonic(), seconds))
 
-    def progress(self, percents: Sequence[float]) -> list[Progress]:
-        """Returns how far each node is; `percents` are the shares of time in which they may train."""
-        statuses = [node.status for node in self.nodes]
-        return [
-            Progress(monotonic(), status["tokens"], status["training_seconds"], percent / 100)
-            for status, percent in zip(statuses, percents, strict=True)
-        ]
+    def progress(self) -> list[Progress]:
+        """Returns how far each node is."""
+        found = [node.status for node in self.nodes]
+        return [Progress(monotonic(), each["tokens"], each["training_seconds"]) for each in found]
 
     def training_share(self, node: DemoNode, since: float) -> float | None:
         """Returns the share of time in which a node trained, between the ends of two trainings; None if it had none."""
@@ -145,7 +144,7 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
     for _ in range(swarm.size - 1):
         swarm.add()
     marks, models = [], []
-    percents, settled = [100.0] * (swarm.size - 1) + [float(slow)], 0
+    allowed, settled = [1.0] * (swarm.size - 1) + [slow / 100], 0
     before: list[Progress] = []
     for minute in sorted(minutes):
         while monotonic() < began + 60 * minute:
@@ -157,7 +156,7 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
                     ask(swarm.nodes[-1].directory, {"do": "limit", "percent": slow})
                 settled = swarm.round + SETTLED_ROUNDS
             if whole is not None and not before and swarm.round >= settled:
-                before = swarm.progress(percents)
+                before = swarm.progress()
         number = ask(first.directory, {"do": "checkpoint"})["round"]
         config = NodeConfig.model_validate({"storage": {"directory": str(first.directory)}})
         saved = though_pruned(lambda config=config, number=number: find_model(config, number=number))  # type: ignore[misc]
@@ -165,7 +164,7 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
         marks.append({"minutes": minute, "seconds": monotonic() - began, "round": number} | traffic(swarm.hosts))
         print(f"{minute:g} minutes: round {number}", flush=True)
     swarm.look()
-    after = swarm.progress(percents)
+    after = swarm.progress()
     relay = swarm.hosts.counts()
     statuses = [node.status for node in swarm.nodes]
     swarm.stop()
@@ -182,11 +181,12 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
         "tokens": [status["tokens"] for status in statuses],
         "whole_seconds": None,  # from the start until all were members
         "slow_percent": slow,
-        "tokens_over_alone": over_alone(before, after) if before else None,
+        "tokens_over_alone": over_alone(before, after, allowed) if before else None,
         "contributions": [status["counters"].get("contributions taken", 0) for status in statuses],
         "training_shares": None,
         "received_a_round": None,  # by a node on average, since all were members
         "round_seconds": None,
+        "rounds_since_whole": 0,
         "bytes_until_whole": None,
     }
     if whole is not None:
@@ -251,12 +251,13 @@ def tell_more(found: dict[str, Any]) -> None:
     print(f"rounds {min(found['rounds'])}; share of time in which a node trained since: {told}")
     if (received := found["received_a_round"]) is not None:
         beside = received - (found["nodes"] - 1) * found["payload_bytes"]
-        told = f"{received:,.0f} bytes received by a node, {beside:,.0f} beside payloads"
+        told = f"{received:,.0f} bytes received by a node, {beside:,.0f} besides payloads"
         print(f"a round of {found['round_seconds']:.1f} s: {told}")
-    if found.get("regions"):
-        joining, far = (sum(told["far"]) / 1e6 for told in (found["bytes_until_whole"], found["marks"][-1]))
-        each = (far - joining) / max(1, found["rounds_since_whole"])
-        print(f"MB between the regions: {joining:.2f} until then, and {each:.2f} a round since")
+    if found.get("regions") and (rounds := found["rounds_since_whole"]):
+        joining, far = (sum(each["far"]) / 1e6 for each in (found["bytes_until_whole"], found["marks"][-1]))
+        print(
+            f"MB between the regions: {joining:.2f} until all were members, then {(far - joining) / rounds:.2f} a round"
+        )
     if (share := found["tokens_over_alone"]) is not None:
         slow = f", the last at {found['slow_percent']} % of its time" if found["slow_percent"] < 100 else ""
         taken = ", ".join(map(str, found["contributions"]))

@@ -40,7 +40,6 @@ class RecipeSpec:
 
 _SIGNS_ALONE = Limit(1, "sends only signs", "use 1 or recipe demo")
 _FOUR_BITS = Limit(4, "sends at most four bits", "use 4 or recipe local")
-_ONE_STEP = Limit(1, "takes one step per round", "use passes_per_step or recipe local")
 _ONE_GRADIENT: dict[str, object] = {  # retuned on small models (LOG.md); their authors have 0.999, 64 and 32
     "decay": Fraction(99, 100),
     "chunk": 32,
@@ -52,30 +51,23 @@ _ONE_GRADIENT: dict[str, object] = {  # retuned on small models (LOG.md); their 
     "learning_rate": Fraction(1, 1000),
 }
 FAMILY = "transform", "momentum", "nesterov", "momentum_rounds", "fragments"
-_NO_FEWER = Limit(0, "takes one step per round, never fewer", "use 0 or recipe local")
-_NO_START = Limit(0, "takes its gradient at the agreed weights", "use 0 or recipe local")
+_ONE_GRADIENT_LIMITS = {
+    "local_steps": Limit(1, "takes one step per round", "use passes_per_step or recipe local"),
+    "local_steps_min": Limit(0, "takes one step per round, never fewer", "use 0 or recipe local"),
+    "residual_share": Limit(0, "takes its gradient at the agreed weights", "use 0 or recipe local"),
+}
 RECIPES: dict[str, RecipeSpec] = {
     "distro": RecipeSpec(
         kind="gradient",
         is_scaled=False,
         defaults=_ONE_GRADIENT | {"value_bits": 1, "outer": "sign"},
-        limits={
-            "value_bits": _SIGNS_ALONE,
-            "local_steps": _ONE_STEP,
-            "local_steps_min": _NO_FEWER,
-            "residual_share": _NO_START,
-        },
+        limits={"value_bits": _SIGNS_ALONE} | _ONE_GRADIENT_LIMITS,
     ),
     "demo": RecipeSpec(
         kind="gradient",
         is_scaled=True,
         defaults=_ONE_GRADIENT | {"value_bits": 3, "outer": "normalised"},
-        limits={
-            "value_bits": _FOUR_BITS,
-            "local_steps": _ONE_STEP,
-            "local_steps_min": _NO_FEWER,
-            "residual_share": _NO_START,
-        },
+        limits={"value_bits": _FOUR_BITS} | _ONE_GRADIENT_LIMITS,
     ),
     "local": RecipeSpec(
         kind="local",
@@ -119,7 +111,10 @@ class RecipeConfig(Section):
     )
     decay: Rational = Field(Fraction(95, 100), ge=0, le=1, description="share of the residual that stays each round")
     residual_share: Rational = Field(
-        Fraction(1, 4), ge=0, le=1, description="share of the residual with which a training starts, as if it were sent"
+        Fraction(1, 4),
+        ge=0,
+        le=1,
+        description="share of the residual that is applied to a node's own weights before local steps",
     )
     clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
     sequences_per_pass: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")

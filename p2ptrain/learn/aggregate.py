@@ -22,7 +22,7 @@ and in the rounds between those that carry it (Delayed Nesterov: Liu et al. 2024
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -185,13 +185,25 @@ def apply_own(
 
     indices: [chunks, k]; values: [chunks, k] integers times the group's power of two, so the transform is exact
     """
+
+    def spread(chunks: slice) -> Tensor:
+        chosen = torch.from_numpy(indices[chunks].astype(np.int64))
+        sent = torch.from_numpy(values[chunks]).double()
+        return torch.zeros(len(chosen), layout.area, dtype=torch.float64).scatter_(1, chosen, sent)
+
+    _subtract(layout, spread, share, parameters)
+
+
+def apply_residual(layout: Layout, residual: Tensor, share: float, parameters: Sequence[Tensor]) -> None:
+    """Subtracts `share` of what a residual [chunks, area] decodes to from the weights."""
+    _subtract(layout, lambda chunks: residual[chunks], share, parameters)
+
+
+def _subtract(layout: Layout, block: Callable[[slice], Tensor], share: float, parameters: Sequence[Tensor]) -> None:
     for group in layout.groups:
         matrix = layout.matrix(parameters, group)
         for strip in layout.strips(group, matrix.device):
-            chosen = torch.from_numpy(indices[strip.chunks].astype(np.int64))
-            sent = torch.from_numpy(values[strip.chunks]).double()
-            block = torch.zeros(len(chosen), layout.area, dtype=torch.float64).scatter_(1, chosen, sent)
-            compute = partial(_share_of, layout, block, share)
+            compute = partial(_share_of, layout, block(strip.chunks), share)
             _move(matrix[strip.rows], 1.0, _cut(layout, group, strip, where_it_fits(compute, matrix.device)))
         layout.store(matrix, parameters, group)
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.learn import plugins
-from p2ptrain.learn.aggregate import apply_own
+from p2ptrain.learn.aggregate import apply_own, apply_residual
 from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, Values, every_index, value_type
 from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel, StepResult
@@ -80,10 +80,10 @@ class Residual:
         self.layouts[fragment].project(self._by_fragment[fragment], *self._padding[fragment])
 
     @torch.no_grad()
-    def move(self, weights: Sequence[Tensor], share: float) -> None:
-        """Moves the weights by a share of the residual."""
+    def subtract_from(self, weights: Sequence[Tensor], share: float) -> None:
+        """Subtracts a share of the residual, which has the sign of a gradient, from the weights."""
         for layout, coefficients in zip(self.layouts, self._by_fragment, strict=True):
-            layout.move(weights, coefficients, share)
+            apply_residual(layout, coefficients, share, weights)
 
     def take(self, round_number: int, recipe: RecipeConfig) -> Contribution:
         """Makes the round's contribution, and subtracts its values from the residual."""
@@ -273,10 +273,10 @@ class LocalRecipe:
     """`local`: the residual is how far the inner optimizer has moved the weights, minus everything that was sent.
 
     A round that begins before the last one is agreed on starts with a part of this node's own contribution to it (Eager
-    Updates: Kale et al. 2025, arXiv 2502.12996): half, because of what one node moves about half is what all move. And
-    each round starts with a share of the residual: a node that started without would learn once more what it has
-    not sent yet. With fragments, what this round does not agree on has moved here alone: training goes on from there
-    (`pending`).
+    Updates: Kale et al. 2025, arXiv 2502.12996): half, because of what one node moves about half is what all move.
+    Every round also starts with a share of the residual applied (`residual_share`), or a node would learn again what it
+    has not sent yet. With fragments, what this round does not agree on has moved here alone: training goes on from
+    there (`pending`).
     """
 
     def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:
@@ -313,13 +313,13 @@ class LocalRecipe:
         self.take(self.live.weights)
 
     def _start_ahead(self, sign: int) -> None:
-        """Moves the live weights by shares of our contributions that are not applied yet, and of the residual."""
+        """Applies shares of our open contributions and of the residual to the live weights; -1 takes them back."""
         weights = self.live.parts(self.live.weights)
         for number, kept in sorted(self.residual.kept.items()):
             layout = self.residual.layouts[self.residual.fragment_of(number)]
             apply_own(layout, kept.indices, kept.removed, sign * EARLY_SHARE, weights)
-        if share := self.config.residual_share * self.config.decay:  # the rest of it will not be sent
-            self.residual.move(weights, sign * float(share))
+        if share := self.config.residual_share * self.config.decay:  # decay comes first: only so much is left to send
+            self.residual.subtract_from(weights, sign * float(share))
 
     @contextmanager
     def rebased(self) -> Iterator[None]:

@@ -263,27 +263,6 @@ class Layout:
         half = torch.mm(padded.reshape(-1, c), basis.T)
         return torch.matmul(basis, half.view(strip.chunk_rows, c, -1))
 
-    def move(self, tensors: Sequence[Tensor], residual: Tensor, share: float) -> None:
-        """tensors -= share * what the residual says of the weights, chunk by chunk; approximate."""
-        for group in self.groups:
-            matrix = self.matrix(tensors, group)
-            for strip in self.strips(group, residual.device):
-                rows = where_it_fits(
-                    partial(self._untransformed, residual[strip.chunks], group, strip), residual.device
-                )
-                matrix[strip.rows].sub_(rows.to(matrix.device), alpha=share)
-            self.store(matrix, tensors, group)
-
-    def _untransformed(self, chunks: Tensor, group: Group, strip: Strip, device: torch.device) -> Tensor:
-        """Returns rows of the group's matrix from their chunks [n, area]."""
-        c, basis = self.chunk, orthonormal_basis(self.chunk, device)
-        tiles = chunks.to(basis).view(-1, c, c)
-        if self.is_transformed:
-            tiles = basis.T @ tiles @ basis
-        whole = tiles.view(strip.chunk_rows, group.chunk_columns, c, c).permute(0, 2, 1, 3)
-        rows = strip.rows.stop - strip.rows.start
-        return whole.reshape(strip.chunk_rows * c, -1)[:rows, : group.columns]
-
     def project(self, residual: Tensor, chunks: Tensor, masks: Tensor) -> None:
         """Removes the part of the residual that falls on padding, as cropping the decoded tensor would."""
         numbers = chunks.tolist()

@@ -4,8 +4,8 @@ Everything is checked against its digest: the fetcher checks payloads and states
 other kinds are checked here as a whole.
 
 Near peers are asked before far ones, by the round trips of small questions. Where several members are near one another
-and share the line to an author who is far, one of them, drawn by the payload's digest, gets the contribution from there
-and the others get it from that one: each crosses the line once.
+and a payload's author is far, one of them, drawn by the payload's digest, fetches it from the author and the others
+fetch it from that one: so a payload crosses a shared slow line once.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ PIECES_AT_ONCE = 4  # of training data
 DATA_SOURCES = 64  # peers asked for a piece: usually all, so that those that failed lately get a turn, too
 PIECES_TOLD = 16  # wrong pieces of a state that the log names
 WAIT_SECONDS, WAIT_SECONDS_MAX = 0.5, 10.0  # between attempts to fetch a piece of training data
-LATE_TIMES = 600.0  # a peer that failed to send a piece is asked last for this many times as long as that took
-LATE_SECONDS_MAX = 600.0  # a silent peer costs us 20 s per ten minutes, one that has nothing a 600th of the time
-FAR, FARTHER = 3, 2  # distances: of a payload's sources, at least; and by how much more than that of a near peer
-NEAR_SECONDS = 2.0  # for a near peer to have got a payload from afar, and
-NEAR_BYTES_PER_SECOND = 250_000  # at this rate, before we get it from there, too
-NEAR_POLL_SECONDS, NEAR_POLL_SECONDS_MAX = 0.05, 0.4
+LATE_TIMES = 600.0  # a peer that failed is asked last for so many times as long as its failure took,
+LATE_SECONDS_MAX = 600.0  # and at most this long: so a silent peer costs 20 s in ten minutes
 LATE_MAX = 1_024  # such peers remembered; the oldest are forgotten
+FAR_SECONDS = 0.03  # round trip to a payload's nearest source, from which on a near member may fetch it for us
+NEARER_TIMES = 8  # how many times shorter the round trip to such a member is
+NEAR_SECONDS = 2.0  # that a near member has for fetching a payload, besides
+NEAR_BYTES_PER_SECOND = 250_000  # its first piece at this rate; then we fetch the payload ourselves
+NEAR_POLL_SECONDS, NEAR_POLL_SECONDS_MAX = 0.05, 0.4  # between questions whether it has begun; doubles
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -63,11 +64,11 @@ class Fetching:
     states: SavedStates
     directory: Path  # for states that are being fetched
     blame: Callable[[bytes, str], None]
-    late: dict[bytes, float] = field(default_factory=dict)  # peers asked last for training data, and until when
+    late: dict[bytes, float] = field(default_factory=dict)  # peers that failed, and until when others go before them
 
     async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
         """Fetches a contribution. Raises FetchError if none of the sources has it."""
-        near, blob = self._who_goes_first(name, sources), BlobName("payload", name)
+        near, blob = self._drawn_neighbour(name, sources), BlobName("payload", name)
         if near is not None and (payload := await self._from_near(near, blob, size)) is not None:
             return payload
         return (await self.fetcher.fetch(blob, size, self._near_first(sources), failed=failed)).data()
@@ -75,23 +76,25 @@ class Fetching:
     def _near_first(self, peers: Sequence[bytes]) -> list[bytes]:
         return sorted(peers, key=self.connections.distance)
 
-    def _who_goes_first(self, name: bytes, sources: Sequence[bytes]) -> bytes | None:
-        """Returns the near member that gets a payload from afar for all who are near; None if that is us, or nobody is
-        near, or a source is."""
+    def _drawn_neighbour(self, name: bytes, sources: Sequence[bytes]) -> bytes | None:
+        """Returns the near member that is drawn to fetch a payload for all who are near it; None if that is this node,
+        if no member is near, or if a connected source is near or of unknown latency."""
         connections, now = self.connections, asyncio.get_running_loop().time()
-        nearest = min((connections.distance(peer) for peer in sources if peer in connections.linked), default=0)
-        if nearest < FAR:
+        nearest = min((connections.latency(peer) or 0.0 for peer in sources if peer in connections.linked), default=0.0)
+        if nearest < FAR_SECONDS:
             return None
         near = [
             peer
             for peer in connections.members
-            if connections.distance(peer) <= nearest - FARTHER and self.late.get(peer, 0.0) <= now
+            if (took := connections.latency(peer)) is not None
+            and NEARER_TIMES * took <= nearest
+            and self.late.get(peer, 0.0) <= now
         ]
         drawn = max([*near, self.transport.me], key=lambda peer: hashlib.sha256(name + peer).digest())
         return None if drawn == self.transport.me else drawn
 
     async def _from_near(self, peer: bytes, name: BlobName, size: int) -> bytes | None:
-        """Fetches a payload from a near peer that is getting it from afar; None if that takes too long."""
+        """Fetches a payload from a near member that fetches it from a far one; None if that takes too long."""
         loop, wait = asyncio.get_running_loop(), NEAR_POLL_SECONDS
         began = loop.time()
         while True:
@@ -172,7 +175,7 @@ class Fetching:
         return sources[:DATA_SOURCES]
 
     def _put_last(self, peer: bytes, took: float) -> None:
-        """Notes a peer that failed after this many seconds."""
+        """Notes that a peer failed after `took` seconds, to ask it last for a while."""
         until = asyncio.get_running_loop().time() + min(LATE_TIMES * took, LATE_SECONDS_MAX)
         self.late[peer] = max(until, self.late.pop(peer, 0.0))
         while len(self.late) > LATE_MAX:

@@ -21,6 +21,7 @@ from p2ptrain.learn import aggregate, transform
 from p2ptrain.learn.aggregate import (
     Votes,
     apply_payloads,
+    apply_residual,
     apply_votes,
     check_exactness,
     sum_votes,
@@ -44,6 +45,7 @@ from tests.helpers.golden import (
 )
 
 CPU = torch.device("cpu")
+MIXED = [(256, 128), (100, 70), (67,), (128, 64), (13, 3), (5, 9, 64), (1,), (131, 64)]
 COMBINATIONS = list(itertools.product(("distro", "demo", "local"), ("normalised", "mean", "sign")))
 
 
@@ -409,3 +411,28 @@ def test_votes_that_a_device_cannot_hold_are_summed_by_the_cpu(monkeypatch: pyte
         apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1, 3)), parts(states[-1]))
     assert torch.equal(*states)
     assert not torch.equal(states[0], flat_weights(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_transformed", [True, False])
+def test_a_share_of_the_residual_is_subtracted_from_the_weights(is_transformed: bool, dtype: torch.dtype) -> None:
+    layout = Layout(MIXED, 64, is_transformed=is_transformed)
+    moved = [weights(number, shape) for number, shape in enumerate(MIXED)]
+    tensors = [weights(100 + number, shape) for number, shape in enumerate(MIXED)]
+    expected = [tensor - 0.25 * each for tensor, each in zip(tensors, moved, strict=True)]
+    residual = torch.zeros(layout.chunks, layout.area, dtype=dtype)
+    layout.accumulate(moved, residual, 0.0)
+    apply_residual(layout, residual, 0.25, tensors)
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-2  # the basis is of rounded integers
+    for tensor, right in zip(tensors, expected, strict=True):
+        assert (tensor - right).abs().max() < tolerance * max(1.0, float(right.abs().max()))
+
+
+def test_a_fragments_residual_is_subtracted_from_its_own_weights_only() -> None:
+    whole = Layout(MIXED, 64)
+    one, other = whole.fragments(2)
+    tensors = [torch.zeros(shape) for shape in MIXED]
+    apply_residual(one, torch.ones(one.chunks, one.area), 1.0, tensors)
+    own = {place for group in one.groups for place in group.members}
+    assert [bool(tensor.any()) for tensor in tensors] == [place in own for place in range(len(MIXED))]
+    assert other.chunks and own != set(range(len(MIXED)))

@@ -151,31 +151,6 @@ def test_every_element_of_every_tensor_has_one_place_and_the_rest_is_padding(
     assert sorted(index for group in layout.groups for index in group.members) == list(range(len(shapes)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_transformed", [True, False])
-def test_weights_move_by_a_share_of_what_the_residual_says_of_them(is_transformed: bool, dtype: torch.dtype) -> None:
-    layout = Layout(SHAPES, 64, is_transformed=is_transformed)
-    moved = [weights(number, shape) for number, shape in enumerate(SHAPES)]
-    tensors = [weights(100 + number, shape) for number, shape in enumerate(SHAPES)]
-    expected = [tensor - 0.25 * each for tensor, each in zip(tensors, moved, strict=True)]
-    residual = torch.zeros(layout.chunks, layout.area, dtype=dtype)
-    layout.accumulate(moved, residual, 0.0)
-    layout.move(tensors, residual, 0.25)
-    tolerance = 1e-3 if dtype == torch.float32 else 1e-2  # the basis is that of the exact inverse, of integers
-    for tensor, right in zip(tensors, expected, strict=True):
-        assert (tensor - right).abs().max() < tolerance * max(1.0, float(right.abs().max()))
-
-
-def test_a_fragments_residual_moves_only_its_own_weights() -> None:
-    whole = Layout(SHAPES, 64)
-    one, other = whole.fragments(2)
-    tensors = [torch.zeros(shape) for shape in SHAPES]
-    one.move(tensors, torch.ones(one.chunks, one.area), 1.0)
-    own = {place for group in one.groups for place in group.members}
-    assert [bool(tensor.any()) for tensor in tensors] == [place in own for place in range(len(SHAPES))]
-    assert other.chunks and own != set(range(len(SHAPES)))
-
-
 def test_vectors_and_thin_matrices_share_chunks() -> None:
     layout = Layout(SHAPES, 64)
     assert [group.members for group in layout.groups] == [(0,), (3,), (7,), (1, 2, 4, 5, 6)]

@@ -205,11 +205,11 @@ def test_the_report_tells_loss_bytes_and_whether_the_relay_kept_up(capsys: pytes
     assert "held packets up" in told
     assert "never became members" in told
     assert "since: 90.0%, unknown" in told
-    assert "a round of 2.5 s: 1,000 bytes received by a node, 700 beside payloads" in told
+    assert "a round of 2.5 s: 1,000 bytes received by a node, 700 besides payloads" in told
     far = {"regions": 2, "bytes_until_whole": {"sent": [0, 0], "far": [10**6, 0]}}
     wan.tell_more(report(**far, marks=[{"far": [2 * 10**6, 4 * 10**6]}], received_a_round=None))
     told = capsys.readouterr().out
-    assert "MB between the regions: 1.00 until then, and 1.00 a round since" in told
+    assert "MB between the regions: 1.00 until all were members, then 1.00 a round" in told
     assert "a round of" not in told
     wan.tell_more(report(slow_percent=10, tokens_over_alone=0.9512))
     told = capsys.readouterr().out
@@ -218,11 +218,11 @@ def test_the_report_tells_loss_bytes_and_whether_the_relay_kept_up(capsys: pytes
 
 def test_tokens_are_compared_with_those_of_each_alone() -> None:
     wan = load("wan")
-    begun = [wan.Progress(100.0, 50, 10.0, 1.0), wan.Progress(100.0, 0, 0.0, 0.1)]
+    begun = [wan.Progress(100.0, 50, 10.0), wan.Progress(100.0, 0, 0.0)]
     # The first trained 9 of 10 s, the second 0.8 s where it may train 1.
-    ended = [wan.Progress(110.0, 950, 19.0, 1.0), wan.Progress(110.0, 80, 0.8, 0.1)]
-    assert wan.over_alone(begun, ended) == pytest.approx((900 + 80) / (1_000 + 100))
-    assert wan.over_alone(begun, [ended[0], begun[1]]) is None, "one has trained nothing"
+    ended = [wan.Progress(110.0, 950, 19.0), wan.Progress(110.0, 80, 0.8)]
+    assert wan.over_alone(begun, ended, [1.0, 0.1]) == pytest.approx((900 + 80) / (1_000 + 100))
+    assert wan.over_alone(begun, [ended[0], begun[1]], [1.0, 0.1]) is None, "one has trained nothing"
 
 
 def test_the_share_of_training_counts_whole_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
