@@ -111,8 +111,10 @@ class Homes(Swarm):
                 told.append((monotonic(), seconds))
 
     def progress(self) -> list[Progress]:
-        """Returns how far each node is."""
+        """Returns how far each node is; nothing if one did not answer."""
         found = [node.status for node in self.nodes]
+        if not all(found):
+            return []
         return [Progress(monotonic(), each["tokens"], each["training_seconds"]) for each in found]
 
     def training_share(self, node: DemoNode, since: float) -> float | None:
@@ -181,7 +183,7 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
         "tokens": [status["tokens"] for status in statuses],
         "whole_seconds": None,  # from the start until all were members
         "slow_percent": slow,
-        "tokens_over_alone": over_alone(before, after, allowed) if before else None,
+        "tokens_over_alone": over_alone(before, after, allowed) if before and after else None,
         "contributions": [status["counters"].get("contributions taken", 0) for status in statuses],
         "training_shares": None,
         "received_a_round": None,  # by a node on average, since all were members

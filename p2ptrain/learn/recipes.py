@@ -225,7 +225,7 @@ class Recipe(Protocol):
     drift: float | None  # norm of what the last round's steps moved, over that of the weights; None: they move nothing
 
     def begin(self, round_number: int) -> None:
-        """Starts a round, counted from 1, from the agreed weights."""
+        """Starts a round, counted from 1, from the agreed weights and what the recipe adds to them."""
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
         """Takes one local step on `batch`.

@@ -168,9 +168,10 @@ class Trainer:
         self._trained = None
         if privacy is not None:
             privacy.spend(recipe.local_steps)
-        self.recipe.begin(round_number)
         results = []
         try:
+            with told("training", self.device):
+                self.recipe.begin(round_number)
             for step in range(recipe.local_steps):
                 chosen = positions[step * each : (step + 1) * each] if privacy is None else privacy.draw()
                 drawing, at_work = self._drawing(round_number, place, step), blamed_in_run(self.run, "trained")
@@ -182,7 +183,8 @@ class Trainer:
         finally:
             if privacy is not None:
                 privacy.settle()
-        self.recipe.end()
+        with told("training", self.device):
+            self.recipe.end()
         self._trained = round_number
         return results
 

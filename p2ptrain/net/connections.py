@@ -68,7 +68,6 @@ HINT_SECONDS = 1_800.0  # how long such an announcement is valid
 SEARCH_SECONDS = 2.0  # between searches in the DHT; doubles
 SEARCH_SECONDS_MAX = 60.0
 ASKED = 3  # peers asked for other peers in each search
-DISTANCE_MAX = 6  # a round trip of 2 s or more, or an unknown one
 TELL_SECONDS = 60.0  # between two log lines about the same problem with an address
 TOLD_MAX = 64
 
@@ -172,12 +171,6 @@ class Connections:
         if known is None or peer not in self.linked or not known.answered_in:
             return None
         return round(median(known.answered_in), 4)
-
-    def distance(self, peer: bytes) -> int:
-        """Returns how far away a peer is: log4 of its round trip in ms, rounded, so that those about equally near stay
-        in the caller's order. DISTANCE_MAX if it is unknown."""
-        seconds = self.latency(peer)
-        return DISTANCE_MAX if seconds is None else min(DISTANCE_MAX, round(math.log(max(1.0, 1e3 * seconds), 4)))
 
     def shun(self, peer: bytes, until: float) -> None:
         """Stops dialling this peer for a while."""

@@ -3,9 +3,9 @@
 Everything is checked against its digest: the fetcher checks payloads and states piece by piece as they arrive; the
 other kinds are checked here as a whole.
 
-Near peers are asked before far ones, by the round trips of small questions. Where several members are near one another
-and a payload's author is far, one of them, drawn by the payload's digest, fetches it from the author and the others
-fetch it from that one: so a payload crosses a shared slow line once.
+Where several members are near one another and a payload's author is far, by the round trips of small questions, one of
+them, drawn by the payload's digest, fetches it from the author and the others fetch it from that one: so a payload
+crosses a shared slow line once.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ PIECES_AT_ONCE = 4  # of training data
 DATA_SOURCES = 64  # peers asked for a piece: usually all, so that those that failed lately get a turn, too
 PIECES_TOLD = 16  # wrong pieces of a state that the log names
 WAIT_SECONDS, WAIT_SECONDS_MAX = 0.5, 10.0  # between attempts to fetch a piece of training data
-LATE_TIMES = 600.0  # a peer that failed is asked last for so many times as long as its failure took,
-LATE_SECONDS_MAX = 600.0  # and at most this long: so a silent peer costs 20 s in ten minutes
+LATE_SECONDS = 60.0  # for which a peer that failed to send a piece is asked last
+LATE_TIMES = 30.0  # or this many times as long as it took: a silent peer costs us 20 s per ten minutes, not each time
 LATE_MAX = 1_024  # such peers remembered; the oldest are forgotten
 FAR_SECONDS = 0.03  # round trip to a payload's nearest source, from which on a near member may fetch it for us
 NEARER_TIMES = 8  # how many times shorter the round trip to such a member is
 NEAR_SECONDS = 2.0  # that a near member has for fetching a payload, besides
 NEAR_BYTES_PER_SECOND = 250_000  # its first piece at this rate; then we fetch the payload ourselves
-NEAR_POLL_SECONDS, NEAR_POLL_SECONDS_MAX = 0.05, 0.4  # between questions whether it has begun; doubles
+NEAR_POLL_SECONDS, NEAR_POLL_SECONDS_MAX = 0.05, 0.4  # between questions whether it has the payload; doubles
+PASSED_OVER_SECONDS = 600.0  # for which a near member that had not got what we then got is not drawn
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -64,17 +65,20 @@ class Fetching:
     states: SavedStates
     directory: Path  # for states that are being fetched
     blame: Callable[[bytes, str], None]
-    late: dict[bytes, float] = field(default_factory=dict)  # peers that failed, and until when others go before them
+    late: dict[bytes, float] = field(default_factory=dict)  # peers asked last for training data, and until when
+    passed_over: dict[bytes, float] = field(default_factory=dict)  # members that are not drawn, and until when
 
     async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
         """Fetches a contribution. Raises FetchError if none of the sources has it."""
-        near, blob = self._drawn_neighbour(name, sources), BlobName("payload", name)
-        if near is not None and (payload := await self._from_near(near, blob, size)) is not None:
-            return payload
-        return (await self.fetcher.fetch(blob, size, self._near_first(sources), failed=failed)).data()
-
-    def _near_first(self, peers: Sequence[bytes]) -> list[bytes]:
-        return sorted(peers, key=self.connections.distance)
+        blob, near = BlobName("payload", name), self._drawn_neighbour(name, sources)
+        if near is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(NEAR_SECONDS + min(size, PIECE_BYTES) / NEAR_BYTES_PER_SECOND):
+                    return await self._from_near(near, blob, size)
+        payload = (await self.fetcher.fetch(blob, size, sources, failed=failed)).data()
+        if near is not None:  # it could have got it, too
+            self.passed_over[near] = asyncio.get_running_loop().time() + PASSED_OVER_SECONDS
+        return payload
 
     def _drawn_neighbour(self, name: bytes, sources: Sequence[bytes]) -> bytes | None:
         """Returns the near member that is drawn to fetch a payload for all who are near it; None if that is this node,
@@ -83,28 +87,24 @@ class Fetching:
         nearest = min((connections.latency(peer) or 0.0 for peer in sources if peer in connections.linked), default=0.0)
         if nearest < FAR_SECONDS:
             return None
+        self.passed_over = {peer: until for peer, until in self.passed_over.items() if until > now}
         near = [
             peer
             for peer in connections.members
             if (took := connections.latency(peer)) is not None
             and NEARER_TIMES * took <= nearest
-            and self.late.get(peer, 0.0) <= now
+            and peer not in self.passed_over
         ]
         drawn = max([*near, self.transport.me], key=lambda peer: hashlib.sha256(name + peer).digest())
         return None if drawn == self.transport.me else drawn
 
-    async def _from_near(self, peer: bytes, name: BlobName, size: int) -> bytes | None:
-        """Fetches a payload from a near member that fetches it from a far one; None if that takes too long."""
-        loop, wait = asyncio.get_running_loop(), NEAR_POLL_SECONDS
-        began = loop.time()
+    async def _from_near(self, peer: bytes, name: BlobName, size: int) -> bytes:
+        """Fetches a payload from a near member as soon as that one has it."""
+        wait = NEAR_POLL_SECONDS
         while True:
             await asyncio.sleep(wait)
             with contextlib.suppress(FetchError):
                 return (await self.fetcher.fetch(name, size, [peer], failed=ignore)).data()
-            took = loop.time() - began
-            if took > NEAR_SECONDS + min(size, PIECE_BYTES) / NEAR_BYTES_PER_SECOND:
-                self._put_last(peer, took)
-                return None
             wait = min(2 * wait, NEAR_POLL_SECONDS_MAX)
 
     async def data(self, positions: Positions) -> None:
@@ -147,7 +147,7 @@ class Fetching:
         def failed(peer: bytes, why: str) -> None:
             nonlocal asked_at
             now = loop.time()
-            self._put_last(peer, now - asked_at)
+            self._put_last(peer, now + max(LATE_SECONDS, LATE_TIMES * (now - asked_at)))
             asked_at = now
             ignore(peer, why)
 
@@ -165,18 +165,15 @@ class Fetching:
             return
 
     def _data_sources(self) -> list[bytes]:
-        """Returns the linked peers, those which failed lately last, members first, near ones before far ones."""
+        """Returns the linked peers in random order, members first, and those which failed lately last."""
         now, members = asyncio.get_running_loop().time(), self.connections.members
         self.late = {peer: until for peer, until in self.late.items() if until > now}
         sources = list(self.connections.linked)
         self.connections.rng.shuffle(sources)
-        sources = self._near_first(sources)
         sources.sort(key=lambda peer: (self.late.get(peer, 0.0), peer not in members))
         return sources[:DATA_SOURCES]
 
-    def _put_last(self, peer: bytes, took: float) -> None:
-        """Notes that a peer failed after `took` seconds, to ask it last for a while."""
-        until = asyncio.get_running_loop().time() + min(LATE_TIMES * took, LATE_SECONDS_MAX)
+    def _put_last(self, peer: bytes, until: float) -> None:
         self.late[peer] = max(until, self.late.pop(peer, 0.0))
         while len(self.late) > LATE_MAX:
             del self.late[next(iter(self.late))]
@@ -206,7 +203,7 @@ class Fetching:
             if root in holders:
                 similar = like[1] if like is not None and like[0] == wanted[root] else None
                 try:
-                    sink = await self._state(root, size, self._near_first(holders[root]), similar)
+                    sink = await self._state(root, size, holders[root], similar)
                 except FetchError as error:  # the peers may have lied; others may have an older state
                     log.info("%s", error)
                     continue

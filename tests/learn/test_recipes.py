@@ -13,6 +13,7 @@ from scipy import fft
 from p2ptrain.config import RECIPES, ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.learn import inner
+from p2ptrain.learn.aggregate import apply_own
 from p2ptrain.learn.inner import orthogonalised
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.memory import need_of
@@ -278,6 +279,18 @@ def test_a_round_starts_with_its_share_of_the_residual_which_does_not_count_as_m
     local.end()
     assert local.drift is not None
     assert local.drift < 1e-6, "no step was taken"
+
+
+def test_a_round_also_starts_with_half_of_an_open_contribution() -> None:
+    live, local, _ = ours_and_theirs(k=32)
+    one_round(local, 1)
+    local.begin(2)
+    ahead = local.agreed - live.weights
+    expected, parts = torch.zeros_like(ahead), live.parts
+    kept = local.residual.kept[1]
+    apply_own(local.residual.layouts[0], kept.indices, kept.removed, -0.5, parts(expected))
+    local.residual.subtract_from(parts(expected), -0.95 / 4)
+    assert torch.allclose(ahead, expected, atol=1e-6)
 
 
 def test_a_round_that_is_applied_between_two_steps_moves_where_they_start_and_not_what_they_moved() -> None:

@@ -452,10 +452,11 @@ def test_a_training_that_runs_out_of_memory_anywhere_says_so_and_can_be_followed
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with monkeypatch.context() as here:
-        here.setattr(trainer.recipe.inner, "step", full)
-        with pytest.raises(MemoryShortError, match=r"out of memory while training: .* are free\. A smaller device"):
-            trainer.train(0, 0, 1)
+    for owner, name in ((trainer.recipe.inner, "step"), (trainer.recipe, "begin"), (trainer.recipe, "end")):
+        with monkeypatch.context() as here:
+            here.setattr(owner, name, full)
+            with pytest.raises(MemoryShortError, match=r"out of memory while training: .* are free\. A smaller device"):
+                trainer.train(0, 0, 1)
     trainer.train(0, 0, 1)
     assert trainer.check(trainer.contribute(0)) is None
 

@@ -1,0 +1,156 @@
+"""A far author's contribution: of the members near one another one is drawn to fetch it, and the others wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.core.messages import KEY_BYTES, authored, payload_digest
+from p2ptrain.net.address_book import KnownPeer
+from p2ptrain.net.blobs.blob import BlobName
+from p2ptrain.net.blobs.server import FetchError, blob_protocol
+from p2ptrain.net.transport import Stream
+from p2ptrain.node.fetching import NEAR_SECONDS, PASSED_OVER_SECONDS
+from tests.helpers.blobs import MemoryBlob, Node
+from tests.helpers.core import KEYS
+from tests.helpers.driver import PAYLOAD_BYTES, Bench, bench
+from tests.helpers.net import at, skipping_time, some_bytes
+
+ME, PEER, OTHER, THIRD = KEYS[:4]
+NEAR, AFAR = 0.001, 0.2  # round trips
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def set_latency(each: Bench, seconds: float, *peers: bytes) -> None:
+    for peer in peers:
+        each.edges.connections.known.setdefault(peer, KnownPeer()).answered_in.append(seconds)
+
+
+def payloads_for(drawn: bytes, count: int) -> list[tuple[bytes, bytes]]:
+    """Returns names and bytes of payloads of PEER's which, of ME, OTHER and THIRD, `drawn` is to fetch."""
+    found = []
+    for seed in range(100 * count):
+        body = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES, seed))
+        name = payload_digest(body)
+        if max((ME, OTHER, THIRD), key=lambda key: hashlib.sha256(name + key).digest()) == drawn:
+            found.append((name, body))
+    return found[:count]
+
+
+@dataclass
+class FarAway:
+    """A node, two near members, and contributions of a far author."""
+
+    each: Bench
+    author: Node
+    other: Node
+    third: Node
+    payloads: list[tuple[bytes, bytes]]
+    failed: list[bytes] = field(default_factory=list)
+
+    async def seconds(self, number: int = 0) -> float:
+        """Returns how long it takes to get a contribution."""
+        began, (name, body) = now(), self.payloads[number]
+
+        def failed(peer: bytes, why: str) -> None:
+            self.failed.append(peer)
+
+        assert await self.each.edges.fetching.payload(name, PAYLOAD_BYTES, [PEER], failed) == body
+        return now() - began
+
+    def gets_it_after(self, seconds: float, peer: Node) -> None:
+        name, body = self.payloads[0]
+        blob, tree = BlobName("payload", name), MemoryBlob.tree(body)
+        asyncio.get_running_loop().call_later(seconds, peer.blobs.__setitem__, blob, tree)
+
+
+@asynccontextmanager
+async def far_away(tmp_path: Path, drawn: bytes, count: int = 1) -> AsyncIterator[FarAway]:
+    async with bench(tmp_path) as each:
+        author, other, third = [await each.serve(peer) for peer in (PEER, OTHER, THIRD)]
+        payloads = payloads_for(drawn, count)
+        author.blobs.update({BlobName("payload", name): MemoryBlob.tree(body) for name, body in payloads})
+        set_latency(each, AFAR, PEER)
+        set_latency(each, NEAR, OTHER, THIRD)
+        each.edges.connections.members = frozenset({PEER, OTHER, THIRD})
+        yield FarAway(each, author, other, third, payloads)
+
+
+@skipping_time
+async def test_who_is_drawn_asks_the_author_at_once(tmp_path: Path) -> None:
+    async with far_away(tmp_path, ME) as made:
+        assert await made.seconds() < 0.1
+        assert (len(made.author.asked), made.other.asked, made.third.asked) == (1, [], [])
+
+
+@skipping_time
+async def test_the_others_fetch_from_who_is_drawn_and_ask_nobody_far_away(tmp_path: Path) -> None:
+    async with far_away(tmp_path, OTHER) as made:
+        made.gets_it_after(1.0, made.other)
+        assert 1.0 < await made.seconds() < 1.5
+        assert (made.author.asked, made.third.asked, made.failed) == ([], [], [])
+
+
+@skipping_time
+async def test_a_near_member_that_does_not_get_it_is_waited_for_once_and_not_with_each(tmp_path: Path) -> None:
+    async with far_away(tmp_path, OTHER) as made:
+        made.gets_it_after(0.0, made.third)  # who is the next to be drawn, once the first is passed over
+        assert NEAR_SECONDS < await made.seconds() < NEAR_SECONDS + 1.0
+        assert made.failed == [], "nobody is to blame who was not said to have it"
+        asked = len(made.other.asked)
+        assert await made.seconds() < 0.5
+        assert len(made.other.asked) == asked
+        await at(now() + PASSED_OVER_SECONDS)
+        made.gets_it_after(0.0, made.other)
+        assert await made.seconds() < 0.5
+        assert len(made.other.asked) == asked + 1, "it is drawn again"
+
+
+@skipping_time
+async def test_a_silent_neighbour_delays_many_contributions_no_longer_than_one(tmp_path: Path) -> None:
+    async def hang(stream: Stream) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async with far_away(tmp_path, OTHER, count=9) as made:
+        made.other.transport._handlers[blob_protocol(made.each.edges.run_id)] = hang
+        took = await asyncio.gather(*(made.seconds(number) for number in range(9)))
+        assert max(took) < NEAR_SECONDS + 1.0
+        assert list(made.each.edges.fetching.passed_over) == [OTHER]
+
+
+@skipping_time
+async def test_a_neighbour_is_not_passed_over_for_what_its_author_has_withdrawn(tmp_path: Path) -> None:
+    async with far_away(tmp_path, OTHER) as made:
+        made.author.blobs.clear()
+        with pytest.raises(FetchError):
+            await made.seconds()
+        assert (made.failed, made.each.edges.fetching.passed_over) == ([PEER], {})
+
+
+@skipping_time
+@pytest.mark.parametrize("change", ["author near", "author unknown", "no member", "unknown", "gone"])
+async def test_the_author_is_asked_where_nobody_is_nearer(change: str, tmp_path: Path) -> None:
+    async with far_away(tmp_path, OTHER) as made:
+        connections = made.each.edges.connections
+        match change:
+            case "author near":
+                connections.known[PEER].answered_in.extend([0.02] * 5)
+            case "author unknown":
+                del connections.known[PEER]
+            case "no member":
+                connections.members = frozenset({PEER})
+            case "unknown":
+                del connections.known[OTHER], connections.known[THIRD]
+            case "gone":
+                del connections.linked[OTHER], connections.linked[THIRD]
+        assert await made.seconds() < 0.1
+        assert (len(made.author.asked), made.other.asked, made.third.asked) == (1, [], [])
