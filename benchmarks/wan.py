@@ -253,7 +253,7 @@ def tell_more(found: dict[str, Any]) -> None:
     print(f"rounds {min(found['rounds'])}; share of time in which a node trained since: {told}")
     if (received := found["received_a_round"]) is not None:
         beside = received - (found["nodes"] - 1) * found["payload_bytes"]
-        told = f"{received:,.0f} bytes received by a node, {beside:,.0f} besides payloads"
+        told = f"{received:,.0f} bytes received by a node, {max(0.0, beside):,.0f} or more besides payloads"
         print(f"a round of {found['round_seconds']:.1f} s: {told}")
     if found.get("regions") and (rounds := found["rounds_since_whole"]):
         joining, far = (sum(each["far"]) / 1e6 for each in (found["bytes_until_whole"], found["marks"][-1]))

@@ -114,7 +114,7 @@ class RecipeConfig(Section):
         Fraction(1, 4),
         ge=0,
         le=1,
-        description="share of the residual that is applied to a node's own weights before local steps",
+        description="share of the residual applied to a node's own weights before its steps, not to a script's",
     )
     clip: Rational = Field(Fraction(1), ge=0, description="largest norm of a step's gradient; 0: no limit")
     sequences_per_pass: int = Field(8, ge=1, le=65_536, description="sequences of one forward and backward pass")
