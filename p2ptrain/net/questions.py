@@ -174,9 +174,10 @@ async def _ask(
     """Asks one question. `took` gets the seconds from sending it to the answer, one round trip."""
     try:
         async with asyncio.timeout(SECONDS):
-            stream, clock = await transport.open(peer, PROTOCOL), asyncio.get_running_loop().time
+            clock = asyncio.get_running_loop().time
+            asked_at = clock()  # an answer that does not depend on the question could be sent as the stream opens
+            stream = await transport.open(peer, PROTOCOL)
             try:
-                asked_at = clock()
                 await stream.send(wire.encode(question))
                 answer = wire.decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX), "an answer")
                 if took is not None:

@@ -11,13 +11,14 @@ crosses a shared slow line once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from p2ptrain.config import RunConfig
 from p2ptrain.digest import PIECE_BYTES
@@ -45,12 +46,28 @@ LATE_TIMES = 30.0  # or this many times as long as it took: a silent peer costs 
 LATE_MAX = 1_024  # such peers remembered; the oldest are forgotten
 FAR_SECONDS = 0.03  # round trip to a payload's nearest source, from which on a near member may fetch it for us
 NEARER_TIMES = 8  # how many times shorter the round trip to such a member is
-NEAR_SECONDS = 2.0  # that a near member has for fetching a payload, besides
-NEAR_BYTES_PER_SECOND = 250_000  # its first piece at this rate; then we fetch the payload ourselves
+PATIENCE_TIMES, PATIENCE_SECONDS_MIN, PATIENCE_SECONDS_MAX = 2.0, 0.5, 30.0  # over what fetching from afar takes us
+USUAL_SECONDS, USUAL_BYTES_PER_SECOND = 2.0, 250_000  # what that takes, until we know
+FETCHES_KNOWN, FETCHES_KEPT = 3, 15  # from afar, before we do, and of which we take the median
 NEAR_POLL_SECONDS, NEAR_POLL_SECONDS_MAX = 0.05, 0.4  # between questions whether it has the payload; doubles
-PASSED_OVER_SECONDS = 600.0  # for which a near member that had not got what we then got is not drawn
+POLLS_PER_SECOND = 100  # for all payloads that we wait for
+PASSED_OVER_SECONDS, PASSED_OVER_SECONDS_MAX = 30.0, 600.0  # for which a slow neighbour is not drawn; doubles
 
 log = logging.getLogger("p2ptrain.node")
+
+
+@dataclass(slots=True)
+class Neighbour:
+    """A near member that was too slow to fetch a payload for us."""
+
+    times: int = 0
+    passed_over_until: float = 0.0
+
+    def was_slow(self, now: float) -> None:
+        """Notes that it was, unless that is known of another payload of the same time."""
+        if now >= self.passed_over_until:
+            seconds = min(PASSED_OVER_SECONDS * 2.0 ** min(self.times, 16), PASSED_OVER_SECONDS_MAX)
+            self.times, self.passed_over_until = self.times + 1, now + seconds
 
 
 @dataclass(slots=True)
@@ -66,46 +83,71 @@ class Fetching:
     directory: Path  # for states that are being fetched
     blame: Callable[[bytes, str], None]
     late: dict[bytes, float] = field(default_factory=dict)  # peers asked last for training data, and until when
-    passed_over: dict[bytes, float] = field(default_factory=dict)  # members that are not drawn, and until when
+    neighbours: dict[bytes, Neighbour] = field(default_factory=dict)  # members that were slow to fetch for us
+    byte_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=FETCHES_KEPT))  # from afar, by us
+    waits: int = 0  # for neighbours
 
     async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
         """Fetches a contribution. Raises FetchError if none of the sources has it."""
-        blob, near = BlobName("payload", name), self._drawn_neighbour(name, sources)
-        if near is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(NEAR_SECONDS + min(size, PIECE_BYTES) / NEAR_BYTES_PER_SECOND):
-                    return await self._from_near(near, blob, size)
+        blob, loop = BlobName("payload", name), asyncio.get_running_loop()
+        is_far = self._round_trip(sources) >= FAR_SECONDS
+        near = self._drawn_neighbour(name, sources) if is_far else None
+        if near is not None and (payload := await self._from_near(near, blob, size)) is not None:
+            self.neighbours.pop(near, None)
+            return payload
+        began = loop.time()
         payload = (await self.fetcher.fetch(blob, size, sources, failed=failed)).data()
+        if is_far:
+            self.byte_seconds.append((loop.time() - began) / size)
         if near is not None:  # it could have got it, too
-            self.passed_over[near] = asyncio.get_running_loop().time() + PASSED_OVER_SECONDS
+            self.neighbours.setdefault(near, Neighbour()).was_slow(loop.time())
         return payload
 
+    def _round_trip(self, sources: Sequence[bytes]) -> float:
+        """Returns the shortest round trip to those of the sources that are connected; 0 if one is unknown."""
+        connections = self.connections
+        return min((connections.latency(peer) or 0.0 for peer in sources if peer in connections.linked), default=0.0)
+
     def _drawn_neighbour(self, name: bytes, sources: Sequence[bytes]) -> bytes | None:
-        """Returns the near member that is drawn to fetch a payload for all who are near it; None if that is this node,
-        if no member is near, or if a connected source is near or of unknown latency."""
-        connections, now = self.connections, asyncio.get_running_loop().time()
-        nearest = min((connections.latency(peer) or 0.0 for peer in sources if peer in connections.linked), default=0.0)
-        if nearest < FAR_SECONDS:
-            return None
-        self.passed_over = {peer: until for peer, until in self.passed_over.items() if until > now}
+        """Returns the near member that is drawn to fetch a far payload for all who are near it; None if that is this
+        node, or if no member is near."""
+        connections, now, farthest = self.connections, asyncio.get_running_loop().time(), self._round_trip(sources)
         near = [
             peer
             for peer in connections.members
             if (took := connections.latency(peer)) is not None
-            and NEARER_TIMES * took <= nearest
-            and peer not in self.passed_over
+            and NEARER_TIMES * took <= farthest
+            and not (peer in self.neighbours and self.neighbours[peer].passed_over_until > now)
         ]
         drawn = max([*near, self.transport.me], key=lambda peer: hashlib.sha256(name + peer).digest())
         return None if drawn == self.transport.me else drawn
 
-    async def _from_near(self, peer: bytes, name: BlobName, size: int) -> bytes:
-        """Fetches a payload from a near member as soon as that one has it."""
+    def _patience(self, size: int) -> float:
+        """Returns for how long a neighbour is waited for: twice as long as fetching a payload from afar takes us."""
+        usual = USUAL_SECONDS + size / USUAL_BYTES_PER_SECOND
+        if len(self.byte_seconds) >= FETCHES_KNOWN:
+            usual = median(self.byte_seconds) * size
+        return min(PATIENCE_SECONDS_MIN + PATIENCE_TIMES * usual, PATIENCE_SECONDS_MAX)
+
+    async def _from_near(self, peer: bytes, name: BlobName, size: int) -> bytes | None:
+        """Fetches a payload from a near member as soon as that one has it; None if it is too slow, or gone."""
         wait = NEAR_POLL_SECONDS
-        while True:
-            await asyncio.sleep(wait)
-            with contextlib.suppress(FetchError):
-                return (await self.fetcher.fetch(name, size, [peer], failed=ignore)).data()
-            wait = min(2 * wait, NEAR_POLL_SECONDS_MAX)
+        self.waits += 1
+        try:
+            async with asyncio.timeout(self._patience(size)):
+                while peer in self.connections.linked:
+                    await asyncio.sleep(max(wait, self.waits / POLLS_PER_SECOND))
+                    try:
+                        return (await self.fetcher.fetch(name, size, [peer], failed=ignore)).data()
+                    except FetchError as error:
+                        if not error.is_missing:
+                            break
+                    wait = min(2 * wait, NEAR_POLL_SECONDS_MAX)
+        except TimeoutError:
+            pass
+        finally:
+            self.waits -= 1
+        return None
 
     async def data(self, positions: Positions) -> None:
         """Fetches all missing pieces of training data that these sequences need; they stay until the next call."""

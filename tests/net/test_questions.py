@@ -67,6 +67,26 @@ LARGEST: list[tuple[Callable[[MemoryTransport], Awaitable[object]], Answer]] = [
 
 
 @skipping_time
+async def test_an_answer_that_is_sent_before_the_question_does_not_make_its_sender_seem_near(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (asking, asked), took = await two(), list[float]()
+    opened = asking.open
+
+    async def far(peer: bytes, protocol: str) -> Stream:
+        await asyncio.sleep(0.2)
+        return await opened(peer, protocol)
+
+    async def hasty(stream: Stream) -> None:
+        await stream.send(encode(Peers()))
+
+    monkeypatch.setattr(asking, "open", far)
+    await asked.serve(PROTOCOL, hasty)
+    await questions.ask_peers(asking, B, RUN, took.append)
+    assert took[0] >= 0.2
+
+
+@skipping_time
 async def test_each_question_gets_its_answer_however_large() -> None:
     asking, asked = await two()
     answers: list[Answer] = []

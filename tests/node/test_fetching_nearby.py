@@ -16,7 +16,13 @@ from p2ptrain.net.address_book import KnownPeer
 from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.net.blobs.server import FetchError, blob_protocol
 from p2ptrain.net.transport import Stream
-from p2ptrain.node.fetching import NEAR_SECONDS, PASSED_OVER_SECONDS
+from p2ptrain.node.fetching import (
+    FETCHES_KNOWN,
+    PASSED_OVER_SECONDS,
+    PATIENCE_SECONDS_MIN,
+    PATIENCE_TIMES,
+    USUAL_SECONDS,
+)
 from tests.helpers.blobs import MemoryBlob, Node
 from tests.helpers.core import KEYS
 from tests.helpers.driver import PAYLOAD_BYTES, Bench, bench
@@ -24,6 +30,7 @@ from tests.helpers.net import at, skipping_time, some_bytes
 
 ME, PEER, OTHER, THIRD = KEYS[:4]
 NEAR, AFAR = 0.001, 0.2  # round trips
+PATIENCE = PATIENCE_SECONDS_MIN + PATIENCE_TIMES * USUAL_SECONDS  # while nothing was fetched from afar
 
 
 def now() -> float:
@@ -101,18 +108,38 @@ async def test_the_others_fetch_from_who_is_drawn_and_ask_nobody_far_away(tmp_pa
 
 
 @skipping_time
-async def test_a_near_member_that_does_not_get_it_is_waited_for_once_and_not_with_each(tmp_path: Path) -> None:
+async def test_a_near_member_that_does_not_get_it_is_waited_for_once_and_then_ever_more_rarely(tmp_path: Path) -> None:
     async with far_away(tmp_path, OTHER) as made:
         made.gets_it_after(0.0, made.third)  # who is the next to be drawn, once the first is passed over
-        assert NEAR_SECONDS < await made.seconds() < NEAR_SECONDS + 1.0
+        assert PATIENCE < await made.seconds() < PATIENCE + 0.5
         assert made.failed == [], "nobody is to blame who was not said to have it"
+        asked = len(made.other.asked)
+        assert await made.seconds() < 0.5
+        assert len(made.other.asked) == asked
+        await at(now() + PASSED_OVER_SECONDS)
+        assert await made.seconds() > PATIENCE, "it is drawn again"
+        await at(now() + PASSED_OVER_SECONDS)
         asked = len(made.other.asked)
         assert await made.seconds() < 0.5
         assert len(made.other.asked) == asked
         await at(now() + PASSED_OVER_SECONDS)
         made.gets_it_after(0.0, made.other)
         assert await made.seconds() < 0.5
-        assert len(made.other.asked) == asked + 1, "it is drawn again"
+        assert len(made.other.asked) == asked + 1
+        assert made.each.edges.fetching.neighbours == {}
+
+
+@skipping_time
+async def test_a_neighbour_that_answers_just_in_time_is_not_given_more_than_twice_what_we_take(tmp_path: Path) -> None:
+    async with far_away(tmp_path, OTHER) as made:
+        fetching = made.each.edges.fetching
+        made.each.edges.connections.members = frozenset({PEER})
+        for _ in range(FETCHES_KNOWN):
+            assert await made.seconds() < 0.1
+        made.each.edges.connections.members = frozenset({PEER, OTHER})
+        made.gets_it_after(3.0, made.other)
+        assert PATIENCE_SECONDS_MIN < await made.seconds() < PATIENCE_SECONDS_MIN + 0.5
+        assert list(fetching.neighbours) == [OTHER]
 
 
 @skipping_time
@@ -123,8 +150,25 @@ async def test_a_silent_neighbour_delays_many_contributions_no_longer_than_one(t
     async with far_away(tmp_path, OTHER, count=9) as made:
         made.other.transport._handlers[blob_protocol(made.each.edges.run_id)] = hang
         took = await asyncio.gather(*(made.seconds(number) for number in range(9)))
-        assert max(took) < NEAR_SECONDS + 1.0
-        assert list(made.each.edges.fetching.passed_over) == [OTHER]
+        assert max(took) < PATIENCE + 0.5
+        assert [each.times for each in made.each.edges.fetching.neighbours.values()] == [1]
+
+
+@skipping_time
+async def test_a_neighbour_that_sends_something_else_is_asked_once(tmp_path: Path) -> None:
+    async with far_away(tmp_path, OTHER) as made:
+        name, body = made.payloads[0]
+        made.other.blobs[BlobName("payload", name)] = MemoryBlob.tree(body[:-1] + b"x")
+        assert await made.seconds() < 0.5
+        assert len(made.other.asked) == 1
+        assert [peer for peer, _ in made.each.blamed] == [OTHER]
+
+
+@skipping_time
+async def test_a_neighbour_that_goes_is_not_waited_for(tmp_path: Path) -> None:
+    async with far_away(tmp_path, OTHER) as made:
+        asyncio.get_running_loop().call_later(1.0, made.each.edges.connections.linked.pop, OTHER)
+        assert 1.0 < await made.seconds() < 2.0
 
 
 @skipping_time
@@ -133,7 +177,7 @@ async def test_a_neighbour_is_not_passed_over_for_what_its_author_has_withdrawn(
         made.author.blobs.clear()
         with pytest.raises(FetchError):
             await made.seconds()
-        assert (made.failed, made.each.edges.fetching.passed_over) == ([PEER], {})
+        assert (made.failed, made.each.edges.fetching.neighbours) == ([PEER], {})
 
 
 @skipping_time

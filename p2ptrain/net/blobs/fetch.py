@@ -19,7 +19,7 @@ from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root, piece_bytes, 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Check, Kind, MemorySink, Sink, all_pieces, aside
 from p2ptrain.net.blobs.server import BlobRequest, FetchError, Given, Piece
-from p2ptrain.net.blobs.swarm_fetch import PIPELINE, Failed, SourceError, Sources, SwarmFetch
+from p2ptrain.net.blobs.swarm_fetch import PIPELINE, Failed, MissingError, SourceError, Sources, SwarmFetch
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 
@@ -133,18 +133,20 @@ class Fetcher:
         self, name: BlobName, size: int, sources: Sequence[bytes], sink: Sink, check: Check | None, failed: Failed
     ) -> None:
         failures: dict[bytes, str] = {}
+        is_missing = True
         for peer in sources:
             try:
                 data, leaves = await self._whole(peer, name, size, check)
             except (RemoteProtocolError, TransportError, TimeoutError, SourceError) as error:
                 failures[peer] = str(error) or "no answer in time"
+                is_missing = is_missing and isinstance(error, MissingError)
                 if isinstance(error, RemoteProtocolError):
                     self._sources.blame(peer, error.why)
                 failed(peer, failures[peer])
                 continue
             await aside(sink, self._keep, sink, data, leaves)
             return
-        raise FetchError(name, failures)
+        raise FetchError(name, failures, is_missing=is_missing)
 
     async def _whole(self, peer: bytes, name: BlobName, size: int, check: Check | None) -> tuple[bytes, bytes]:
         """Fetches a blob from one source; returns its checked bytes and, for a tree, the digest of its only piece."""

@@ -59,12 +59,12 @@ log = logging.getLogger("p2ptrain.net")
 
 
 class FetchError(P2ptrainError):
-    """No source delivered a blob; says how each of them failed."""
+    """No source delivered a blob; says how each of them failed, and whether all said that they do not have it."""
 
-    def __init__(self, name: BlobName, failures: dict[bytes, str]) -> None:
+    def __init__(self, name: BlobName, failures: dict[bytes, str], *, is_missing: bool = False) -> None:
         reasons = "; ".join(f"{peer.hex()[:16]}: {why}" for peer, why in failures.items())
         super().__init__(f"{name} is not available: {reasons or 'nobody to ask'}")
-        self.name, self.failures = name, failures
+        self.name, self.failures, self.is_missing = name, failures, is_missing
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
@@ -66,6 +66,10 @@ class SourceError(P2ptrainError):
     """A source that did not deliver, without having broken a rule."""
 
 
+class MissingError(SourceError):
+    """A source that does not have the blob, or is busy."""
+
+
 _ZERO = bytes(b"01"[value == 0] for value in range(256))
 _ONE = bytes(b"01"[value == 1] for value in range(256))
 
@@ -115,7 +119,7 @@ class Source:
             case Given() | Later() if reply.index == index:
                 pass
             case Nothing(why):
-                raise SourceError(f"has nothing: {why}")
+                raise (MissingError if self.size < 0 else SourceError)(f"has nothing: {why}")
             case _:
                 raise RemoteProtocolError("an answer to another request")
         return reply
@@ -234,9 +238,9 @@ class SwarmFetch:
         self.working: dict[bytes, Lease] = {}
         self.leases_had: Counter[bytes] = Counter()  # how many each source has had
         self.failures: dict[bytes, str] = {}
+        self.is_missing = True  # none of these had any of it
         self.broken: DataError | None = None  # an error of the sink: our disk, not the sources' fault
-        self.changed = asyncio.Event()
-        self.beginning = asyncio.Lock()
+        self.changed, self.beginning = asyncio.Event(), asyncio.Lock()
         self.moved_at = asyncio.get_running_loop().time()
         self.insists, self.rounds = 0, 0  # pieces we may insist on now; how often we got to that point
 
@@ -249,18 +253,16 @@ class SwarmFetch:
                     lease = self.working[peer] = Lease(now, now + seconds)
                     lease.task = group.create_task(self._work(peer, lease))
                 self.changed.clear()
-                try:
+                with suppress(TimeoutError):  # time to end one
                     async with asyncio.timeout_at(self._end_leases()):
                         await self.changed.wait()
-                except TimeoutError:
-                    pass  # time to end one
             for lease in self.working.values():
                 assert lease.task is not None
                 lease.task.cancel()
         if self.broken is not None:
             raise self.broken
         if not self._is_complete():
-            raise FetchError(self.name, self.failures)
+            raise FetchError(self.name, self.failures, is_missing=self.is_missing)
         await aside(self.sink, self.sink.finish)
 
     def _is_complete(self) -> bool:
@@ -300,10 +302,8 @@ class SwarmFetch:
                 assert lease.task is not None
                 lease.is_over = True
                 lease.task.cancel()
-        to_come = [
-            lease.ends for peer, lease in self.working.items() if not lease.is_over and self._is_place_wanted(peer)
-        ]
-        return min(to_come, default=None)
+        ends = [lease.ends for peer, lease in self.working.items() if not lease.is_over and self._is_place_wanted(peer)]
+        return min(ends, default=None)
 
     # ---------------------------------------------------------------------------------------------------
     # One source
@@ -318,10 +318,11 @@ class SwarmFetch:
                 finally:
                     self._land(source)
         except RemoteProtocolError as error:
-            why = error.why
+            why, self.is_missing = error.why, False
             self.sources.blame(peer, why)
         except (TransportError, TimeoutError, SourceError) as error:
             why = str(error) or "no answer in time"
+            self.is_missing = self.is_missing and isinstance(error, MissingError)
         except DataError as error:
             self.broken = error
         finally:
