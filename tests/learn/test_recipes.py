@@ -13,7 +13,6 @@ from scipy import fft
 from p2ptrain.config import RECIPES, ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.learn import inner
-from p2ptrain.learn.aggregate import apply_own
 from p2ptrain.learn.inner import orthogonalised
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.memory import need_of
@@ -246,65 +245,6 @@ def test_local_steps_are_those_of_torchs_adamw() -> None:
     restored = local.residual
     restored.restore(0)
     assert torch.allclose(restored.coefficients, expected.coefficients, atol=1e-6)
-
-
-def one_round(local: LocalRecipe, number: int) -> None:
-    """Takes a step and contributes it."""
-    local.begin(number)
-    local.local_step(0, batch(number), [])
-    local.end()
-    local.contribute(number)
-
-
-@pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("share", ["0", "1/4"])
-def test_a_round_starts_with_its_share_of_the_residual_which_does_not_count_as_moved(
-    share: str, fragments: int
-) -> None:
-    live, _, _ = ours_and_theirs()
-    layouts = Layout(live.shapes, 64).fragments(fragments)
-    local = LocalRecipe(RecipeConfig(k=32, residual_share=Fraction(share), fragments=fragments), live, layouts)
-    one_round(local, 1)
-    local.residual.forget(1)
-    unsent = Residual(layouts, CPU)
-    unsent.coefficients.copy_(local.residual.coefficients)
-    local.begin(2)
-    ahead = local.agreed - live.weights
-    if local.pending is not None:
-        ahead -= local.pending
-    expected = torch.zeros_like(ahead)
-    unsent.subtract_from(live.parts(expected), -0.95 * float(Fraction(share)))  # after the decay
-    assert torch.allclose(ahead, expected, atol=1e-6)
-    assert bool(ahead.any()) == (share != "0")
-    local.end()
-    assert local.drift is not None
-    assert local.drift < 1e-6, "no step was taken"
-
-
-def test_a_round_also_starts_with_half_of_an_open_contribution() -> None:
-    live, local, _ = ours_and_theirs(k=32)
-    one_round(local, 1)
-    local.begin(2)
-    ahead = local.agreed - live.weights
-    expected, parts = torch.zeros_like(ahead), live.parts
-    kept = local.residual.kept[1]
-    apply_own(local.residual.layouts[0], kept.indices, kept.removed, -0.5, parts(expected))
-    local.residual.subtract_from(parts(expected), -0.95 / 4)
-    assert torch.allclose(ahead, expected, atol=1e-6)
-
-
-def test_a_round_that_is_applied_between_two_steps_moves_where_they_start_and_not_what_they_moved() -> None:
-    live, local, _ = ours_and_theirs(k=32)
-    one_round(local, 1)
-    local.begin(2)
-    before = live.weights.clone()
-    local.local_step(0, batch(2), [])
-    moved = before - live.weights
-    with local.rebased():
-        local.agreed.add_(0.5)
-        local.residual.forget(1, lambda removed: removed / 2)  # half of it was not counted, and is unsent again
-    local.end()
-    assert torch.allclose(live.weights, moved, atol=1e-5)
 
 
 def test_the_schedule_shapes_the_rate_of_local_steps() -> None:

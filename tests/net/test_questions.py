@@ -74,7 +74,7 @@ async def test_an_answer_that_is_sent_before_the_question_does_not_make_its_send
     opened = asking.open
 
     async def far(peer: bytes, protocol: str) -> Stream:
-        await asyncio.sleep(0.2)
+        await at(asyncio.get_running_loop().time() + 0.2)
         return await opened(peer, protocol)
 
     async def hasty(stream: Stream) -> None:
