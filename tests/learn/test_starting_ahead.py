@@ -1,4 +1,4 @@
-"""Where a round of local steps starts: ahead of the agreed weights, by shares of what this node has not got agreed on."""
+"""Where a round of local steps starts: ahead of the agreed weights, by shares of what is not agreed on yet."""
 
 from __future__ import annotations
 
