@@ -90,8 +90,9 @@ class Fetching:
     async def payload(self, name: bytes, size: int, sources: Sequence[bytes], failed: Failed) -> bytes:
         """Fetches a contribution. Raises FetchError if none of the sources has it."""
         blob, loop = BlobName("payload", name), asyncio.get_running_loop()
-        is_far = self._round_trip(sources) >= FAR_SECONDS
-        near = self._drawn_neighbour(name, sources) if is_far else None
+        round_trip = self._round_trip(sources)
+        is_far = round_trip >= FAR_SECONDS
+        near = self._drawn_neighbour(name, round_trip) if is_far else None
         if near is not None and (payload := await self._from_near(near, blob, size)) is not None:
             self.neighbours.pop(near, None)
             return payload
@@ -100,6 +101,7 @@ class Fetching:
         if is_far:
             self.byte_seconds.append((loop.time() - began) / size)
         if near is not None:  # it could have got it, too
+            self.neighbours = {peer: each for peer, each in self.neighbours.items() if peer in self.connections.members}
             self.neighbours.setdefault(near, Neighbour()).was_slow(loop.time())
         return payload
 
@@ -108,15 +110,15 @@ class Fetching:
         connections = self.connections
         return min((connections.latency(peer) or 0.0 for peer in sources if peer in connections.linked), default=0.0)
 
-    def _drawn_neighbour(self, name: bytes, sources: Sequence[bytes]) -> bytes | None:
-        """Returns the near member that is drawn to fetch a far payload for all who are near it; None if that is this
-        node, or if no member is near."""
-        connections, now, farthest = self.connections, asyncio.get_running_loop().time(), self._round_trip(sources)
+    def _drawn_neighbour(self, name: bytes, round_trip: float) -> bytes | None:
+        """Returns the near member that is drawn to fetch a payload that is so far away for all who are near it; None if
+        that is this node, or if no member is near."""
+        connections, now = self.connections, asyncio.get_running_loop().time()
         near = [
             peer
             for peer in connections.members
             if (took := connections.latency(peer)) is not None
-            and NEARER_TIMES * took <= farthest
+            and NEARER_TIMES * took <= round_trip
             and not (peer in self.neighbours and self.neighbours[peer].passed_over_until > now)
         ]
         drawn = max([*near, self.transport.me], key=lambda peer: hashlib.sha256(name + peer).digest())
