@@ -77,7 +77,7 @@ class Node:
         self.server = Server(
             self.transport, run_id, library, upload=free, blame=lambda *each: None, is_admitted=everyone
         )
-        nobody: Any = None
+        nobody: Any = SimpleNamespace(linked={}, members=())
         where = place / "fetching"
         fetching = Fetching(run, self.transport, nobody, fetcher, data, states, where, lambda *each: None)
         view = SimpleNamespace(run=run, me=key, is_quarantined=False)
