@@ -64,7 +64,7 @@ class Neighbour:
     passed_over_until: float = 0.0
 
     def was_slow(self, now: float) -> None:
-        """Notes that it was, unless that is known of another payload of the same time."""
+        """Notes a payload that came too late. Others that were waited for at the same time count as one with it."""
         if now >= self.passed_over_until:
             seconds = min(PASSED_OVER_SECONDS * 2.0 ** min(self.times, 16), PASSED_OVER_SECONDS_MAX)
             self.times, self.passed_over_until = self.times + 1, now + seconds
