@@ -171,7 +171,7 @@ async def _ask(
     kind: type[A],
     took: Callable[[float], None] | None = None,
 ) -> A:
-    """Asks one question. `took` gets the seconds from before the stream is opened to the answer, about one round trip."""
+    """Asks one question. `took` gets the seconds from opening the stream to the answer, about one round trip."""
     try:
         async with asyncio.timeout(SECONDS):
             clock = asyncio.get_running_loop().time
