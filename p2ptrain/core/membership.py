@@ -5,7 +5,8 @@ than it can replay, until a manifest admits it. (Where rounds take a few millise
 before they are held open for it: newcomers.py.) It sends them to a few members each, because nobody listens to the
 gossip of strangers. One member that attests it is enough, since the others ask that one for it. A leaving node
 announces that, and keeps voting until a manifest carries its leave or `leave_seconds` have passed, so that the others
-do not lose the quorum when it goes.
+do not lose the quorum when it goes. Then it takes in no later round, and ends when it has applied what its log has:
+others may be many rounds further by the time that it ends, and an audit could not replay a log of those.
 """
 
 from __future__ import annotations
@@ -30,30 +31,39 @@ class Membership:
         self.next_at = 0.0
         self.tries = 0
         self.leave_until: float | None = None
+        self.was_inside = False  # when it began to leave
+        self.is_out = False  # it has left, or stopped: later rounds do not concern it
         self.has_stopped = False
 
-    def leave(self) -> None:
+    def leave(self, state: AgreedState) -> None:
         """Starts leaving the run."""
         if self.leave_until is None:
+            self.was_inside = self.context.me in state.place
             self.leave_until = self.context.now + self.context.run.admission.leave_seconds
             self.next_at = 0.0
 
     def go_away(self) -> None:
         """Stops the node without leaving the run: to the others it looks like a crash."""
         if not self.has_stopped:
-            self.has_stopped = True
             self.leave_until = self.context.now
-            self.context.emit(Stop("away"))
+            self._stop("away")
 
-    def tick(self, state: AgreedState, is_near: bool) -> None:
+    def _stop(self, why: str) -> None:
+        self.is_out = self.has_stopped = True
+        self.context.emit(Stop(why))
+
+    def tick(self, state: AgreedState, is_current: bool, is_near: bool) -> None:
         context = self.context
         is_inside = context.me in state.place
         if self.leave_until is not None:
-            is_alone = state.members == (context.me,)
-            if not self.has_stopped and (not is_inside or is_alone or context.now >= self.leave_until):
-                self.has_stopped = True
-                context.emit(Stop("left" if not is_inside or is_alone else "left without being heard"))
-            elif not self.has_stopped and context.now >= self.next_at:
+            if self.has_stopped:
+                return
+            self.is_out = not is_inside or state.members == (context.me,)
+            if self.is_out and (is_current or not (self.was_inside and is_near)):
+                self._stop("left")
+            elif context.now >= self.leave_until:
+                self._stop("left" if self.is_out else "left without being heard")
+            elif not self.is_out and context.now >= self.next_at:
                 leave = context.signed(Leave(state.branch, state.round + 1, context.me))
                 context.publish(leave)
                 self.requests.add(leave, state)  # a member attests its own leave, too
@@ -76,5 +86,5 @@ class Membership:
         if self.has_stopped:
             return None
         if self.leave_until is not None:
-            return min(self.leave_until, self.next_at)
+            return self.leave_until if self.is_out else min(self.leave_until, self.next_at)
         return None if self.context.me in state.place else max(self.next_at, self.context.now + 1.0)

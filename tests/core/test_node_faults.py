@@ -242,58 +242,6 @@ def test_a_newcomer_is_admitted_contributes_and_gets_a_seat() -> None:
     assert bench.node.here.mine == signed(named[1])
 
 
-def test_a_leaver_votes_until_a_manifest_carries_its_leave() -> None:
-    bench = Bench(4, me=1)
-    leave = Leave(RUN, 1, ME)
-    bench.now = 1.0
-    assert bench.do(ev.StopRequested()) == [ev.Publish(*envelopes(leave))]
-    asked = {name_of(leave): bench.node.context.requests.request(name_of(leave))}
-    bench.now = 9.0
-    offers = bench.collect()
-    named = [bench.available(key, offers, requests=(name_of(leave),)) for key in KEYS[:3]]
-    assert bench.node.here.mine == signed(named[1])
-    proposal, manifest = bench.proposed(named, offers, asked=asked)
-    assert manifest.leaves == (ME,)
-    assert bench.hear_all(named[0], named[2], proposal) == bench.said(
-        voted(ME, PREVOTE, manifest.digest), manifest=manifest
-    )
-    bench.hear_all(*(voted(key, PREVOTE, manifest.digest) for key in (KEYS[0], KEYS[2])))
-    effects = bench.hear_all(*(voted(key, PRECOMMIT, manifest.digest) for key in (KEYS[0], KEYS[2])))
-    assert [type(effect) for effect in effects] == [ev.Persist, ev.Return, ev.Apply, ev.Stop]
-    assert effects[-1] == ev.Stop("left")
-    assert bench.do(ev.Applied(RUN, 1, root_of(1))) == []
-
-
-def test_a_leaver_that_nobody_hears_goes_after_a_while() -> None:
-    bench = Bench(4, me=1)
-    bench.do(ev.StopRequested())
-    effects: list[ev.Effect] = []
-    while not any(isinstance(effect, ev.Stop) for effect in effects):
-        effects = bench.tick()
-    assert (bench.now, effects[-1]) == (30.0, ev.Stop("left without being heard"))
-
-
-def test_who_is_alone_leaves_at_once() -> None:
-    bench = Bench(1)
-    assert bench.do(ev.StopRequested()) == [ev.Stop("left")]
-
-
-def test_who_goes_away_for_a_while_ends_at_once_and_says_nothing_of_leaving() -> None:
-    bench = Bench(4, me=1)
-    bench.decide(apply=False)
-    assert bench.do(ev.StopRequested(keeps_place=True)) == [ev.Stop("away")]
-    assert bench.do(ev.StopRequested(keeps_place=True)) == []
-    assert bench.do(ev.StopRequested()) == []
-    assert bench.do(ev.Applied(RUN, 1, root_of(1))) == []
-
-
-def test_a_leaver_trains_no_more() -> None:
-    bench = Bench(4, me=1)
-    bench.decide(apply=False)
-    assert bench.do(ev.StopRequested()) == [ev.Publish(*envelopes(Leave(RUN, 2, ME)))]
-    assert bench.do(ev.Applied(RUN, 1, root_of(1))) == []
-
-
 # ---------------------------------------------------------------------------------------------------
 # Restarts
 
