@@ -151,6 +151,11 @@ def grid() -> list[Setting]:
     found += [replace(muon, k=256, peers=2, noise=noise) for noise in ("0", "1/2", "1", "2")]
     found += [replace(muon, k=k, chunk=32) for k in (16, 64)]
     found += [replace(muon, k=k, peers=16) for k in (64, 256)]
+    share = replace(muon, residual_share="1/4")
+    found += [replace(share, k=k, outer_rate=rate) for k in (64, 128, 512) for rate in ("3/2", "2")]
+    found += [replace(share, k=k, outer_rate="3", peers=16) for k in (64, 160, 512)]
+    found += [replace(muon, k=160, outer_rate=rate, peers=16) for rate in ("2", "4")]
+    found += [replace(share, k=128, delay=1, between=2)]
     found += family()
     found += [replace(muon, k=256, peers=peers, slow=slow) for peers, slow in ((8, 5), (8, 3), (3, 0))]
     found += [Setting("full", inner, peers=16, rate=rate) for inner, rate in (("adamw", "6/1000"), ("muon", "1/100"))]
