@@ -74,6 +74,11 @@ class Verified:
     base: AgreedState | None  # set if they start with a jump ahead from `point`
     steps: list[tuple[Step, AgreedState]]
 
+    def end_where_we_leave(self, context: Context) -> None:
+        """Drops the steps after the one that lets this node go."""
+        left = (at for at, (_, state) in enumerate(self.steps) if context.is_out(state))
+        del self.steps[next(left, len(self.steps)) + 1 :]
+
 
 class CatchingUp:
     """Tracks which peers are ahead, requests their history and checks it."""
@@ -151,6 +156,8 @@ class CatchingUp:
     def advanced(self) -> None:
         """Forgets the peers that we have caught up with, after our chain has advanced."""
         state = self.chain.state
+        if self.context.is_out(state):
+            self.ahead, self.asked = {}, None
         self.ahead = {
             peer: (branch, number)
             for peer, (branch, number) in self.ahead.items()
@@ -222,7 +229,7 @@ class CatchingUp:
     def answered(self, peer: bytes, history: History) -> Verified | None:
         """Returns the steps of an answer that we should follow, or None if there are none or a follow-up was sent."""
         asked = self.asked
-        if asked is None or asked.peer != peer:
+        if asked is None or asked.peer != peer or self.context.is_out(self.chain.state):
             return None
         self._close()
         try:
@@ -232,6 +239,7 @@ class CatchingUp:
             self._in_vain(peer, Reason.MALFORMED)
             return None
         if verified is not None:
+            verified.end_where_we_leave(self.context)
             self.retries.pop(peer, None)
             self.was_in_vain = False
             self.ask_at = self.context.now

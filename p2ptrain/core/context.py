@@ -36,6 +36,7 @@ from p2ptrain.core.offers import Offers
 from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.reputation import Reputation
 from p2ptrain.core.requests import Requests
+from p2ptrain.core.state import AgreedState
 from p2ptrain.core.tally import Tallies
 
 SILENT_BRANCHES_MAX = 64  # branches left; the oldest is forgotten, and by then its rounds are long past
@@ -96,11 +97,17 @@ class Context:
         self.here: tuple[bytes, int] = (b"", -1)  # the current branch and round
         self.silent_everywhere = -1  # the same for any branch: our record of it is lost
         self.is_halted = False  # more than f members have lied, so no vote can be trusted any more
+        self.is_leaving = self.has_stopped = False
         self.published_at = 0.0
         self.round_began_at = 0.0  # when the previous round began
 
     def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
+
+    def is_out(self, state: AgreedState) -> bool:
+        """Whether this node has left by this state, or has stopped: later rounds do not concern it."""
+        is_outside = self.me not in state.place or state.members == (self.me,)
+        return self.has_stopped or (self.is_leaving and is_outside)
 
     def may_speak(self, branch: bytes, number: int) -> bool:
         """Whether we know everything that we have sent in this round."""

@@ -64,7 +64,7 @@ class Inbox:
     def take(self, event: MessageReceived) -> None:
         """Routes a message to its handler. Who has left follows the run no further."""
         message = event.received.message
-        if self.node.membership.is_out:
+        if self.context.is_out(self.node.chain.state):
             return
         if isinstance(message, OF_A_ROUND):
             self._of_round(event, message)

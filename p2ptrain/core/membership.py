@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Stop
+from p2ptrain.core.local_work import LocalWork
 from p2ptrain.core.messages import JoinRequest, Leave
 from p2ptrain.core.requests import Requests
 from p2ptrain.core.state import AgreedState
@@ -32,38 +33,39 @@ class Membership:
         self.tries = 0
         self.leave_until: float | None = None
         self.was_inside = False  # when it began to leave
-        self.is_out = False  # it has left, or stopped: later rounds do not concern it
-        self.has_stopped = False
 
     def leave(self, state: AgreedState) -> None:
         """Starts leaving the run."""
         if self.leave_until is None:
+            self.context.is_leaving = True
             self.was_inside = self.context.me in state.place
             self.leave_until = self.context.now + self.context.run.admission.leave_seconds
             self.next_at = 0.0
 
     def go_away(self) -> None:
         """Stops the node without leaving the run: to the others it looks like a crash."""
-        if not self.has_stopped:
+        if not self.context.has_stopped:
             self.leave_until = self.context.now
             self._stop("away")
 
     def _stop(self, why: str) -> None:
-        self.is_out = self.has_stopped = True
+        self.context.has_stopped = True
         self.context.emit(Stop(why))
 
-    def tick(self, state: AgreedState, is_current: bool, is_near: bool) -> None:
+    def tick(self, state: AgreedState, work: LocalWork, is_near: bool) -> None:
+        """Asks for admission if the chain is near the others', or leaves once the last rounds are applied."""
         context = self.context
         is_inside = context.me in state.place
         if self.leave_until is not None:
-            if self.has_stopped:
+            is_out, is_over = context.is_out(state), context.now >= self.leave_until
+            if context.has_stopped:
                 return
-            self.is_out = not is_inside or state.members == (context.me,)
-            if self.is_out and (is_current or not (self.was_inside and is_near)):
+            is_applying = self.was_inside and work.is_near and not work.is_current
+            if is_out and (is_over or not is_applying):
                 self._stop("left")
-            elif context.now >= self.leave_until:
-                self._stop("left" if self.is_out else "left without being heard")
-            elif not self.is_out and context.now >= self.next_at:
+            elif is_over:
+                self._stop("left without being heard")
+            elif not is_out and context.now >= self.next_at:
                 leave = context.signed(Leave(state.branch, state.round + 1, context.me))
                 context.publish(leave)
                 self.requests.add(leave, state)  # a member attests its own leave, too
@@ -72,7 +74,7 @@ class Membership:
         if is_inside:
             self.tries = 0
             return
-        if is_near and context.me not in state.banned and context.now >= self.next_at:
+        if is_near and work.is_near and context.me not in state.banned and context.now >= self.next_at:
             members = [peer for peer in context.peers if peer in state.roster.seat]
             if not members:
                 return
@@ -83,8 +85,8 @@ class Membership:
             self.tries += 1
 
     def deadline(self, state: AgreedState) -> float | None:
-        if self.has_stopped:
+        if self.context.has_stopped:
             return None
         if self.leave_until is not None:
-            return self.leave_until if self.is_out else min(self.leave_until, self.next_at)
+            return self.leave_until if self.context.is_out(state) else min(self.leave_until, self.next_at)
         return None if self.context.me in state.place else max(self.next_at, self.context.now + 1.0)

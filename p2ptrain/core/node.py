@@ -327,7 +327,7 @@ class Node:
         """Does everything that can be done now."""
         if self.trust is not None:  # until then, it only looks for a history, or leaves
             self.trust.tick()
-            self.membership.tick(self.chain.state, is_current=False, is_near=False)
+            self.membership.tick(self.chain.state, self.work, is_near=False)
             self._rest(self.trust.deadline, self.membership.deadline(self.chain.state))
             return
         self.context.payloads.tick()
@@ -342,7 +342,7 @@ class Node:
         self.catching_up.tick()
         self.work.go_on()
         self.repair.tick(self.here, self._is_waiting)
-        self.membership.tick(self.chain.state, self.work.is_current, self.work.is_near and self.catching_up.is_near)
+        self.membership.tick(self.chain.state, self.work, self.catching_up.is_near)
         self._rest(
             self.here.deadline,
             self.context.payloads.deadline,

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import Ballot, Leave
+from p2ptrain.core.history import BranchStart, History
+from p2ptrain.core.manifest import Manifest, manifest_of
+from p2ptrain.core.messages import Availability, Ballot, Leave, Proposal, Vote, message_digest
+from p2ptrain.core.roster import bitmap
 from tests.helpers.core import (
     KEYS,
+    ROOT0,
     RUN,
     Bench,
+    announced,
+    certified,
     envelopes,
+    line_of,
     name_of,
     root_of,
     signed,
@@ -19,8 +28,8 @@ ME = KEYS[1]
 PREVOTE, PRECOMMIT = Ballot.PREVOTE, Ballot.PRECOMMIT
 
 
-def leaver_of_a_round() -> Bench:
-    """A node whose leave was agreed on, and that has not applied that round yet."""
+def one_vote_before_it_is_out() -> tuple[Bench, Manifest, Vote]:
+    """A leaver that lacks a single vote of the round that lets it go."""
     bench = Bench(4, me=1)
     leave = Leave(RUN, 1, ME)
     bench.do(ev.StopRequested())
@@ -28,11 +37,25 @@ def leaver_of_a_round() -> Bench:
     offers = bench.collect()
     named = [bench.available(key, offers, requests=(name_of(leave),)) for key in KEYS[:3]]
     proposal, manifest = bench.proposed(named, offers, asked=asked)
-    bench.hear_all(named[0], named[2], proposal)
-    for ballot in Ballot:
-        bench.hear_all(*(voted(key, ballot, manifest.digest) for key in (KEYS[0], KEYS[2])))
+    votes = [voted(key, ballot, manifest.digest) for ballot in Ballot for key in (KEYS[0], KEYS[2])]
+    bench.hear_all(named[0], named[2], proposal, *votes[:-1])
+    assert bench.state.round == 0
+    return bench, manifest, votes[-1]
+
+
+def leaver_of_a_round() -> Bench:
+    """A node whose leave was agreed on, and that has not applied that round yet."""
+    bench, _, vote = one_vote_before_it_is_out()
+    bench.hear(vote)
     assert ME not in bench.state.place
     return bench
+
+
+def history_of(bench: Bench, manifest: Manifest, rounds: int) -> History:
+    """What another knows who is so many rounds further than the one that lets the leaver go."""
+    after = bench.genesis.after(manifest, bench.run)
+    steps = (certified(manifest, bench.genesis), *(step for step, _ in line_of(after, bench.run, rounds)))
+    return History((BranchStart(RUN, 0),), 1 + rounds, (), None, steps)
 
 
 def test_a_leaver_votes_until_a_manifest_carries_its_leave() -> None:
@@ -62,6 +85,61 @@ def test_a_leaver_takes_in_no_round_after_the_one_that_lets_it_go() -> None:
     assert bench.hear(bench.hello(KEYS[0], round=3)) == []  # another would ask for the history
     assert not [effect for _ in range(5) for effect in bench.tick() if isinstance(effect, ev.AskHistory)]
     assert bench.do(ev.Applied(RUN, 1, root_of(1))) == [ev.Stop("left")]
+
+
+@pytest.mark.parametrize("rounds", [0, 20, 50])
+def test_a_leaver_that_learns_by_a_history_that_it_may_go_takes_in_nothing_later(rounds: int) -> None:
+    bench, manifest, _ = one_vote_before_it_is_out()
+    bench.hear(bench.hello(KEYS[0], round=rounds + 2))
+    while ev.AskHistory(KEYS[0], RUN, 0) not in bench.tick():
+        assert bench.now < 20.0
+    effects = bench.do(ev.HistoryArrived(KEYS[0], history_of(bench, manifest, rounds)))
+    assert (bench.state.round, [type(effect) for effect in effects if not isinstance(effect, ev.Send)]) == (
+        1,
+        [ev.Persist, ev.Return, ev.Apply],
+    )
+    assert bench.do(ev.Applied(RUN, 1, root_of(1))) == [ev.Stop("left")]
+
+
+def test_a_leaver_takes_in_no_history_that_it_has_asked_for_before() -> None:
+    bench, manifest, vote = one_vote_before_it_is_out()
+    history = history_of(bench, manifest, 20)
+    bench.hear(bench.hello(KEYS[0], round=22))
+    while ev.AskHistory(KEYS[0], RUN, 0) not in bench.tick():
+        assert bench.now < 20.0
+    bench.hear(vote)
+    assert bench.do(ev.HistoryArrived(KEYS[0], history)) == []
+    assert not [effect for _ in range(5) for effect in bench.tick() if isinstance(effect, ev.AskHistory)]
+    assert bench.do(ev.Applied(RUN, 1, root_of(1))) == [ev.Stop("left")]
+    assert bench.state.round == 1
+
+
+@pytest.mark.parametrize("is_stranger", [True, False])
+def test_who_claims_to_be_far_ahead_does_not_keep_a_leaver_from_applying(is_stranger: bool) -> None:
+    bench, _, vote = one_vote_before_it_is_out()
+    other = KEYS[9] if is_stranger else KEYS[0]
+    bench.do(ev.PeerSeen(other))
+    bench.hear(bench.hello(other, round=100))
+    assert not [effect for effect in bench.hear(vote) if isinstance(effect, ev.Stop)]
+    assert bench.do(ev.Applied(RUN, 1, root_of(1))) == [ev.Stop("left")]
+
+
+def test_a_whole_round_that_was_held_early_is_not_decided_by_a_leaver() -> None:
+    bench, manifest, vote = one_vote_before_it_is_out()
+    after, others = bench.state.after(manifest, bench.run), (KEYS[0], *KEYS[2:4])
+    offers = [announced(key, 2, inline=True) for key in others]
+    for offer in offers:
+        bench.hear_offer(offer)
+    held = tuple(sorted(map(name_of, offers)))
+    named = [Availability(RUN, 2, 0, ROOT0, held, (), (), bitmap(range(3)), key) for key in others]
+    second = manifest_of(after, bench.run, named, {name_of(each): each for each in offers}.get, lambda name: None)
+    assert isinstance(second, Manifest)
+    digests = tuple(sorted(map(message_digest, named)))
+    bench.hear_all(*named, Proposal(RUN, 2, 0, -1, digests, second.digest, bench.order(2, after)[0]))
+    bench.hear_all(*(voted(key, ballot, second.digest, number=2) for ballot in Ballot for key in others))
+    assert bench.state.round == 0
+    bench.hear(vote)
+    assert bench.state.round == 1
 
 
 def test_a_leaver_that_cannot_apply_the_last_round_ends_all_the_same() -> None:
@@ -98,6 +176,16 @@ def test_who_goes_away_for_a_while_ends_at_once_and_says_nothing_of_leaving() ->
     assert bench.do(ev.StopRequested(keeps_place=True)) == []
     assert bench.do(ev.StopRequested()) == []
     assert bench.do(ev.Applied(RUN, 1, root_of(1))) == []
+
+
+def test_who_goes_away_takes_in_no_history_any_more() -> None:
+    bench, manifest, _ = one_vote_before_it_is_out()
+    history = history_of(bench, manifest, 20)
+    bench.hear(bench.hello(KEYS[0], round=22))
+    while ev.AskHistory(KEYS[0], RUN, 0) not in bench.tick():
+        assert bench.now < 20.0
+    assert bench.do(ev.StopRequested(keeps_place=True)) == [ev.Stop("away")]
+    assert bench.do(ev.HistoryArrived(KEYS[0], history)) == []
 
 
 def test_a_leaver_trains_no_more() -> None:
