@@ -74,10 +74,10 @@ class Verified:
     base: AgreedState | None  # set if they start with a jump ahead from `point`
     steps: list[tuple[Step, AgreedState]]
 
-    def end_where_we_leave(self, context: Context) -> None:
-        """Drops the steps after the one that lets this node go."""
-        left = (at for at, (_, state) in enumerate(self.steps) if context.is_out(state))
-        del self.steps[next(left, len(self.steps)) + 1 :]
+    def steps_for(self, context: Context) -> list[tuple[Step, AgreedState]]:
+        """Returns the steps, without those after the one that lets this node go if it is leaving."""
+        out = (at for at, (_, state) in enumerate(self.steps) if context.is_out(state))
+        return self.steps[: next(out, len(self.steps)) + 1]
 
 
 class CatchingUp:
@@ -239,7 +239,6 @@ class CatchingUp:
             self._in_vain(peer, Reason.MALFORMED)
             return None
         if verified is not None:
-            verified.end_where_we_leave(self.context)
             self.retries.pop(peer, None)
             self.was_in_vain = False
             self.ask_at = self.context.now

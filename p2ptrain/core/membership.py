@@ -57,10 +57,10 @@ class Membership:
         context = self.context
         is_inside = context.me in state.place
         if self.leave_until is not None:
-            is_out, is_over = context.is_out(state), context.now >= self.leave_until
             if context.has_stopped:
                 return
-            is_applying = self.was_inside and work.is_near and not work.is_current
+            is_out, is_over = context.is_out(state), context.now >= self.leave_until
+            is_applying = self.was_inside and not (work.is_current or work.is_astray or work.is_quarantined)
             if is_out and (is_over or not is_applying):
                 self._stop("left")
             elif is_over:

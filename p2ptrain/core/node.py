@@ -369,7 +369,7 @@ class Node:
     def _decide(self) -> bool:
         """Enters the next round if this one was decided."""
         entry = self.here.decision() if self.here.agreement.decided else None
-        if entry is None or self.context.is_halted:
+        if entry is None or self.context.is_halted or self.context.has_stopped:
             return False
         self._follow(entry, self.chain.state.after(entry.manifest, self.context.run))
         self._begin_round(self.here)
@@ -443,8 +443,7 @@ class Node:
 
     def _adopt(self, verified: Verified) -> None:
         """Follows the history that a peer has proved."""
-        context, chain = self.context, self.chain
-        point = verified.point
+        context, chain, point = self.context, self.chain, verified.point
         if point is not chain.state:
             self._leave_branch()
             context.counters["branches left"] += 1
@@ -455,10 +454,11 @@ class Node:
             chain.rebase(verified.changes, base)
         elif not chain.steps:  # the point may be older than the kept history: the store has to begin there, too
             base = chain.base
-        for step, state in verified.steps:
+        steps = verified.steps_for(context)
+        for step, state in steps:
             self._follow(step, state, base)
             base = None
-        context.counters["rounds caught up"] += len(verified.steps)
+        context.counters["rounds caught up"] += len(steps)
         self._begin_round(self.here)
 
     def recall(self, member: bytes, number: int) -> None:

@@ -111,7 +111,7 @@ class Trust:
 
     def answered(self, peer: bytes, history: History) -> Verified | None:
         """Takes in an answer; returns the history to adopt once it has the head, or None."""
-        if peer != self.asked:
+        if peer != self.asked or self.context.has_stopped:
             return None
         try:
             is_found = self._follow(history)

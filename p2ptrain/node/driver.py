@@ -334,16 +334,14 @@ class Driver:
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""
-        manifest, view = effect.manifest, self.node.view()
-        if view.is_stopping and not view.is_admitted:  # what it trains counts no more, and the round would wait for it
-            self.device.stop_training()
+        manifest = effect.manifest
         good, mine = [], {}
         for taken in manifest.taken:
             payload = await self._payload_of(taken, adopted)
             if payload is None:
                 return
             good.append(payload)
-            if taken.author == view.me:
+            if taken.author == self.node.view().me:
                 mine[taken.round] = payload
         try:
             await self._repeat()

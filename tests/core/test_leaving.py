@@ -150,6 +150,13 @@ def test_a_leaver_that_cannot_apply_the_last_round_ends_all_the_same() -> None:
     assert bench.now == 30.0
 
 
+@pytest.mark.parametrize("trouble", ["is_quarantined", "is_astray"])
+def test_a_leaver_whose_state_is_wrong_waits_for_nothing(trouble: str) -> None:
+    bench, _, vote = one_vote_before_it_is_out()
+    setattr(bench.node.work, trouble, True)
+    assert ev.Stop("left") in bench.hear(vote)
+
+
 def test_a_newcomer_that_leaves_waits_for_nothing() -> None:
     bench = Bench(4, me=5)
     assert bench.do(ev.StopRequested()) == [ev.Stop("left")]
@@ -162,6 +169,48 @@ def test_a_leaver_that_nobody_hears_goes_after_a_while() -> None:
     while not any(isinstance(effect, ev.Stop) for effect in effects):
         effects = bench.tick()
     assert (bench.now, effects[-1]) == (30.0, ev.Stop("left without being heard"))
+
+
+def test_a_leaver_that_lacks_many_rounds_fetches_a_state_before_it_ends() -> None:
+    bench = Bench(4, me=1)
+    bench.do(ev.StopRequested())
+    leave = name_of(Leave(RUN, 1, ME))
+    line = line_of(bench.genesis, bench.run, 40)
+    state = line[-1][1]
+    named = [
+        Availability(RUN, 41, 40, root_of(40), (), (), (leave,), bitmap(range(4)), key) for key in state.members[:3]
+    ]
+    asked = {leave: bench.node.context.requests.request(leave)}
+    manifest = manifest_of(state, bench.run, named, lambda name: None, asked.get)
+    assert isinstance(manifest, Manifest)
+    bench.hear(bench.hello(KEYS[0], round=43))
+    while ev.AskHistory(KEYS[0], RUN, 0) not in bench.tick():
+        assert bench.now < 20.0
+    steps = (*(step for step, _ in line), certified(manifest, state))
+    effects = bench.do(ev.HistoryArrived(KEYS[0], History((BranchStart(RUN, 0),), 41, (), None, steps)))
+    assert ME not in bench.state.place
+    assert isinstance(effects[-1], ev.CatchUp)
+    assert bench.do(ev.CaughtUp(40, root_of(40), effects[-1].attempt)) == [ev.Apply(manifest)]
+    assert bench.do(ev.Applied(RUN, 41, root_of(41))) == [ev.Stop("left")]
+
+
+@pytest.mark.parametrize("keeps_place", [True, False])
+def test_who_has_stopped_does_not_take_in_even_the_trusted_history(keeps_place: bool) -> None:
+    source, manifest, _ = one_vote_before_it_is_out()
+    history = history_of(source, manifest, 20)
+    bench = Bench(4, me=5, start=False)
+    bench.do(ev.Started(bench.saved(applied_root=b""), trust=history.steps[-1].manifest.digest))
+    asked = [effect for key in KEYS[:4] for effect in bench.do(ev.PeerSeen(key)) if isinstance(effect, ev.AskHistory)]
+    assert any(isinstance(effect, ev.Stop) for effect in bench.do(ev.StopRequested(keeps_place=keeps_place)))
+    assert bench.do(ev.HistoryArrived(asked[0].peer, history)) == []
+    assert bench.state.round == 0
+
+
+def test_who_is_alone_and_has_stopped_decides_no_round_any_more() -> None:
+    bench = Bench(1)
+    assert bench.do(ev.StopRequested()) == [ev.Stop("left")]
+    assert not [effect for effect in bench.train() if isinstance(effect, ev.Apply)]
+    assert bench.state.round == 0
 
 
 def test_who_is_alone_leaves_at_once() -> None:

@@ -211,13 +211,7 @@ class ScriptedNode:
 
     def __init__(self, run: RunConfig) -> None:
         self.seen = SimpleNamespace(
-            me=ME,
-            run=run,
-            is_in=self.is_in,
-            is_welcome=self.is_welcome,
-            is_stopping=False,
-            is_admitted=True,
-            is_quarantined=False,
+            me=ME, run=run, is_in=self.is_in, is_welcome=self.is_welcome, is_stopping=False, is_quarantined=False
         )
         self.deadline: float | None = None
         self.has_started = False

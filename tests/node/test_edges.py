@@ -76,17 +76,6 @@ async def test_a_round_is_applied_and_its_contribution_forgotten(tmp_path: Path)
         assert each.trainer.done == [("apply", 1, 2, 1)]
 
 
-@pytest.mark.parametrize("has_left", [True, False])
-@skipping_time
-async def test_the_round_that_lets_a_leaver_go_waits_for_no_training(tmp_path: Path, has_left: bool) -> None:
-    async with bench(tmp_path) as each, each.running():
-        each.node.seen.is_stopping, each.node.seen.is_admitted = True, not has_left
-        doing(each, ev.Apply(held(each, 1)))
-        await until(lambda: bool(each.node.events))
-        assert each.trainer.done == [("apply", 1, 2, 1)]
-        assert each.device.is_stopping == has_left
-
-
 @skipping_time
 async def test_a_lost_payload_of_an_agreed_round_is_fetched_until_somebody_has_it(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running():
