@@ -201,8 +201,17 @@ def _takes_files(directory: Path) -> bool:
 
 
 def _over(directory: Path, then: str = "true") -> tuple[str, ...]:
-    mount = f'mount --bind "{directory}" "{directory}" && mount -o remount,bind,ro "{directory}" && {then}'
-    return ("sh", "-c", mount, "sh")
+    """Mounts the directory over itself, read-only from the start: a file that is opened for writing in between
+    would keep it writable ("mount point is busy")."""
+    aside = directory.with_name(f"{directory.name} read-only")
+    mounts = (
+        f'mkdir -p "{aside}"',
+        f'mount --bind "{directory}" "{aside}"',
+        f'mount -o remount,bind,ro "{aside}"',
+        f'mount --bind "{aside}" "{directory}"',
+        f'umount "{aside}"',
+    )
+    return ("sh", "-c", " && ".join([*mounts, then]), "sh")
 
 
 @pytest.fixture
