@@ -152,8 +152,11 @@ def grid() -> list[Setting]:
     found += [replace(muon, k=k, chunk=32) for k in (16, 64)]
     found += [replace(muon, k=k, peers=16) for k in (64, 256)]
     share = replace(muon, residual_share="1/4")
-    found += [replace(share, k=k, outer_rate=rate) for k in (64, 128, 512) for rate in ("3/2", "2")]
-    found += [replace(share, k=k, outer_rate="3", peers=16) for k in (64, 160, 512)]
+    found += [replace(share, k=k, outer_rate=rate) for k in (64, 128, 256) for rate in ("3/2", "2")]
+    found += [replace(share, k=512, local_steps=8, outer_rate="3/2")]
+    found += [replace(share, k=k, outer_rate="3", peers=16) for k in (64, 160, 256)]
+    found += [replace(share, k=512, local_steps=8, outer_rate="2", peers=16)]
+    found += [replace(share, k=256, outer_rate="3", peers=32)]
     found += [replace(muon, k=160, outer_rate=rate, peers=16) for rate in ("2", "4")]
     found += [replace(share, k=128, delay=1, between=2)]
     found += family()

@@ -187,7 +187,7 @@ class AdmissionConfig(Section):
         2, ge=0, le=1_024, description="manifests that took a newcomer's contribution before it gets a seat"
     )
     absence_rounds_max: int = Field(10, ge=1, le=65_536, description="rounds unheard before a member loses its seat")
-    leave_seconds: int = Field(30, ge=0, le=600, description="how long a leaving member votes and applies at most")
+    leave_seconds: int = Field(30, ge=0, le=600, description="how long a leaving member stays at most")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -97,7 +97,7 @@ class Context:
         self.here: tuple[bytes, int] = (b"", -1)  # the current branch and round
         self.silent_everywhere = -1  # the same for any branch: our record of it is lost
         self.is_halted = False  # more than f members have lied, so no vote can be trusted any more
-        self.is_leaving = self.has_stopped = False
+        self.is_stopping = self.has_stopped = False  # asked to, and done
         self.published_at = 0.0
         self.round_began_at = 0.0  # when the previous round began
 
@@ -106,8 +106,7 @@ class Context:
 
     def is_out(self, state: AgreedState) -> bool:
         """Whether this node has left by this state, or has stopped: later rounds do not concern it."""
-        is_outside = self.me not in state.place or state.members == (self.me,)
-        return self.has_stopped or (self.is_leaving and is_outside)
+        return self.has_stopped or (self.is_stopping and (self.me not in state.place or state.members == (self.me,)))
 
     def may_speak(self, branch: bytes, number: int) -> bool:
         """Whether we know everything that we have sent in this round."""

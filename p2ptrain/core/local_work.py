@@ -66,7 +66,6 @@ class LocalWork:
         self.announced: dict[bytes, int] = {}  # by branch: the last round that we announced for
         self.is_astray = not applied_root  # the applied state is not on our chain, or there is none
         self.is_quarantined = False  # our root is not the certified one
-        self.is_stopping = False
         self.catching: dict[int, bytes] | None = None  # the candidate roots of the state being fetched
         self.attempt = -1  # number of the last fetch of a state: the chain may change before an earlier one ends
         self.fetched_round = -1  # of the state that was fetched last
@@ -84,10 +83,6 @@ class LocalWork:
         """Whether our state lacks no more rounds than we replay."""
         lacking = self.chain.state.round - self.applied_round
         return not (self.is_astray or self.is_quarantined) and lacking <= REPLAY_ROUNDS_MAX
-
-    def stop(self) -> None:
-        """Begins no more trainings."""
-        self.is_stopping = True
 
     def _carry_root(self) -> None:
         state = self.chain.state
@@ -256,7 +251,7 @@ class LocalWork:
         self.look_at = None
         state, context = self.chain.state, self.context
         overlap = context.run.agreement.overlap_rounds
-        is_free = self.training is None and not self.is_stopping and len(self.outstanding) <= overlap
+        is_free = self.training is None and not context.is_stopping and len(self.outstanding) <= overlap
         if not is_free or self.applying is not None or not self.is_current or context.me not in state.place:
             return
         free = state.round + 1 + len(self.outstanding)  # a round takes one contribution of ours, the oldest

@@ -6,7 +6,7 @@ before they are held open for it: newcomers.py.) It sends them to a few members 
 gossip of strangers. One member that attests it is enough, since the others ask that one for it. A leaving node
 announces that, and keeps voting until a manifest carries its leave or `leave_seconds` have passed, so that the others
 do not lose the quorum when it goes. Then it takes in no later round, and ends when it has applied what its log has:
-others may be many rounds further by the time that it ends, and an audit could not replay a log of those.
+others may be many rounds further by the time that it ends, and without their payloads no audit could replay its log.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Membership:
     def leave(self, state: AgreedState) -> None:
         """Starts leaving the run."""
         if self.leave_until is None:
-            self.context.is_leaving = True
             self.was_inside = self.context.me in state.place
             self.leave_until = self.context.now + self.context.run.admission.leave_seconds
             self.next_at = 0.0

@@ -306,7 +306,7 @@ class Node:
         self.catching_up.failed(event.peer)
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
-        self.work.stop()
+        self.context.is_stopping = True
         if event.keeps_place:
             self.membership.go_away()
         else:

@@ -126,7 +126,7 @@ class NodeView:
 
     @property
     def is_stopping(self) -> bool:
-        return self._node.work.is_stopping
+        return self._node.context.is_stopping
 
     @property
     def applied_round(self) -> int:
@@ -149,7 +149,7 @@ class NodeView:
             Code.QUARANTINED: work.is_quarantined,
             Code.CATCHING_UP: work.is_astray or node.catching_up.is_behind or work.applied_round + 1 < state.round,
             Code.SILENT: not context.may_speak(state.branch, state.round + 1),
-            Code.NOT_ADMITTED: context.me not in state.place and not work.is_stopping,
+            Code.NOT_ADMITTED: context.me not in state.place and not context.is_stopping,
             Code.NO_PEERS: not context.peers and state.members != (context.me,),
             Code.CRASH_ONLY: state.roster.is_crash_only,
         }

@@ -51,6 +51,13 @@ def leaver_of_a_round() -> Bench:
     return bench
 
 
+def asks_for_the_history(bench: Bench, number: int) -> None:
+    """Lets another say that it is in that round already."""
+    bench.hear(bench.hello(KEYS[0], round=number))
+    while ev.AskHistory(KEYS[0], RUN, 0) not in bench.tick():
+        assert bench.now < 20.0
+
+
 def history_of(bench: Bench, manifest: Manifest, rounds: int) -> History:
     """What another knows who is so many rounds further than the one that lets the leaver go."""
     after = bench.genesis.after(manifest, bench.run)
@@ -90,9 +97,7 @@ def test_a_leaver_takes_in_no_round_after_the_one_that_lets_it_go() -> None:
 @pytest.mark.parametrize("rounds", [0, 20, 50])
 def test_a_leaver_that_learns_by_a_history_that_it_may_go_takes_in_nothing_later(rounds: int) -> None:
     bench, manifest, _ = one_vote_before_it_is_out()
-    bench.hear(bench.hello(KEYS[0], round=rounds + 2))
-    while ev.AskHistory(KEYS[0], RUN, 0) not in bench.tick():
-        assert bench.now < 20.0
+    asks_for_the_history(bench, rounds + 2)
     effects = bench.do(ev.HistoryArrived(KEYS[0], history_of(bench, manifest, rounds)))
     assert (bench.state.round, [type(effect) for effect in effects if not isinstance(effect, ev.Send)]) == (
         1,
@@ -104,9 +109,7 @@ def test_a_leaver_that_learns_by_a_history_that_it_may_go_takes_in_nothing_later
 def test_a_leaver_takes_in_no_history_that_it_has_asked_for_before() -> None:
     bench, manifest, vote = one_vote_before_it_is_out()
     history = history_of(bench, manifest, 20)
-    bench.hear(bench.hello(KEYS[0], round=22))
-    while ev.AskHistory(KEYS[0], RUN, 0) not in bench.tick():
-        assert bench.now < 20.0
+    asks_for_the_history(bench, 22)
     bench.hear(vote)
     assert bench.do(ev.HistoryArrived(KEYS[0], history)) == []
     assert not [effect for _ in range(5) for effect in bench.tick() if isinstance(effect, ev.AskHistory)]
@@ -183,9 +186,7 @@ def test_a_leaver_that_lacks_many_rounds_fetches_a_state_before_it_ends() -> Non
     asked = {leave: bench.node.context.requests.request(leave)}
     manifest = manifest_of(state, bench.run, named, lambda name: None, asked.get)
     assert isinstance(manifest, Manifest)
-    bench.hear(bench.hello(KEYS[0], round=43))
-    while ev.AskHistory(KEYS[0], RUN, 0) not in bench.tick():
-        assert bench.now < 20.0
+    asks_for_the_history(bench, 43)
     steps = (*(step for step, _ in line), certified(manifest, state))
     effects = bench.do(ev.HistoryArrived(KEYS[0], History((BranchStart(RUN, 0),), 41, (), None, steps)))
     assert ME not in bench.state.place
@@ -230,9 +231,7 @@ def test_who_goes_away_for_a_while_ends_at_once_and_says_nothing_of_leaving() ->
 def test_who_goes_away_takes_in_no_history_any_more() -> None:
     bench, manifest, _ = one_vote_before_it_is_out()
     history = history_of(bench, manifest, 20)
-    bench.hear(bench.hello(KEYS[0], round=22))
-    while ev.AskHistory(KEYS[0], RUN, 0) not in bench.tick():
-        assert bench.now < 20.0
+    asks_for_the_history(bench, 22)
     assert bench.do(ev.StopRequested(keeps_place=True)) == [ev.Stop("away")]
     assert bench.do(ev.HistoryArrived(KEYS[0], history)) == []
 
