@@ -80,7 +80,8 @@ def swarm_of(setting: Setting, recipe: RecipeConfig, live: LiveModel) -> Any:
     if of_kind is not None:
         return of_kind(recipe, live, setting.peers)
     if setting.regions:
-        return TwoLevelSwarm(recipe, live, setting.peers, setting.regions, setting.local_steps // 2)
+        rounds, regional = setting.local_steps // setting.region_steps, dict(setting.regional)
+        return TwoLevelSwarm(recipe, live, setting.peers, setting.regions, rounds, setting.region_late, regional)
     if setting.speeds:
         return SwarmOfSpeeds(recipe, live, setting.speeds)
     return Swarm(recipe, live, setting.peers, setting.delay, setting.between)

@@ -48,7 +48,10 @@ class Setting:
     delay: int = 0
     between: int = 0  # of the next round's steps, after which a delayed round is applied; 0: after all of them
     speeds: tuple[int, ...] = ()  # of the peers: how many rounds a training of theirs takes
-    regions: int = 0  # in which nodes agree among themselves every other step
+    regions: int = 0  # in which nodes agree among themselves
+    region_steps: int = 2  # local steps of a region's round
+    region_late: int = 0  # of these, until a round of the world is taken in
+    regional: tuple[tuple[str, Any], ...] = ()  # what a region's recipe has otherwise
     slow: int = 0  # peers ten times slower, which take a tenth of the steps
     half_state: bool = False  # residual and momentum in bf16
     documents: str = ""  # together or apart, in a corpus of short ones
@@ -107,7 +110,9 @@ class Setting:
         parts += [f"outer rate {float(Fraction(self.outer_rate)):g}"] if Fraction(self.outer_rate) != 1 else []
         parts += ["one round late"] if self.delay and not self.between else []
         parts += [f"{self.between} steps late"] if self.between else []
-        parts += [f"{self.regions} regions"] if self.regions else []
+        inside = "".join(f", {key} {value}" for key, value in self.regional)
+        late = f", {self.region_late} rounds late" if self.region_late else ""
+        parts += [f"{self.regions} regions of {self.region_steps} steps{inside}{late}"] if self.regions else []
         parts += [f"speeds {'/'.join(map(str, self.speeds))}"] if self.speeds else []
         parts += [f"{self.slow} take a tenth of them"] if self.slow else []
         parts += ["bf16 residual and momentum"] if self.half_state else []

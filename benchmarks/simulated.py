@@ -12,6 +12,7 @@ from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel
 from p2ptrain.learn.outer import Outer
 from p2ptrain.learn.recipes import LocalRecipe, Residual, make_recipe
+from p2ptrain.learn.region import Region, World
 from p2ptrain.learn.schedule import inner_rate
 
 
@@ -19,14 +20,20 @@ class Swarm:
     """Peers with a residual each, one copy of the agreed state, and real payloads between them.
 
     delay: 1 if a round's contributions are applied while the next one trains; between_steps: after so many of its
-    steps, and 0 once all are taken
+    steps, and 0 once all are taken; covered: how many other rounds' movement a contribution may hold as well
     """
 
     def __init__(
-        self, recipe: RecipeConfig, live: LiveModel, peers: int, delay: int = 0, between_steps: int = 0
+        self,
+        recipe: RecipeConfig,
+        live: LiveModel,
+        peers: int,
+        delay: int = 0,
+        between_steps: int = 0,
+        covered: int = 0,
     ) -> None:
         self.config, self.live, self.delay, self.between_steps = recipe, live, delay, between_steps
-        self.outer = Outer(recipe, live.shapes, delay)
+        self.outer = Outer(recipe, live.shapes, delay, covered)
         self.peers = [make_recipe(recipe, live, self.outer.layouts) for _ in range(peers)]
         self.state, self.agreed = self.peers[0].agreed_state, self.peers[0].agreed
         for peer in self.peers:
@@ -34,13 +41,21 @@ class Swarm:
         self.payload_bytes = self.outer.payload_bytes
         self.waiting: list[dict[int, bytes]] = []  # by round: payloads by peer
 
-    def round(self, round_number: int, batches: list[list[Any]], alone: int | None = None) -> None:
-        """Runs a round; `alone`: the one peer whose contribution the others had in time."""
+    def round(
+        self,
+        round_number: int,
+        batches: list[list[Any]],
+        alone: int | None = None,
+        shift: torch.Tensor | None = None,
+    ) -> None:
+        """Runs a round; `alone`: the one peer whose contribution the others had in time; shift: what all add first."""
         payloads = {}
         old, last = self.state.clone(), self.waiting.pop(0) if self.between_steps and self.waiting else {}
         for number, (peer, own) in enumerate(zip(self.peers, batches, strict=True)):
             self.state.copy_(old)
             peer.begin(round_number + 1)
+            if shift is not None:
+                self.live.weights.add_(shift)
             for step, batch in enumerate(own):
                 if last and step == self.between_steps:
                     assert isinstance(peer, LocalRecipe)
@@ -120,35 +135,65 @@ class SwarmOfSpeeds(Swarm):
 
 
 class TwoLevelSwarm:
-    """Regions whose nodes agree among themselves, and whose movement over some of their rounds is one contribution to
-    the world's round (after HALoS: Kim et al. 2025, arXiv 2506.04531). `payload_bytes` are a region's, for the world.
+    """Regions that agree by themselves, and whose movement over some of their rounds is one contribution to the world's
+    round (p2ptrain/learn/region.py). `payload_bytes` are a region's, for the world; regional: what is otherwise inside.
+
+    late: rounds of the regions after which a round of the world is taken in
     """
 
-    def __init__(self, recipe: RecipeConfig, live: LiveModel, peers: int, regions: int, rounds: int) -> None:
+    def __init__(
+        self,
+        recipe: RecipeConfig,
+        live: LiveModel,
+        peers: int,
+        regions: int,
+        rounds: int,
+        late: int,
+        regional: dict[str, Any],
+    ) -> None:
         own = {"local_steps": recipe.local_steps // rounds, "rounds": recipe.rounds * rounds}
-        regional = recipe.model_copy(update=own | {"warmup_rounds": recipe.warmup_rounds * rounds})
-        self.config, self.live, self.rounds = recipe, live, rounds
-        self.regions = [Swarm(regional, live, peers // regions) for _ in range(regions)]
+        inside = recipe.model_copy(update=own | {"warmup_rounds": recipe.warmup_rounds * rounds} | regional)
+        self.config, self.live, self.rounds, self.late = recipe, live, rounds, late
+        self.swarms = [Swarm(inside, live, peers // regions, covered=rounds) for _ in range(regions)]
+        round_reach = inside.local_steps * float(inside.inner_learning_rate)
+        self.regions = [Region(b"one for all", rounds, round_reach) for _ in range(regions)]
         self.outer = Outer(recipe, live.shapes)
         self.residuals = [Residual(self.outer.layouts, live.weights.device) for _ in range(regions)]
-        self.state = self.regions[0].state.clone()
+        self.state = self.swarms[0].state.clone()
         self.payload_bytes = self.outer.payload_bytes
+        self.said: dict[int, tuple[int, bytes]] = {}  # by region: when it contributed to the next round, and what
+        self.world_rounds = 0
+        self._tell()
+
+    def _tell(self) -> None:
+        for region in self.regions:
+            region.hear(World(self.world_rounds, self.state.cpu().clone()))
 
     def round(self, round_number: int, batches: list[list[Any]]) -> None:
-        payloads, count = [], len(self.regions[0].peers)
-        for place, (region, residual) in enumerate(zip(self.regions, self.residuals, strict=True)):
-            own = batches[place * count : (place + 1) * count]
-            region.state.copy_(self.state)
-            for turn in range(self.rounds):
+        count = len(self.swarms[0].peers)
+        for turn in range(self.rounds):
+            now = round_number * self.rounds + turn
+            if len(self.said) == len(self.regions) and now >= max(at for at, _ in self.said.values()) + self.late:
+                self._agree()
+            for place, (region, swarm) in enumerate(zip(self.regions, self.swarms, strict=True)):
+                own = batches[place * count : (place + 1) * count]
                 steps = slice(turn * len(own[0]) // self.rounds, (turn + 1) * len(own[0]) // self.rounds)
-                region.round(round_number * self.rounds + turn, [each[steps] for each in own])
-            residual.add(round_number, self.outer.parts(self.state - region.state), float(self.config.decay))
-            payloads.append(self.outer.pack(residual.take(round_number, self.config), 0))
-        with torch.no_grad():
-            counted = self.outer.apply(self.state, round_number, payloads)
-        for residual, payload in zip(self.residuals, payloads, strict=True):
-            residual.forget(round_number, counted.uncounted(payload))
-        self.live.weights.copy_(self.state)
+                swarm.round(now, [each[steps] for each in own], shift=region.begin(now + 1, swarm.agreed))
+                region.offer(now + 1)
+                if (moved := region.applied(now + 1, {region.me: region.tail}, swarm.agreed)) is not None:
+                    self.residuals[place].add(self.world_rounds, self.outer.parts(moved), float(self.config.decay))
+                    contribution = self.residuals[place].take(self.world_rounds, self.config)
+                    self.said[place] = now + 1, self.outer.pack(contribution, 0)
+        self.live.weights.copy_(self.swarms[0].agreed)
+
+    @torch.no_grad()
+    def _agree(self) -> None:
+        counted = self.outer.apply(self.state, self.world_rounds, [payload for _, payload in self.said.values()])
+        for place, (_, payload) in self.said.items():
+            self.residuals[place].forget(self.world_rounds, counted.uncounted(payload))
+        self.said.clear()
+        self.world_rounds += 1
+        self._tell()
 
 
 class FullySynchronised:

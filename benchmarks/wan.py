@@ -1,7 +1,7 @@
 """Real daemons on a line between homes: what they have learned after some minutes, and what that cost in bytes.
 
     OMP_NUM_THREADS=1 python benchmarks/wan.py [--nodes 4] [--minutes 2 5] [--line dsl | --rate 20 --delay 100 --loss 0]
-        [--slow PERCENT] [--regions N] [--run FILE] [--keep] [--json FILE]
+        [--slow PERCENT] [--regions N [--world FILE]] [--run FILE] [--keep] [--json FILE]
 
 Each node is `p2ptrain start` or `p2ptrain join` on a host of its own (relay.py), which takes root and /dev/net/tun.
 Time counts from the start of the first process, so starting and joining are part of it. After each of `--minutes` the
@@ -11,6 +11,9 @@ are all that a host sends and receives. The share of time in which a node trains
 --slow: per cent of the time that the last node may train (`p2ptrain limit`), from when all are members. The last line
 compares the tokens of all nodes with those that each would have trained alone.
 --run: a run's config; without it 1.0M parameters on the text that every Python carries, with recipe `local`.
+--world: the world's run; each of the `--regions` is then a run of its own, `--run`, whose [world] has `run = "WORLD"`
+for the id. A node on another host of the first region begins the world's run, and then pauses; the loss is that of the
+world's weights, and in brackets of the first region's.
 """
 
 from __future__ import annotations
@@ -103,6 +106,21 @@ class Homes(Swarm):
         node.listen, node.prefix = f"/ip4/{address(place)}/tcp/{PORT}", tuple(self.hosts.prefix(place))
         return node
 
+    def begin(self) -> None:
+        """Starts the first node, and all others once it is up."""
+        first = self.nodes[0]
+        first.start()
+        self.until(lambda: bool(first.status.get("addresses")), START_SECONDS)
+        for _ in range(self.size - 1):
+            self.add()
+
+    def is_whole(self) -> bool:
+        return all(len(node.status.get("roster", ())) == self.size for node in self.nodes)
+
+    def saved(self) -> list[tuple[Path, int]]:
+        """Has models saved; returns in which directories, and the rounds that they are of."""
+        return [(node.directory, ask(node.directory, {"do": "checkpoint"})["round"]) for node in self.nodes[:1]]
+
     def look(self) -> None:
         super().look()
         for node in self.nodes:
@@ -126,6 +144,52 @@ class Homes(Swarm):
         return (after - before) / (ended - began)
 
 
+class Regions(Homes):
+    """A swarm for each region, and a node on a host of its own that began the world's run."""
+
+    def __init__(self, directory: Path, run: str, world: str, hosts: Hosts, regions: int) -> None:
+        super().__init__(directory, world, hosts)  # the node of the world's run is on the first host
+        self.text, self.regions, self.size = run, regions, self.size - 1
+        self.world, self.nodes = self.nodes[0], []
+
+    def begin(self) -> None:
+        self.world.start()
+        self.until(lambda: bool(self.world.status.get("addresses")), START_SECONDS)
+        ask(self.world.directory, {"do": "pause"})
+        reached = self.world.status["addresses"][0]
+        run = self.directory / "region.toml"
+        run.write_text(self.text.replace("WORLD", self.world.status["run_id"]))
+        os.environ["P2PTRAIN_REGION__BOOTSTRAP"] = reached
+        for place in range(self.size):
+            if place == self.regions:
+                self.until(lambda: all(node.status.get("addresses") for node in self.nodes), START_SECONDS)
+            arguments = ["start", str(run)]
+            if place >= self.regions:
+                first = self.nodes[place % self.regions]
+                arguments = ["join", "--bootstrap", str(first.status["addresses"][0])]
+            self.nodes.append(self.make(arguments))
+            self.nodes[-1].start()
+
+    def is_whole(self) -> bool:
+        found = [node.status for node in self.nodes]
+        are_members = all(len(each.get("roster", ())) == self.size // self.regions for each in found)
+        return are_members and len(self.world.status.get("roster", ())) == self.size + 1
+
+    def look(self) -> None:
+        super().look()
+        self.world.look()
+        self.world.assert_alive()
+
+    def saved(self) -> list[tuple[Path, int]]:
+        both = (self.world, self.nodes[0])
+        return [(node.directory, ask(node.directory, {"do": "checkpoint"})["round"]) for node in both]
+
+    def stop(self) -> None:
+        trained, self.nodes = self.nodes, [*self.nodes, self.world]
+        super().stop()
+        self.nodes = trained
+
+
 def held_out_loss(model: Transformer, dataset: TokenDataset, length: int) -> float:
     """Returns the mean loss on held-out text, in nats a token."""
     count, total = min(EVALUATED, dataset.held_out_sequences(length)), 0.0
@@ -139,12 +203,9 @@ def held_out_loss(model: Transformer, dataset: TokenDataset, length: int) -> flo
 def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str, Any]:
     """Trains, and returns what there is to tell after each of the minutes; slow: per cent of the time in which the last
     node may train."""
-    began, first = monotonic(), swarm.nodes[0]
+    began = monotonic()
     whole: tuple[float, int, dict[str, Any]] | None = None  # when all were members, the round, what hosts had sent
-    first.start()
-    swarm.until(lambda: bool(first.status.get("addresses")), START_SECONDS)
-    for _ in range(swarm.size - 1):
-        swarm.add()
+    swarm.begin()
     marks, models = [], []
     allowed, settled = [1.0] * (swarm.size - 1) + [slow / 100], 0
     before: list[Progress] = []
@@ -152,17 +213,19 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
         while monotonic() < began + 60 * minute:
             sleep(LOOK_SECONDS)
             swarm.look()
-            if whole is None and all(len(node.status.get("roster", ())) == swarm.size for node in swarm.nodes):
+            if whole is None and swarm.is_whole():
                 whole = monotonic(), swarm.round, traffic(swarm.hosts)
                 if slow < 100:
                     ask(swarm.nodes[-1].directory, {"do": "limit", "percent": slow})
                 settled = swarm.round + SETTLED_ROUNDS
             if whole is not None and not before and swarm.round >= settled:
                 before = swarm.progress()
-        number = ask(first.directory, {"do": "checkpoint"})["round"]
-        config = NodeConfig.model_validate({"storage": {"directory": str(first.directory)}})
-        saved = though_pruned(lambda config=config, number=number: find_model(config, number=number))  # type: ignore[misc]
-        models.append(load_model(saved.weights, torch.device("cpu")))
+        found_models = []
+        for directory, number in swarm.saved():
+            config = NodeConfig.model_validate({"storage": {"directory": str(directory)}})
+            saved = though_pruned(lambda config=config, number=number: find_model(config, number=number))  # type: ignore[misc]
+            found_models.append(load_model(saved.weights, torch.device("cpu")))
+        models.append(found_models)
         marks.append({"minutes": minute, "seconds": monotonic() - began, "round": number} | traffic(swarm.hosts))
         print(f"{minute:g} minutes: round {number}", flush=True)
     swarm.look()
@@ -172,10 +235,12 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
     swarm.stop()
     dataset = TokenDataset.open(find_dataset(config, saved.run.data.manifest), saved.run.data.manifest)
     for mark, model in zip(marks, models, strict=True):
-        mark["loss"] = held_out_loss(model, dataset, saved.run.model.sequence_length)
+        length = saved.run.model.sequence_length
+        mark["loss"], *inside = [held_out_loss(each, dataset, length) for each in model]
+        mark["region_loss"] = inside[0] if inside else None
     found: dict[str, Any] = {
         "system": "p2ptrain",
-        "parameters": sum(each.numel() for each in models[0].parameters()),
+        "parameters": sum(each.numel() for each in models[0][0].parameters()),
         "recipe": saved.run.recipe.model_dump(mode="json"),
         "marks": marks,
         "rounds": [status["applied_round"] for status in statuses],
@@ -234,13 +299,18 @@ def tell(found: dict[str, Any]) -> None:
     for mark in found["marks"]:
         sent, received = mark["sent"], mark["received"]
         print(
-            f"{mark['minutes']:8g} {mark['loss']:15.3f} {statistics.mean(sent) / 1e6:12.2f} ({max(sent) / 1e6:.2f})"
+            f"{mark['minutes']:8g} {_losses(mark):>15} {statistics.mean(sent) / 1e6:12.2f} ({max(sent) / 1e6:.2f})"
             f" {statistics.mean(received) / 1e6:22.2f}"
         )
     relay, late = found["relay"], ""
     if relay["mean_late_seconds"] > LATE_SECONDS:
         late = "; the processor held packets up, not only the line"
     print(f"packets arrived {1e3 * relay['mean_late_seconds']:.1f} ms late on average{late}")
+
+
+def _losses(mark: dict[str, Any]) -> str:
+    inside = mark.get("region_loss")
+    return f"{mark['loss']:.3f}" if inside is None else f"{mark['loss']:.3f} ({inside:.3f})"
 
 
 def tell_more(found: dict[str, Any]) -> None:
@@ -259,7 +329,9 @@ def tell_more(found: dict[str, Any]) -> None:
         joining, far = (sum(each["far"]) / 1e6 for each in (found["bytes_until_whole"], found["marks"][-1]))
         print(
             f"MB between the regions: {joining:.2f} until all were members, then {(far - joining) / rounds:.2f} a round"
+            f" and {(far - joining) / (rounds * found['round_seconds']) * 60:.2f} a minute"
         )
+    print(f"tokens trained on: {sum(found['tokens']):,}")
     if (share := found["tokens_over_alone"]) is not None:
         slow = f", the last at {found['slow_percent']} % of its time" if found["slow_percent"] < 100 else ""
         taken = ", ".join(map(str, found["contributions"]))
@@ -289,11 +361,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--slow", type=int, default=100, metavar="PERCENT", help="of its time the last node may train")
+    parser.add_argument("--world", type=Path, metavar="FILE", help="the world's run, of which the regions are regions")
     chosen = parsed(parser)
-    line, (text, _) = line_of(chosen), load_run(chosen.run)
+    if chosen.world and not (chosen.regions and chosen.run):
+        parser.error("--world needs --regions and --run")
+    line = line_of(chosen)
+    text = chosen.run.read_text() if chosen.world else load_run(chosen.run)[0]
+
+    def make(directory: Path) -> Homes:
+        if chosen.world is None:
+            return Homes(directory, text, hosts)
+        return Regions(directory, text, chosen.world.read_text(), hosts, chosen.regions)
+
     with (
-        hosts_on(line, chosen.nodes, regions=chosen.regions) as hosts,
-        swarm_in(chosen.keep, lambda directory: Homes(directory, text, hosts)) as swarm,
+        hosts_on(line, chosen.nodes + bool(chosen.world), regions=chosen.regions) as hosts,
+        swarm_in(chosen.keep, make) as swarm,
     ):
         found = measure(swarm, chosen.minutes, chosen.slow)
     found |= {"nodes": chosen.nodes, "regions": chosen.regions, "line": asdict(line), "load": os.getloadavg()}

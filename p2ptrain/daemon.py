@@ -36,6 +36,7 @@ from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
 from p2ptrain.node.notify import SystemdNotifier, notify
 from p2ptrain.node.orders import obey
+from p2ptrain.node.region import RegionDevice
 from p2ptrain.observe.build import complaints_of, limits_of, peers_of, rounds_of, status_of
 from p2ptrain.observe.news import DropLog, News
 from p2ptrain.observe.progress import ProgressLine, line_of
@@ -196,6 +197,9 @@ class Daemon:
                 return questions.States(edges.served_blobs.states.places() if is_ours else ())
             case questions.AskPeers():
                 if not is_ours:
+                    device, asked = self.driver.device, question.run_id.hex()
+                    if isinstance(device, RegionDevice) and asked == self.run.world.run:
+                        return questions.Peers(device.addresses)
                     return questions.Peers()
                 edges.connections.takes_part(peer)
                 return questions.Peers(edges.connections.reachable(but=peer)[: questions.PEERS_MAX])

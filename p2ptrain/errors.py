@@ -65,6 +65,10 @@ class TrainingError(P2ptrainError):
         self.what, self.step, self.positions = what, step, positions
 
 
+class PassedError(P2ptrainError):
+    """A round passed without this node's contribution, which is nobody's fault."""
+
+
 class PrivacySpentError(P2ptrainError):
     """The next steps would tell more of the owner's data than its budget allows."""
 

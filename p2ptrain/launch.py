@@ -30,6 +30,7 @@ from p2ptrain.learn.models import check_base_bytes
 from p2ptrain.learn.own_data import PREPARE_FIX, OwnData, open_own
 from p2ptrain.learn.plugins import allow
 from p2ptrain.learn.private import open_privacy, refuse_without_own_steps
+from p2ptrain.loop.world import WorldLink
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.assembly import Launch
@@ -444,15 +445,17 @@ async def _serve(
     """Runs the node until it has left or is stopped."""
     hears = [each.note for each in _trackers(stack, launch)]
     outputs = Outputs(hears=hears) if http is None else Outputs(http.url, http.lines, hears)
-    device = None
-    if loop is not None:
-        device = await loop.device(launch)
+    world = WorldLink(launch) if loop is None and launch.run.world.run else None
+    device = await loop.device(launch) if loop else await world.device() if world else None
+    if device is not None:
         stack.callback(device.close)
     daemon = await Daemon.open(stack, launch, outputs, device)
     running.set_result(daemon)
     _tell_how_to_join(launch.transport, launch.run)
     if loop is not None:
         loop.joined(daemon)
+    if world is not None:
+        await stack.enter_async_context(world.attached(daemon.edges))
     progress = ProgressLine(launch.config.logging.format, lambda: status_of(daemon))
     progress.start()
     stack.callback(progress.stop)

@@ -15,7 +15,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -30,15 +29,13 @@ from p2ptrain import errors
 from p2ptrain.core.pace import takes_another
 from p2ptrain.errors import ConfigError, NodeEndedError, P2ptrainError, TrainingError
 from p2ptrain.loop import channel
-from p2ptrain.loop.channel import Begin, Memory, NodeAnswer, ScriptRequest
+from p2ptrain.loop.channel import Begin, NodeAnswer, ScriptRequest
 from p2ptrain.loop.gradients import keeps_gradients
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-LEAVE_SECONDS = 60.0  # for the node to say goodbye and save
-LOG_NAME = "node.log"  # in the node's directory
 LOG_LINES = 5  # of it in the message, if the node dies
 
 NAME = re.compile(r"[A-Za-z0-9_.]{1,150}")  # of a parameter
@@ -66,7 +63,7 @@ def start(
     line; config: a node's settings file; listen: addresses, such as ["/ip4/0.0.0.0/tcp/4001"]
     """
     begin = Begin(
-        address=(),
+        joins=False,
         run={} if run is None or isinstance(run, str | Path) else dict(run),
         options=_options(directory, listen),
         parameters=_trained(model),
@@ -98,7 +95,7 @@ def join(  # noqa: PLR0913  # a node has many settings
     "own"; the rest as in `start`
     """
     begin = Begin(
-        address=(address,) if isinstance(address, str) else tuple(address),
+        joins=True,
         run={},
         options=_options(directory, listen) | {"network.bootstrap": [address] if isinstance(address, str) else address},
         parameters=_trained(model),
@@ -158,15 +155,9 @@ class Swarm:
         self.directory = Path(str(begin.options["storage.directory"]))  # of the node, with its log
         self.round = 0  # that is being trained
         self._shapes = dict(begin.parameters)
-        size = sum(math.prod(shape) for _, shape in begin.parameters)
-        ours, theirs = socket.socketpair()
-        descriptor = channel.make_memory(size)
-        self._memory = Memory(os.dup(descriptor), size)
+        self._node, self._socket, self._memory = channel.spawn_node(begin.parameters, self.directory)
         self._write_first([name for name, _ in begin.parameters])
-        self._node = _spawn(theirs, descriptor, self.directory)
-        theirs.close()
-        os.close(descriptor)
-        self._socket, self._asked, self._received = ours, 0, bytearray()
+        self._asked, self._received = 0, bytearray()
         self._work: channel.RoundToTrain | None = None
         self._losses: list[float] = []
         self._tokens, self._began = 0, 0.0
@@ -274,7 +265,7 @@ class Swarm:
             self._socket.shutdown(socket.SHUT_RDWR)  # the node then leaves
         self._socket.close()
         try:
-            self._node.wait(LEAVE_SECONDS)
+            self._node.wait(channel.LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             log.warning("the node does not end, and is killed; its directory %s is consistent", self.directory)
             self._node.kill()
@@ -454,8 +445,8 @@ class Swarm:
 
     def _ended(self) -> NodeEndedError:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._node.wait(LEAVE_SECONDS)
-        place = self.directory / LOG_NAME
+            self._node.wait(channel.LEAVE_SECONDS)
+        place = self.directory / channel.LOG_NAME
         last = "\n".join(place.read_text(errors="replace").splitlines()[-LOG_LINES:])
         status = self._node.returncode
         return NodeEndedError(f"the node has ended with status {status}; {place} ends with:\n{last}")
@@ -469,17 +460,6 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-def _spawn(theirs: socket.socket, descriptor: int, directory: Path) -> subprocess.Popen[bytes]:
-    """Starts the node, in a session of its own, so that Ctrl-C reaches the script alone."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    arguments = [sys.executable, "-m", "p2ptrain.loop.node_side", str(theirs.fileno()), str(descriptor)]
-    with (directory / LOG_NAME).open("ab") as output:
-        return subprocess.Popen(  # noqa: S603
-            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            pass_fds=(theirs.fileno(), descriptor),
-        )  # fmt: skip
 
 
 def _error(kind: str, text: str) -> P2ptrainError:

@@ -57,7 +57,7 @@ class RunModel:
         named = named_shapes(run.model, run.adapt)
         self.run = run
         self.names = [name for name, _ in named]
-        self.outer = Outer(run.recipe, [shape for _, shape in named], run.agreement.staleness_rounds_max)
+        self.outer = Outer.of(run, [shape for _, shape in named])
         self.counts = [prod(shape) for shape in self.outer.shapes]
 
     @property

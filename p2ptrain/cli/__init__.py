@@ -153,7 +153,7 @@ def _payload_bytes(run: RunConfig) -> int:
     from p2ptrain.learn.models import shapes_of
     from p2ptrain.learn.outer import Outer
 
-    return Outer(run.recipe, shapes_of(run.model, run.adapt)).payload_bytes
+    return Outer.of(run, shapes_of(run.model, run.adapt)).payload_bytes
 
 
 @config_app.command()

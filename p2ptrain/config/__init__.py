@@ -47,6 +47,7 @@ from p2ptrain.config.run import (
     RunConfig,
     StateConfig,
     TokenizerConfig,
+    WorldConfig,
 )
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "StorageConfig",
     "TokenizerConfig",
     "TrackingConfig",
+    "WorldConfig",
     "exact",
     "load_config",
     "load_node_config",

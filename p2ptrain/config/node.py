@@ -292,6 +292,24 @@ class PluginsConfig(Section):
     )
 
 
+class RegionConfig(Section):
+    """How this node reaches the world's run, if its own run is a region of one."""
+
+    bootstrap: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
+        (),
+        max_length=ADDRESSES_MAX,
+        description="nodes of the world's run to contact first; empty: those that the region's nodes tell",
+    )
+    listen: Annotated[tuple[ListenAddress, ...], FromArray] = Field(
+        ("/ip4/0.0.0.0/tcp/0",),
+        max_length=ADDRESSES_MAX,
+        description="addresses to listen on for nodes of the world's run; port 0: any free one",
+    )
+    invitation: Annotated[str, Field(max_length=4_096)] = Field(
+        "", description="invitation to the world's run, as text or a file, if it requires one"
+    )
+
+
 class TrackingConfig(Section):
     """Export of each round's figures to other tools."""
 
@@ -333,6 +351,7 @@ class NodeConfig(BaseSettings):
     privacy: PrivacyConfig = PrivacyConfig()
     http: HttpConfig = HttpConfig()
     plugins: PluginsConfig = PluginsConfig()
+    region: RegionConfig = RegionConfig()
     tracking: TrackingConfig = TrackingConfig()
     logging: LoggingConfig = LoggingConfig()
 

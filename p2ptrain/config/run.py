@@ -54,6 +54,8 @@ LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
     ("recipe", "nesterov"): False,
     ("recipe", "momentum_rounds"): 1,
     ("recipe", "fragments"): 1,
+    ("world", "run"): "",
+    ("world", "rounds"): 10,
     ("adapt", "kind"): "none",
     ("adapt", "rank"): 16,
     ("adapt", "alpha"): 32,
@@ -62,6 +64,7 @@ LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
     ("adapt", "base_bytes"): 0,
 }
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
+REGION_BITS_MIN = 4  # in which a region's contributions carry the world's changes whole, in a round or two
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
@@ -217,6 +220,20 @@ class EvalConfig(Section):
         return self.every_rounds > 0 and round_number % self.every_rounds == 0
 
 
+class WorldConfig(Section):
+    """The run to which all nodes of this one contribute as one: this run is then a region of it."""
+
+    run: DigestOrEmpty = Field("", description="its id; empty: this run is no region")
+    rounds: int = Field(
+        10, ge=1, le=4_096, description="rounds of this run from one contribution to that run to the next"
+    )
+
+    @property
+    def covered(self) -> int:
+        """How many more rounds' movement a contribution may hold, because it takes in what the world agreed on."""
+        return self.rounds if self.run else 0
+
+
 class RunConfig(Section):
     """One shared training effort; the digest of its canonical encoding is the run's id."""
 
@@ -238,6 +255,7 @@ class RunConfig(Section):
     agreement: AgreementConfig = AgreementConfig()
     admission: AdmissionConfig = AdmissionConfig()
     eval: EvalConfig = EvalConfig()
+    world: WorldConfig = WorldConfig()
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -275,6 +293,10 @@ class RunConfig(Section):
                 f"recipe.fragments = {recipe.fragments} does not work with agreement.staleness_rounds_max = "
                 f"{self.agreement.staleness_rounds_max}: a late contribution would be of another fragment, set 0"
             )
+        if self.world.run and (why := self._why_no_region):
+            raise ValueError(
+                f"world.run does not work with {why}: a region moves by the mean of all that its nodes have moved"
+            )
         most = VOTES_MAX // recipe.vote_max
         if recipe.transform == "dct":
             most = (EXACT_MAX - 1) // (BASIS_PEAK**2 * recipe.k * recipe.vote_max)
@@ -284,6 +306,24 @@ class RunConfig(Section):
                 f"recipe.k = {recipe.k} and value_bits = {recipe.value_bits}: set at most {most}, or fewer of those"
             )
         return self
+
+    @property
+    def _why_no_region(self) -> str:
+        """Returns the setting with which this run cannot be a region; empty if it can."""
+        recipe, late = self.recipe, self.agreement.staleness_rounds_max
+        reasons = (
+            (recipe.spec.kind != "local", f'recipe.name = "{recipe.name}"'),
+            (bool(recipe.plugin), f"recipe.plugin = {recipe.plugin}"),
+            (recipe.fragments > 1, f"recipe.fragments = {recipe.fragments}"),
+            (not recipe.is_dense, f'recipe.transform = "{recipe.transform}" and k = {recipe.k}'),
+            (recipe.value_bits < REGION_BITS_MIN, f"recipe.value_bits = {recipe.value_bits}"),
+            (recipe.learning_rate != 1, f"recipe.learning_rate = {recipe.learning_rate}"),
+            (recipe.momentum > 0, f"recipe.momentum = {recipe.momentum}"),
+            (late > 0, f"agreement.staleness_rounds_max = {late}"),
+            (self.adapt.is_on, f'adapt.kind = "{self.adapt.kind}"'),
+            (self.model.kind == "own", 'model.kind = "own"'),
+        )
+        return next((why for holds, why in reasons if holds), "")
 
     @property
     def is_sealed(self) -> bool:

@@ -32,6 +32,7 @@ class Code(StrEnum):
     CATCHING_UP = "catching_up"
     SILENT = "silent"
     NOT_ADMITTED = "not_admitted"
+    WORLD_AWAY = "world_away"
     LOOP_AWAY = "loop_away"
     OUTSIDE_HOURS = "outside_hours"
     ON_BATTERY = "on_battery"
@@ -166,6 +167,12 @@ MEANINGS: dict[Code, Meaning] = {
         "warning", True, "not admitted", "Not admitted yet",
         "Its contributions count as soon as the members have admitted it. That takes a few rounds.",
         "admitted",
+    ),
+    Code.WORLD_AWAY: Meaning(
+        "warning", False, "the world's run is away: {why}", "The world’s run cannot be followed",
+        "A node that has reached it once trains on, and the region’s other nodes contribute for it; one that begins "
+        "waits. Check `region.bootstrap`, and the log in the directory `world`; the node keeps trying.",
+        "the world's run is followed again",
     ),
     Code.LOOP_AWAY: Meaning(
         "info", False, "the training loop is elsewhere: no step for {minutes} min; the node keeps its place",

@@ -50,6 +50,8 @@ BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
 CONTRIBUTIONS_USUAL = 64  # the vote counters assumed here are wide enough for this many
 CONTRIBUTORS_USUAL = 8  # on the disk, if their number is unknown; a guess
 ENTRY_BYTES = 400  # of the history in memory, for each contribution: two digests, their record and a signature
+# Of the weights: up to eight here, to tell what has moved; two shared with the world node; and its own, a guess.
+WORLD_COPIES = 8 + 2 + 8
 BATCH_COPIES = 2  # of a step's sequences, while they are gathered
 POSITION_BYTES = 48  # for each sequence of a round, while its place in the data is worked out
 SHOWN_BYTES = 10**6  # parts smaller than this are not spelled out
@@ -94,6 +96,7 @@ class Need:
     checkpoint: int  # on the disk, and in main memory while a copy waits to be written
     data: int  # the sequences of a step, and the places of a round's in the data
     history: int  # rounds that are kept for others
+    world: int  # what a node of a region keeps of the world's weights, and its world node
 
     @property
     def trainer(self) -> int:
@@ -103,7 +106,7 @@ class Need:
 
     def main(self, device: str) -> int:
         """Main memory that the node's process needs when `device` trains."""
-        rest = self.program + self.payloads + self.checkpoint + self.data + self.history
+        rest = self.program + self.payloads + self.checkpoint + self.data + self.history + self.world
         begun = self.program + 2 * self.base  # whoever begins the run has them twice for a moment
         return max(begun, rest if device.startswith("cuda") else rest + self.trainer)
 
@@ -129,6 +132,7 @@ class Need:
             "sequences": self.data,
             "history": self.history,
             "the program": self.program,
+            "the world's run": self.world,
         }
         shown = [f"{what} {mega(size)}" for what, size in rest.items() if size >= SHOWN_BYTES]
         return " + ".join(shown if device.startswith("cuda") else [self.of_trainer(), *shown])
@@ -260,7 +264,7 @@ def _cpu_has_bf16(device: torch.device) -> bool:
 def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     """Computes a run's demand for memory and disk without allocating anything."""
     shapes = shapes_of(run.model, run.adapt)
-    outer = Outer(run.recipe, shapes)
+    outer = Outer.of(run, shapes)
     area, chunks = run.recipe.chunk**2, sum(layout.chunks for layout in outer.layouts)
     at_once = max(layout.chunks for layout in outer.layouts)  # of a round's fragment
     parameters = outer.parameters
@@ -301,6 +305,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         + open_contributions * coefficients * 2 * FLOAT_BYTES,
         data=BATCH_COPIES * 8 * step * (run.model.sequence_length + 1) + POSITION_BYTES * step * run.recipe.local_steps,
         history=ENTRY_BYTES * contributions * run.agreement.history_rounds,
+        world=PROCESS_BYTES + WORLD_COPIES * state if run.world.run else 0,
     )
 
 

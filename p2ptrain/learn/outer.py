@@ -6,6 +6,9 @@ the model each round, in turn; all other weights and momenta stay as they are.
 
 Then a payload begins with a byte that tells its fragment, and ends with zeros that make all payloads equally long:
 their length is known before they come. A payload of another fragment than its round's counts as one of zeros.
+
+In a region (`world.run`), a payload ends with what its author says of the world's run (`Tail`). The update does not
+depend on it; the region's nodes keep track of the world by it (p2ptrain/learn/region.py).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from p2ptrain.config import PAYLOAD_BYTES_MAX, RecipeConfig
+from p2ptrain.config import PAYLOAD_BYTES_MAX, RecipeConfig, RunConfig
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.learn.aggregate import apply_payloads
 from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
@@ -32,6 +35,30 @@ from p2ptrain.learn.transform import Layout, fragment_of
 
 ROOM_BYTES = 1_024  # of what is sent, for its author's key; rounded up
 FRAGMENT_BYTES = 1
+TAIL_BYTES = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What a contribution to a region says of the world's run: nine bytes at its end."""
+
+    followed: int | None = None  # the world's newest round that its author knew of when it began to train
+    is_shifted: bool = False  # it holds what the world changed, up to that round
+    is_aware: bool = False  # its author knows from where the region goes on
+    has_told: bool = False  # and that the region has contributed to the world's next round
+
+    def encoded(self) -> bytes:
+        flags = self.is_shifted | self.is_aware << 1 | self.has_told << 2
+        return (0 if self.followed is None else self.followed + 1).to_bytes(8, "little") + bytes([flags])
+
+    @classmethod
+    def of(cls, payload: bytes) -> Tail:
+        """Reads the tail of a payload; raises RemoteProtocolError if it has no meaning."""
+        followed, flags = int.from_bytes(payload[-TAIL_BYTES:-1], "little"), payload[-1]
+        found = cls(followed - 1 if followed else None, bool(flags & 1), bool(flags & 2), bool(flags & 4))
+        if flags > 7 or (found.is_shifted and not followed) or (found.has_told and not found.is_aware):
+            raise RemoteProtocolError(f"a tail of {payload[-TAIL_BYTES:].hex()}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +78,13 @@ class Counted:
 class Outer:
     """A run's layout, payloads and outer step.
 
-    rounds_late: how old a contribution may be
+    rounds_late: how old a contribution may be; covered: how many other rounds' movement it may hold as well
     """
 
-    def __init__(self, recipe: RecipeConfig, shapes: Sequence[Sequence[int]], rounds_late: int = 0) -> None:
-        self.recipe, self.rounds_late = recipe, rounds_late
+    def __init__(
+        self, recipe: RecipeConfig, shapes: Sequence[Sequence[int]], rounds_late: int = 0, covered: int = 0
+    ) -> None:
+        self.recipe, self.rounds_late, self.covered = recipe, rounds_late, covered
         self.shapes = [tuple(shape) for shape in shapes]
         self.parameters = sum(map(prod, self.shapes))
         whole = Layout.of(shapes, recipe)
@@ -64,11 +93,16 @@ class Outer:
             raise ConfigError(what, key="recipe.fragments", fix=f"Use at most {len(whole.groups)}")
         self.layouts = whole.fragments(recipe.fragments)
         self.forms = [PayloadFormat.of(layout, recipe) for layout in self.layouts]
-        self.payload_bytes = max(form.payload_bytes for form in self.forms) + self._head_bytes
+        self.tail_bytes = TAIL_BYTES if covered else 0
+        self.payload_bytes = max(form.payload_bytes for form in self.forms) + self._head_bytes + self.tail_bytes
         if self.payload_bytes > PAYLOAD_BYTES_MAX - ROOM_BYTES:
             what = f"a contribution of {self.payload_bytes:,} bytes, and there is room for 4 GiB less 1 KiB"
             raise ConfigError(what, key="recipe.k", fix="Send fewer coefficients, fewer value_bits, or more fragments")
         self.contribution_bytes = max(form.contribution_bytes for form in self.forms)
+
+    @classmethod
+    def of(cls, run: RunConfig, shapes: Sequence[Sequence[int]]) -> Outer:
+        return cls(run.recipe, shapes, run.agreement.staleness_rounds_max, run.world.covered)
 
     @property
     def _head_bytes(self) -> int:
@@ -85,6 +119,8 @@ class Outer:
 
     def pack(self, contribution: Contribution, fragment: int) -> bytes:
         payload = pack(contribution, self.forms[fragment])
+        if self.tail_bytes:  # a region has no fragments
+            return payload + bytes(self.tail_bytes)
         if not self._head_bytes:
             return payload
         return bytes([fragment]) + payload + bytes(self.payload_bytes - FRAGMENT_BYTES - len(payload))
@@ -95,7 +131,9 @@ class Outer:
             raise RemoteProtocolError(f"payload of {len(payload)} bytes; this run's have {self.payload_bytes}")
         fragment, content = self._content(payload)
         end = self.forms[fragment].payload_bytes
-        if any(content[end:]):
+        if self.tail_bytes:
+            Tail.of(payload)
+        elif any(content[end:]):
             raise RemoteProtocolError("a payload's padding is not zero")
         return unpack(content[:end], self.forms[fragment])
 
@@ -120,7 +158,8 @@ class Outer:
         unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
     ) -> Counted:
         """Applies payloads that `unpack` has accepted to the state, in place; `round_number` counts from 0."""
-        terms, fragment = terms_of(self.recipe, round_number, self.rounds_late), self.fragment_of(round_number + 1)
+        terms = terms_of(self.recipe, round_number, self.rounds_late, self.covered)
+        fragment = self.fragment_of(round_number + 1)
         size = self.forms[fragment].payload_bytes
         split = [(payload, *self._content(payload)) for payload in payloads]
         counted = [(payload, content[:size]) for payload, own, content in split if own == fragment]

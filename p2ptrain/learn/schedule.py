@@ -37,11 +37,14 @@ class Terms:
     carries: bool = True  # whether the outer momentum, if there is one, moves the weights and decays
 
 
-def terms_of(recipe: RecipeConfig, round_number: int, rounds_late: int) -> Terms:
-    """Returns the terms of `round_number`, counted from 0; rounds_late: the age that a contribution may have."""
+def terms_of(recipe: RecipeConfig, round_number: int, rounds_late: int, covered: int = 0) -> Terms:
+    """Returns the terms of `round_number`, counted from 0.
+
+    rounds_late: the age that a contribution may have; covered: how many other rounds' movement it may hold as well
+    """
     return Terms(
         learning_rate(recipe, round_number),
-        reach(recipe, round_number, rounds_late),
+        reach(recipe, round_number, rounds_late, covered),
         (round_number + 1) % recipe.momentum_rounds == 0,
     )
 
@@ -56,18 +59,19 @@ def inner_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
     return recipe.inner_learning_rate * _height(recipe, round_number)
 
 
-def reach(recipe: RecipeConfig, round_number: int, rounds_late: int) -> int | None:
+def reach(recipe: RecipeConfig, round_number: int, rounds_late: int, covered: int = 0) -> int | None:
     """Returns g such that 2**g is below what local steps can move a weight by: each by its full rate, in all rounds
-    that a contribution may cover, late ones and with fragments as many as there are. None: contributions are no
-    movements.
+    that a contribution may cover: late ones, with fragments as many as there are, and in a region those of the world's
+    round. None: contributions are no movements.
 
     Measured, honest contributions have a root mean square of a fifth of that, and of 2.6 times it at most (LOG.md).
     """
     if recipe.spec.kind != "local" or not recipe.inner_learning_rate:
         return None
-    first = max(0, round_number - rounds_late - recipe.fragments + 1)
+    rounds = recipe.fragments + covered
+    first = max(0, round_number - rounds_late - rounds + 1)
     rates = [inner_rate(recipe, number) for number in range(first, round_number + 1)]
-    furthest = recipe.local_steps * recipe.fragments * max(*rates, recipe.inner_learning_rate * REST)
+    furthest = recipe.local_steps * rounds * max(*rates, recipe.inner_learning_rate * REST)
     exponent = furthest.numerator.bit_length() - furthest.denominator.bit_length()
     return exponent if Fraction(2) ** exponent <= furthest else exponent - 1
 

@@ -107,6 +107,9 @@ class Trainer:
     ) -> None:
         check_data(run, dataset)
         self.run, self.dataset, self.own = run, dataset, own
+        self._data_seed = run.seed  # regions of one world have the same, and are to train on different sequences
+        if run.world.run:
+            self._data_seed = int.from_bytes(digest("region's data", run.canonical())[:8], "little") >> 1
         self.trained_on = own.dataset if own else dataset
         check_tokens(run, self.trained_on)
         self.device, autocast = open_device(device)
@@ -128,7 +131,7 @@ class Trainer:
             packing=packing_of(run, dataset, self.trained_on),
             privacy=own.privacy if own else None,
         )
-        self.outer = Outer(run.recipe, self.live.shapes, run.agreement.staleness_rounds_max)
+        self.outer = Outer.of(run, self.live.shapes)
         self.recipe = make_recipe(run.recipe, self.live, self.outer.layouts)
         self.round = 0  # rounds applied so far
         self.drift: float | None = None  # of the last of them: the distance moved over the norm of the weights
@@ -149,7 +152,7 @@ class Trainer:
         if self.run.data.source == "own":
             return self.own.positions(self.run, round_number, count) if self.own else np.empty(0, np.int64)
         sequences = self.dataset.sequences(self.run.model.sequence_length)
-        return shard(self.run.seed, round_number, place, places, count, sequences)
+        return shard(self._data_seed, round_number, place, places, count, sequences)
 
     def train(
         self,
@@ -157,10 +160,12 @@ class Trainer:
         place: int,
         places: int,
         on_step: Callable[[StepResult], bool | None] = lambda result: None,
+        shift: Tensor | None = None,
     ) -> list[StepResult]:
         """Takes the round's local steps as the node at `place` of `places` in the roster.
 
-        `on_step` is called after each; if it returns False, that was the last one.
+        `on_step` is called after each; if it returns False, that was the last one. shift: [parameters] added to the
+        weights before the first, and so a part of what is contributed
         """
         recipe, length = self.run.recipe, self.run.model.sequence_length
         each = recipe.passes_per_step * recipe.sequences_per_pass
@@ -172,6 +177,9 @@ class Trainer:
         try:
             with told("training", self.device):
                 self.recipe.begin(round_number)
+                if shift is not None:
+                    assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
+                    self.live.weights.add_(shift.to(self.device))
             for step in range(recipe.local_steps):
                 chosen = positions[step * each : (step + 1) * each] if privacy is None else privacy.draw()
                 drawing, at_work = self._drawing(round_number, place, step), blamed_in_run(self.run, "trained")

@@ -1,4 +1,5 @@
-"""The channel between a script and its node: messages over a pair of sockets, weights in shared memory.
+"""The channel between a script and its node, or a region's node and its world node: messages over a pair of sockets,
+weights in shared memory.
 
 Each request has a number, and its answers repeat it, so that an answer that was interrupted is not taken for another's.
 The memory begins with what both look at all the time, as three doubles: the round that the pace is for, and when the
@@ -10,8 +11,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
+import subprocess
 import sys
 import tempfile
+from math import prod
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -24,15 +29,20 @@ if TYPE_CHECKING:
 HEAD_DOUBLES, HEAD_BYTES = 4, 64
 FLOAT_BYTES = 4
 FRAME_BYTES_MAX = 2**28  # a step's sequences, or the held-out ones
+LEAVE_SECONDS = 60.0  # for the node to say goodbye and save
+LOG_NAME = "node.log"  # in the node's directory
+
+
+Parameters = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes, in the model's order
 
 
 class Begin(Struct, frozen=True, tag="begin"):
     """The first message: what the node is to do."""
 
-    address: tuple[str, ...]  # to join there; empty: to start a run
+    joins: bool  # a run that exists; otherwise it starts one
     run: dict[str, object]  # what the script says of a run that it starts
     options: dict[str, object]  # of the node's config, by "section.key"
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]  # of the script's model
+    parameters: Parameters  # of the script's model
     frozen: str = ""  # digest of the rest of it
     run_file: str = ""
     config_file: str = ""
@@ -40,10 +50,13 @@ class Begin(Struct, frozen=True, tag="begin"):
     wanted: str = ""
     invitation: str = ""
     trust: str = ""
+    reads_data: bool = True  # whether the script may ask for the run's own
 
 
 class NextRound(Struct, frozen=True, tag="next"):
-    """Asks for the next round to train, whose weights are then in the memory."""
+    """Asks for the next round to train, whose weights are then in the memory, and of another round than `seen`."""
+
+    seen: int = -1
 
 
 class RoundTrained(Struct, frozen=True, tag="trained"):
@@ -88,6 +101,7 @@ class RoundToTrain(Struct, frozen=True, tag="round"):
     """A round to train, from the weights in the memory."""
 
     number: int
+    base: int  # the round whose weights these are
     sequences: int  # of a step
 
 
@@ -106,6 +120,7 @@ class NodeNote(Struct, frozen=True, tag="note"):
     """A sentence for a script that waits, before the answer: why there is none yet. With number 0, a warning."""
 
     text: str
+    is_trouble: bool = False  # or it is only others' turn
 
 
 class NodeFailed(Struct, frozen=True, tag="failed"):
@@ -178,3 +193,24 @@ class Memory:
     @property
     def stepped_at(self) -> float:
         return self._head[3]
+
+
+def spawn_node(parameters: Parameters, directory: Path) -> tuple[subprocess.Popen[bytes], socket.socket, Memory]:
+    """Starts a node for a model of these parameters, which waits for `Begin`, in a session of its own, so that Ctrl-C
+    reaches the script alone. Returns it with our ends of what joins both."""
+    size = sum(prod(shape) for _, shape in parameters)
+    ours, theirs = socket.socketpair()
+    descriptor = make_memory(size)
+    try:
+        memory = Memory(os.dup(descriptor), size)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        arguments = [sys.executable, "-m", "p2ptrain.loop.node_side", str(theirs.fileno()), str(descriptor)]
+        with (directory / LOG_NAME).open("ab") as output:
+            process = subprocess.Popen(  # noqa: S603
+                arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                pass_fds=(theirs.fileno(), descriptor),
+            )  # fmt: skip
+    finally:
+        theirs.close()
+        os.close(descriptor)
+    return process, ours, memory

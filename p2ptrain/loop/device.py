@@ -1,4 +1,4 @@
-"""A device whose local steps a script's loop takes, in a process of its own.
+"""A device whose local steps a script's loop takes, or a region, in a process of its own.
 
 The node keeps a replica of the agreed state on the CPU: it checks, applies and votes whatever the script does. When the
 core asks for a training, the script's next request is answered with its round, and the weights are put into the memory
@@ -9,13 +9,14 @@ comes too late with it: it then returns to the residual, as any late contributio
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
 
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.core.messages import authored, payload_digest
-from p2ptrain.errors import ConfigError, DataError, NodeEndedError, P2ptrainError
+from p2ptrain.errors import ConfigError, DataError, NodeEndedError, P2ptrainError, PassedError
 from p2ptrain.learn.assignment import Positions
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.loop.channel import Memory, RoundTrained
@@ -41,8 +42,17 @@ class Work:
 class LoopDevice(Device):
     """A trainer whose steps come from a script."""
 
-    def __init__(self, trainer: Trainer, me: bytes, thread: ThreadPoolExecutor, threads: int, memory: Memory) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        me: bytes,
+        thread: ThreadPoolExecutor,
+        threads: int,
+        memory: Memory,
+        reads_data: bool = True,
+    ) -> None:
         super().__init__(trainer, me, thread, threads)
+        self.reads_data = reads_data
         if trainer.run.recipe.fragments > 1:  # its model would differ from what was agreed on, in what it saves, too
             what = "a script's model would not be the agreed one while its own movement waits for its round"
             raise ConfigError(
@@ -51,6 +61,7 @@ class LoopDevice(Device):
         self.memory = memory
         self._work: Work | None = None
         self._has_work = asyncio.Event()
+        self._has_moved = asyncio.Event()  # what is agreed on
 
     async def train(
         self, number: int, place: int, places: int, outstanding: frozenset[int]
@@ -64,16 +75,35 @@ class LoopDevice(Device):
         trained = await work.done
         return (*await self.run(self._contribute, work, trained), None)
 
-    async def next(self) -> Work:
-        """Waits for the next round to train, and puts its weights into the memory."""
+    async def next(self, seen: int = -1) -> Work:
+        """Waits for the next round to train, and puts its weights into the memory, if they are of another one than
+        `seen`; until then, rounds pass without this node's contribution."""
         while True:
             await self._has_work.wait()
             work = self._work
             if work is None:
                 continue
-            if work.is_laid or await self.run(self._lay, work):
+            if work.base[0] == seen:
+                self._has_moved.clear()
+                if (self.trainer.round, self.adopted) == work.base:
+                    await self._has_moved.wait()
+                if self._work is work and (self.trainer.round, self.adopted) != work.base:
+                    self.drop(PassedError("its turn has not come"))
+            elif work.is_laid or await self.run(self._lay, work):
                 return work
-            self.drop(DataError("the training loop was elsewhere"))
+            else:
+                self.drop(DataError("the training loop was elsewhere"))
+
+    async def apply(
+        self, number: int, payloads: Sequence[bytes], mine: Mapping[int, bytes], manifest: bytes, adopted: int
+    ) -> bytes | None:
+        root = await super().apply(number, payloads, mine, manifest, adopted)
+        self._has_moved.set()
+        return root
+
+    async def adopt(self, number: int, pieces: Iterable[bytes], was_wrong: bool = False) -> None:
+        await super().adopt(number, pieces, was_wrong)
+        self._has_moved.set()
 
     def _lay(self, work: Work) -> bool:
         """Puts the weights into the memory; returns whether they are still those that the core meant."""

@@ -97,6 +97,9 @@ class ScriptLoop:
         if run.recipe.plugin:
             what = f"the run's steps are those of the plug-in {run.recipe.plugin}, and not a script's"
             raise ConfigError(what, key="recipe.plugin", fix="Take part with `p2ptrain join`")
+        if run.world.run:
+            what = "the run is a region, whose nodes start from what the world's run has agreed on, and a script cannot"
+            raise ConfigError(what, key="world.run", fix="Take part with `p2ptrain join`")
         if run.adapt.is_on:
             what = "the run trains adapters beside a model of its own"
             raise ConfigError(what, key="adapt.kind", fix="Take part with `p2ptrain join`")
@@ -137,7 +140,8 @@ class ScriptLoop:
         trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, data, own=started.own, initial=False))
         threads = await loop.run_in_executor(thread, torch.get_num_threads)
         self._place = data_directory(started.config)
-        self._device = LoopDevice(trainer, started.identity.key, thread, threads, self._memory)
+        reads_data = self._begin.reads_data
+        self._device = LoopDevice(trainer, started.identity.key, thread, threads, self._memory, reads_data)
         return self._device
 
     def joined(self, daemon: Daemon) -> None:
@@ -180,8 +184,8 @@ class ScriptLoop:
         device, daemon = self._device, self._daemon
         assert device is not None and daemon is not None, "the script waits until the node takes part"
         match request:
-            case NextRound():
-                return await self._next(number, device, daemon)
+            case NextRound(seen=seen):
+                return await self._next(number, seen, device, daemon)
             case RoundTrained():
                 device.take(request)
             case RoundDropped(why=why):
@@ -224,18 +228,20 @@ class ScriptLoop:
         batch = await asyncio.to_thread(read, np.asarray(positions), length)
         return Sequences(len(batch), batch.astype(np.int32).tobytes())
 
-    async def _next(self, number: int, device: LoopDevice, daemon: Daemon) -> RoundToTrain:
-        waiting = asyncio.ensure_future(device.next())
+    async def _next(self, number: int, seen: int, device: LoopDevice, daemon: Daemon) -> RoundToTrain:
+        waiting = asyncio.ensure_future(device.next(seen))
         try:
             while True:
                 done, _ = await asyncio.wait([waiting], timeout=NOTE_SECONDS)
                 if done:
-                    return RoundToTrain(waiting.result().number, self._sequences)
+                    work = waiting.result()
+                    return RoundToTrain(work.number, work.base[0], self._sequences)
                 if device.is_stopping:
                     raise StoppedError("the node has ended")
                 complaints = [each.text for each in complaints_of(daemon) if each.code is not Code.CRASH_ONLY]
                 why = "; ".join(complaints) or "the others are not done"
-                self._send(number, NodeNote(f"waiting for round {daemon.driver.node.view().state.round + 1}: {why}"))
+                text = f"waiting for round {daemon.driver.node.view().state.round + 1}: {why}"
+                self._send(number, NodeNote(text, is_trouble=bool(complaints)))
         finally:
             waiting.cancel()
 
@@ -275,7 +281,7 @@ def take_part(begin: Begin, connection: socket.socket, memory: Memory) -> None:
     config = _node_config(begin)
     allow(config.plugins.allow)
     loop = ScriptLoop(connection, memory, begin)
-    if begin.address:
+    if begin.joins:
         data = Path(begin.data) if begin.data else None
         launch.join(config, begin.wanted or None, begin.invitation or None, begin.trust or None, data=data, loop=loop)
         return

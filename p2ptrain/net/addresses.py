@@ -75,6 +75,12 @@ def reach_of(address: str) -> Reach | None:
     return None if host.is_reserved else Reach.PRIVATE
 
 
+def is_within(address: str, told_in: Reach) -> bool:
+    """Whether an address leads into no narrower a network than the one in which whoever told it was met."""
+    reach = reach_of(address)
+    return reach is not None and reach <= told_in
+
+
 def met_in(addresses: Iterable[str]) -> Reach:
     """Returns the widest network that a connected peer was met in. Anyone can be behind a relay: that is public."""
     found = [reach_of(each) for each in addresses if "/p2p-circuit" not in each]

@@ -97,6 +97,7 @@ def terms_of(run: RunConfig, config: NodeConfig, members: int, seen: RoundsSeen 
             "at first": f"{weights} of weights are fetched, and {fetched} as it is needed",
         }
         | (own if is_own else {})
+        | ({"world": f"also a node in run {run.world.run}, of which this run is a region"} if run.world.run else {})
     )
 
 

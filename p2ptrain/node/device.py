@@ -104,6 +104,7 @@ class Device:
         self._repeated: dict[int, tuple[Trained, bytes, bytes, int]] = {}
         self._wrong: tuple[int, list[bytes]] | None = None  # the round of a wrong state, and its leaves
         self.is_stopping = False  # training ends after the current step
+        self.reads_data = True  # whether trainings need the run's
         self.threads = threads  # of torch, for the next training; 0: unchanged
         self.percent = 100  # share of the training time in which the device works; it rests between steps
         self._stepped_at = 0.0  # when the last step ended
@@ -113,6 +114,7 @@ class Device:
         self._is_cut = False  # whether this training ended before all local steps
         self._waiting: deque[Applying] = deque()  # rounds to apply, also between two steps
         self._applied_after = 0  # local steps taken when the next round was applied in between; 0: none was
+        self._shift: torch.Tensor | None = None  # of the weights, before the training's first step
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
         self._trainer_thread = thread or ThreadPoolExecutor(1, "trainer")
         self._check_thread = ThreadPoolExecutor(1, "check")
@@ -331,7 +333,7 @@ class Device:
         self._stepped_at, self._owed, self._rested = perf_counter(), 0.0, 0.0
         self._began = self._stepped_at
         try:
-            results = self.trainer.train(number, place, places, partial(self._note_step, number, before))
+            results = self.trainer.train(number, place, places, partial(self._note_step, number, before), self._shift)
         except TrainingError:
             self.not_finite += 1
             raise

@@ -22,7 +22,14 @@ from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_answer
 from p2ptrain.core.messages import NUMBER_MAX, author_of
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import Taken
-from p2ptrain.errors import DataError, MemoryShortError, PrivacySpentError, RemoteProtocolError, TrainingError
+from p2ptrain.errors import (
+    DataError,
+    MemoryShortError,
+    PassedError,
+    PrivacySpentError,
+    RemoteProtocolError,
+    TrainingError,
+)
 from p2ptrain.net.blobs.blob import verified
 from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.mail import Deliver, MessageQuery, TellHistory
@@ -272,6 +279,9 @@ class Driver:
                 await self.edges.persistence.note(trained)
         except StoppedError:
             return
+        except PassedError as error:
+            self.give(ev.TrainingFailed(effect.round, str(error)))
+            return
         except PrivacySpentError as error:  # from now on this node is one that never finishes its training
             self.pauses.begin(complaint(Code.PRIVACY_SPENT, spent=f"{error.spent:.2f}", budget=f"{error.budget:g}"))
             return
@@ -293,7 +303,7 @@ class Driver:
             await self.progress.write(effect)
 
     async def _fetch_data(self, number: int, place: int, places: int) -> None:
-        if self._is_data_shared:
+        if self._is_data_shared and self.device.reads_data:
             positions = await asyncio.to_thread(self.device.trainer.positions_for, number, place, places)
             await self.edges.fetching.data(positions)
 
@@ -305,7 +315,7 @@ class Driver:
     async def _fetch_ahead(self, effect: ev.Train) -> None:
         """Fetches the data of the next round while this one trains, assuming that the roster stays as it is."""
         view = self.node.view()
-        if not self._is_data_shared:
+        if not (self._is_data_shared and self.device.reads_data):
             return
 
         def goes_on() -> bool:

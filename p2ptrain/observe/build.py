@@ -17,6 +17,7 @@ from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
+from p2ptrain.node.region import RegionDevice
 from p2ptrain.observe.rounds import Recorder
 from p2ptrain.observe.schema import (
     FaultTolerance,
@@ -64,6 +65,7 @@ def status_of(daemon: Running) -> Status:
     """Builds the node's status."""
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
     view, device = driver.node.view(), driver.device
+    region = device if isinstance(device, RegionDevice) else None
     state, roots = view.state, view.roots
     speed, held_out, measured = device.tokens_per_second, view.held_out, records.measured
     swarm = None if speed is None else records.swarm_tokens_per_second  # the others' scripts have loaders, too
@@ -100,6 +102,7 @@ def status_of(daemon: Running) -> Status:
         swarm_tokens_per_second=None if swarm is None else round(swarm, 1),
         contribution_tokens=records.contribution_tokens,
         mine=records.mine,
+        world_round=region.region.world_round if region else None,
         device=str(device.trainer.device),
         is_paused=bool(driver.pauses),
         peers=sorted(peer_id_of(peer) for peer in edges.connections.linked),
@@ -133,7 +136,8 @@ def status_of(daemon: Running) -> Status:
         counters=view.counters
         | dict(driver.counters)
         | edges.mailboxes.counters()
-        | {"trainings not finite": device.not_finite, "damaged files": edges.persistence.store.damaged_files},
+        | {"trainings not finite": device.not_finite, "damaged files": edges.persistence.store.damaged_files}
+        | ({"contributions for the region": region.contributions} if region else {}),
         staleness={str(rounds): count for rounds, count in view.staleness.items()},
         observed=view.observed,
     )

@@ -9,16 +9,12 @@ fields' names as keys, under a digest. A field that is added later needs a defau
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
-    ValidationError,
     computed_field,
 )
 
@@ -27,6 +23,7 @@ from p2ptrain.core.reputation import Reason
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.figures import Figure
 from p2ptrain.observe.learning import LearningFigures
+from p2ptrain.observe.parts import Part, Stored
 from p2ptrain.visible import few
 
 log = logging.getLogger("p2ptrain.observe")
@@ -45,38 +42,10 @@ PeerId = Annotated[bytes, PlainSerializer(peer_id_of, return_type=str, when_used
 Late = Annotated[Count, BeforeValidator(lambda count: max(0, count))]
 
 
-class Part(BaseModel):
-    """A part of an answer."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_serialization_defaults_required=True)
-
-
 class Answer(Part):
     """The body of an HTTP answer or an event."""
 
     version: Literal[1] = Field(1, description="of this schema; fields are renamed or removed only in a new version")
-
-
-class Stored(Part):
-    """A row of records.sqlite."""
-
-    @classmethod
-    def of(cls, row: dict[str, Any]) -> Self:
-        """Reads a row, ignoring fields that a newer release may have written."""
-        return cls(**{name: value for name, value in row.items() if name in cls.model_fields})
-
-    @classmethod
-    def of_rows(cls, rows: Iterable[dict[str, Any]]) -> Iterator[Self]:
-        """Reads the rows that fit the schema; others, perhaps from another release, must not prevent a start."""
-        for row in rows:
-            try:
-                yield cls.of(row)
-            except (ValidationError, TypeError) as error:
-                log.warning("skipping a row of the records: %s", str(error).partition("\n")[0])
-
-    @property
-    def row(self) -> dict[str, Any]:
-        return dict(self)
 
 
 class FaultTolerance(Part):
@@ -211,6 +180,9 @@ class Status(Answer, LearningFigures):
     )
     contribution_tokens: Count = Field(description="tokens behind one contribution")
     mine: Mine
+    world_round: Annotated[Count | None, Figure("world's round")] = Field(
+        description="the world's round that this region goes on from; null: not known, or the run is no region"
+    )
     device: str = Field(description="the training device: cpu, cuda or cuda:N")
     is_paused: Annotated[
         bool, Figure("paused", "is", text="1 while training is paused by its owner, hours or battery.")

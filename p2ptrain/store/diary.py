@@ -47,6 +47,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     sequences_per_pass: Count = msgspec.field(default=0, name="sequences")  # at most; 0: not recorded, or no limit
     steps: Count = 0  # 0: all local steps
     applied_after: Count = 0  # local steps taken when the next round was applied in between; 0: none was
+    tail: Annotated[str, Meta(pattern=r"\A([0-9a-f]{18})?\Z")] = ""  # of the contribution, in a region
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):

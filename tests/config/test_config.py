@@ -153,7 +153,7 @@ IN_A_RUN = {
     "[modle]": "FILE: modle: unknown key. Did you mean model?",
     "[http]": "FILE: http: unknown key. It belongs in the other kind of config, that of a node",
     '"a\\nb: c" = 3': 'FILE: "a\\nb: c": unknown key. Known here: protocol, name, seed, model, adapt, tokenizer, '
-    "data, recipe, state, agreement, admission, eval",
+    "data, recipe, state, agreement, admission, eval, world",
     "seed = 1.0": "FILE: seed: expected a whole number, found 1.0. Write for instance seed = 0",
     'seed = "3"': 'FILE: seed: expected a whole number, found "3". Write for instance seed = 0',
     "seed = true": "FILE: seed: expected a whole number, found true. Write for instance seed = 0",
@@ -264,7 +264,7 @@ IN_A_NODE = {
     'home directory, found "~nobody at all/x". Write for instance directory = ""',
     # pydantic-settings takes arguments with such names, which would read another file
     "_env_file = 'x'": "FILE: _env_file: unknown key. Known here: identity, network, device, limits, storage, "
-    "privacy, http, plugins, tracking, logging",
+    "privacy, http, plugins, region, tracking, logging",
     "[privacy]\nnoise = 2": "FILE: privacy: epsilon is 0, so there is no privacy. Set it, or remove the other keys",
     "[privacy]\nepsilon = -1": "FILE: privacy.epsilon: -1 is not valid. Choose 0 to 1,000",
 }

@@ -42,6 +42,41 @@ def test_fragments_want_every_contribution_in_its_round() -> None:
         )
 
 
+REGION = {"run": "ab" * 32, "rounds": 5}
+DENSE = {"transform": "none", "k": 64**2, "value_bits": 8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"recipe": {"name": "demo"}}, 'recipe.name = "demo"'),
+        ({"recipe": {"fragments": 2}}, "recipe.fragments = 2"),
+        ({"recipe": {"k": 64}}, 'recipe.transform = "dct" and k = 64'),
+        ({"recipe": {"transform": "none", "k": 64}}, 'recipe.transform = "none" and k = 64'),
+        ({"recipe": {**DENSE, "value_bits": 3}}, "recipe.value_bits = 3"),
+        ({"recipe": {**DENSE, "learning_rate": "3/2"}}, "recipe.learning_rate = 3/2"),
+        ({"recipe": {**DENSE, "momentum": "1/2"}}, "recipe.momentum = 1/2"),
+        ({"recipe": DENSE, "agreement": {"staleness_rounds_max": 2}}, "agreement.staleness_rounds_max = 2"),
+        ({"recipe": {"plugin": "p2ptrain-noise 0.1.0"}}, "recipe.plugin = p2ptrain-noise 0.1.0"),
+        ({"recipe": DENSE, "model": {"kind": "own", "parameters": ["a 3 4"]}}, 'model.kind = "own"'),
+        ({"recipe": DENSE, "adapt": {"kind": "lora", "rank": 2}}, 'adapt.kind = "lora"'),
+    ],
+)
+def test_a_region_is_refused_what_would_not_add_the_worlds_changes_once(settings: dict[str, Any], why: str) -> None:
+    RunConfig.model_validate({"name": "a", **settings}, strict=False)
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate({"name": "a", "world": REGION, **settings}, strict=False)
+    assert f"world.run does not work with {why}: a region moves by the mean" in str(caught.value)
+
+
+def test_a_region_names_its_world_in_what_is_hashed_and_no_other_run_does() -> None:
+    region = RunConfig.model_validate({"name": "a", "world": REGION, "recipe": DENSE})
+    assert RunConfig.from_canonical(region.canonical()) == region
+    assert b'"world":{"rounds":5,"run":"abab' in region.canonical()
+    assert (region.world.covered, RunConfig(name="a").world.covered) == (5, 0)
+    assert b"world" not in RunConfig(name="a").canonical()
+
+
 def test_so_many_contributions_of_every_weight_are_refused_that_their_sum_would_not_fit() -> None:
     dense = {"transform": "none", "k": 64**2, "value_bits": 16}
     assert RunConfig.model_validate({"name": "a", "recipe": dense}).admission.contributors_max == 1024

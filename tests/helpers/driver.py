@@ -93,7 +93,9 @@ class ChainTrainer:
             return np.zeros(0, dtype=np.int64)
         return shard(0, number, place, places, 2, self.dataset.sequences(SEQUENCE))
 
-    def train(self, number: int, place: int, places: int, on_step: Callable[[StepResult], None]) -> list[StepResult]:
+    def train(
+        self, number: int, place: int, places: int, on_step: Callable[[StepResult], None], shift: Any = None
+    ) -> list[StepResult]:
         if self.dataset is not None:
             self.dataset.batch(self.positions_for(number, place, places), SEQUENCE)  # DataError if it is not here
         self.done.append(("train", number, place, places))

@@ -99,13 +99,15 @@ FAMILY: dict[str, dict[str, object]] = {
     "dense 16 bits": {"value_bits": 16, **_DENSE},
     "fragments": {"k": 32, "fragments": 2},
     "dense fragments nesterov": {"value_bits": 4, "fragments": 3, **_DENSE, **_NESTEROV},
+    "region": {"value_bits": 8, "inner_learning_rate": Fraction(1, 10**6), **_DENSE},
 }
+COVERED = {"region": 10}  # rounds of others that a contribution may hold, whose bound is then what cuts
 
 
 def family_root(name: str, peers: int, device: torch.device) -> str:
     """Returns the root after four rounds of whole payloads, at weights that decay."""
     recipe = RecipeConfig(learning_rate=Fraction(7, 10), weight_decay=Fraction(1, 1000), **FAMILY[name])
-    outer = Outer(recipe, SHAPES)
+    outer = Outer(recipe, SHAPES, covered=COVERED.get(name, 0))
     state = torch.zeros(outer.state_numbers, device=device)
     state[: outer.parameters] = flat_weights(len(name)).to(device)
     for number in range(4):

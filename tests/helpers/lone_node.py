@@ -39,7 +39,9 @@ class WatchedTrainer(ChainTrainer):
         super().__init__(dataset)
         self.bits: dict[int, Bits] = {}
 
-    def train(self, number: int, place: int, places: int, on_step: Callable[[StepResult], None]) -> list[StepResult]:
+    def train(
+        self, number: int, place: int, places: int, on_step: Callable[[StepResult], None], shift: object = None
+    ) -> list[StepResult]:
         results = super().train(number, place, places, on_step)
         assert self.dataset is not None
         batch = self.dataset.batch(self.positions_for(number, place, places), SEQUENCE)

@@ -98,6 +98,7 @@ STATUS: dict[str, Any] = {
         "training_seconds": 70.0,
         "energy_joules": None,
     },
+    "world_round": None,
     "device": "cpu",
     "is_paused": False,
     "peers": [OTHER],

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.schedule import exact_float, learning_rate
+from p2ptrain.learn.schedule import exact_float, learning_rate, reach
 
 CONSTANT = RecipeConfig(name="distro", learning_rate=Fraction(1, 1000), warmup_rounds=4)
 LINEAR = RecipeConfig(
@@ -190,3 +190,10 @@ def test_rounding_three_times_would_not_do() -> None:
     assert fraction.numerator > 2**53  # it has no common factor to lose
     assert float(fraction.numerator) / float(fraction.denominator) != exact_float(fraction)
     assert exact_float(fraction) == nearest_float_by_decimal(fraction)
+
+
+def test_a_contribution_reaches_as_far_as_the_rounds_that_it_may_hold() -> None:
+    local = RecipeConfig(name="local", local_steps=8, inner_learning_rate=Fraction(1, 2**10))
+    assert [reach(local, 20, 0, covered) for covered in (0, 1, 3, 4, 7)] == [-7, -6, -5, -5, -4]
+    rising = local.model_copy(update={"warmup_rounds": 32})
+    assert reach(rising, 0, 0, covered=15) == reach(rising, 0, 0) + 4, "by the rates of the rounds that there were"

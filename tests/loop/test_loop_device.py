@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.complaints import Code
 from p2ptrain.core.messages import content_of
-from p2ptrain.errors import ConfigError, DataError, NodeEndedError, TrainingError
+from p2ptrain.errors import ConfigError, DataError, NodeEndedError, PassedError, TrainingError
 from p2ptrain.learn.trainer import Trainer
 from p2ptrain.loop import device as module
 from p2ptrain.loop.channel import Memory, RoundTrained, make_memory
@@ -84,6 +84,30 @@ async def test_weights_that_have_moved_on_are_not_handed_out_as_those_before(dev
         await again
     with pytest.raises(NodeEndedError, match="the node is ending"):
         device.take(TRAINED)
+
+
+async def test_who_has_seen_a_round_lets_rounds_pass_without_a_contribution(device: LoopDevice) -> None:
+    training = begun(device)
+    assert (await device.next()).base == (0, 0)
+    waiting = asyncio.create_task(device.next(seen=0))
+    await asyncio.sleep(0)
+    assert not training.done()
+    assert await device.apply(1, [], {}, bytes(32), 0) is not None, "the others have agreed on a round"
+    with pytest.raises(PassedError, match="its turn has not come"):
+        await training
+    training = begun(device, 2)
+    work = await waiting
+    assert (work.number, work.base) == (2, (1, 0))
+    device.memory.moved.fill_(0.5)
+    device.take(TRAINED)
+    await training
+    waiting = asyncio.create_task(device.next(seen=1))
+    await asyncio.sleep(0)
+    await device.adopt(5, [torch.zeros(SIZE).numpy().tobytes()])
+    training = begun(device, 6)
+    assert (await waiting).base == (5, 1)
+    assert not device.memory.base.any()
+    training.cancel()
 
 
 async def test_steps_taken_again_begin_from_the_same_weights(device: LoopDevice) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2ptrain.config import DataConfig, RunConfig
+from p2ptrain.config import DataConfig, RecipeConfig, RunConfig, WorldConfig
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn.models import frozen_digest
 from p2ptrain.loop.channel import Begin, TakeSequences
@@ -24,7 +24,7 @@ def check(begin: Begin, run: RunConfig) -> None:
 
 
 def begun(frozen: str = "", **said: Any) -> Begin:
-    return Begin((), {"name": "mine", **said}, {}, WEIGHT, frozen)
+    return Begin(False, {"name": "mine", **said}, {}, WEIGHT, frozen)
 
 
 def run_of(begin: Begin) -> RunConfig:
@@ -49,6 +49,13 @@ def test_a_script_with_other_frozen_parameters_than_the_run_s_is_refused(mine: s
 def test_a_run_whose_steps_are_a_plug_in_s_is_refused() -> None:
     run = run_of(begun(recipe={"plugin": "p2ptrain-noise 0.1.0"}))
     with pytest.raises(ConfigError, match=r"recipe\.plugin: the run's steps are those of the plug-in p2ptrain-noise"):
+        check(begun(), run)
+
+
+def test_a_region_is_no_run_for_a_script() -> None:
+    dense = RecipeConfig(transform="none", k=64**2, value_bits=8)
+    run = RunConfig(name="region", recipe=dense, world=WorldConfig(run="ab" * 32))
+    with pytest.raises(ConfigError, match=r"world\.run: the run is a region, .* Take part with `p2ptrain join`"):
         check(begun(), run)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import socket
 import sys
 from collections.abc import Iterator
@@ -31,10 +31,9 @@ class Node:
 
     returncode = 0
 
-    def __init__(self, theirs: socket.socket, descriptor: int, _: Path) -> None:
+    def __init__(self, memory: Memory, theirs: socket.socket) -> None:
         self.trained: list[RoundTrained] = []
-        self._socket, self._descriptor = theirs.dup(), os.dup(descriptor)
-        self.memory: Memory
+        self.memory, self._socket = memory, theirs
         self._thread = Thread(target=self._answer_until_it_leaves)
         self._thread.start()
 
@@ -48,12 +47,11 @@ class Node:
                 asked = decoder.decode(file.read(int.from_bytes(head, "big")))
                 answer: channel.Answer = channel.Done()
                 match asked.body:
-                    case Begin(parameters=((name, shape),)):
-                        self.memory = Memory(self._descriptor, torch.Size(shape).numel())
+                    case Begin(parameters=((name, _),)):
                         answer = channel.NodeReady("run", "nowhere", ("/ip4/127.0.0.1",), (name,), MOST, LEAST)
                     case channel.NextRound():
                         number += 1
-                        answer = channel.RoundToTrain(number, 8)
+                        answer = channel.RoundToTrain(number, number - 1, 8)
                     case RoundTrained():
                         self.trained.append(asked.body)
                 self._socket.sendall(channel.framed(channel.NodeAnswer(asked.number, answer)))
@@ -76,7 +74,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def swarm(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Swarm]:
-    monkeypatch.setattr(swarm_module, "_spawn", Node)
+    def spawned(parameters: channel.Parameters, _: Path) -> tuple[Node, socket.socket, Memory]:
+        ((_, shape),) = parameters
+        size, (ours, theirs) = math.prod(shape), socket.socketpair()
+        memory = Memory(channel.make_memory(size), size)
+        return Node(memory, theirs), ours, memory
+
+    monkeypatch.setattr(channel, "spawn_node", spawned)
     with p2ptrain.start(nn.Linear(4, 3, bias=False), directory=tmp_path) as made:
         yield made
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config import NodeConfig, RunConfig, WorldConfig
 from p2ptrain.config.node import StorageConfig
-from p2ptrain.learn.memory import need_of
+from p2ptrain.learn.memory import PROCESS_BYTES, need_of
+from p2ptrain.learn.outer import TAIL_BYTES
 from p2ptrain.net import questions
 from p2ptrain.node import consent
 from p2ptrain.node.consent import (
@@ -265,3 +266,14 @@ def test_the_page_shows_what_is_asked(tmp_path: Path) -> None:
     shown = terms_of(RUN, mine(tmp_path), 3, RoundsSeen(2, 5.0))
     for what in ("model", "traffic", "at first"):
         assert f"\n{what:<{consent.WIDTH}}  {shown[what]}\n" in page
+
+
+def test_a_region_tells_that_a_second_run_is_joined_and_what_that_takes(tmp_path: Path) -> None:
+    region = RUN.model_copy(update={"world": WorldConfig(run="ab" * 32)})
+    terms, alone = (terms_of(run, mine(tmp_path), 3, None) for run in (region, RUN))
+    assert terms["world"] == f"also a node in run {'ab' * 32}, of which this run is a region"
+    assert "world" not in alone
+    need, without = need_of(region), need_of(RUN)
+    assert need.main("cpu") - without.main("cpu") > PROCESS_BYTES, "the world node is a process of its own"
+    assert "the world's run" in need.formula("cpu")
+    assert need.payload == without.payload + TAIL_BYTES

@@ -13,7 +13,7 @@ import torch
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_digest
 from p2ptrain.digest import PIECE_BYTES, digest
-from p2ptrain.errors import DataError, MemoryShortError
+from p2ptrain.errors import DataError, MemoryShortError, PassedError
 from p2ptrain.learn.data import piece_digest
 from p2ptrain.learn.saved_state import Capture
 from p2ptrain.net import questions
@@ -382,6 +382,23 @@ async def test_data_that_nobody_has_makes_the_round_fail_in_time(tmp_path: Path)
         [failed] = each.node.events
         assert isinstance(failed, ev.TrainingFailed) and failed.round == 1
         assert 100 < asyncio.get_running_loop().time() < 140
+
+
+async def test_a_round_that_passes_is_no_trouble_and_needs_no_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = a_dataset(tmp_path / "missing", is_whole=False)
+    async with bench(tmp_path, data) as each, each.running():
+        each.trainer.dataset, each.driver.device.reads_data = data, False
+
+        async def passed(*_: object) -> None:
+            raise PassedError("its turn has not come")
+
+        each.driver.device.train = passed  # type: ignore[method-assign,assignment]
+        doing(each, ev.Train(1, 0, 1, 4))
+        await until(lambda: bool(each.node.events))
+        assert each.node.events == [ev.TrainingFailed(1, "its turn has not come")]
+        assert caplog.text == ""
 
 
 @skipping_time

@@ -300,7 +300,7 @@ class Steps(ChainTrainer):
         self.time = time
         self.run = SimpleNamespace(recipe=SimpleNamespace(local_steps=2))
 
-    def train(self, number: int, place: int, places: int, on_step: Any) -> Any:
+    def train(self, number: int, place: int, places: int, on_step: Any, shift: Any = None) -> Any:
         results = []
         for _ in range(2):
             self.time.now += 1.0

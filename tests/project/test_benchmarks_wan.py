@@ -185,6 +185,7 @@ def report(**changes: Any) -> dict[str, Any]:
     own = {"system": "p2ptrain", "nodes": 2, "line": line, "marks": [mark], "relay": relay, "rounds": [9, 10]}
     shares = {"whole_seconds": 40.0, "training_shares": [0.9, 0.8], "bytes_until_whole": {"sent": [2 * 10**6, 0]}}
     rates = {"payload_bytes": 300, "received_a_round": 1_000.0, "round_seconds": 2.5, "rounds_since_whole": 5}
+    own |= {"tokens": [3_000, 1_000]}
     return own | shares | rates | {"tokens_over_alone": None, "slow_percent": 100, "contributions": [9, 4]} | changes
 
 
@@ -209,7 +210,11 @@ def test_the_report_tells_loss_bytes_and_whether_the_relay_kept_up(capsys: pytes
     far = {"regions": 2, "bytes_until_whole": {"sent": [0, 0], "far": [10**6, 0]}}
     wan.tell_more(report(**far, marks=[{"far": [2 * 10**6, 4 * 10**6]}], received_a_round=None))
     told = capsys.readouterr().out
-    assert "MB between the regions: 1.00 until all were members, then 1.00 a round" in told
+    assert "MB between the regions: 1.00 until all were members, then 1.00 a round and 24.00 a minute" in told
+    assert "tokens trained on: 4,000" in told
+    mark = {"minutes": 2.0, "loss": 2.5, "region_loss": 2.25, "sent": [0], "received": [0]}
+    wan.tell(report(marks=[mark]))
+    assert "2.500 (2.250)" in capsys.readouterr().out
     assert "a round of" not in told
     wan.tell_more(report(slow_percent=10, tokens_over_alone=0.9512))
     told = capsys.readouterr().out

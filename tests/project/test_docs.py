@@ -82,6 +82,15 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
     ("docs/how-to/privacy.md", "join"): [  # a test of tests/swarm/test_own_data.py does
         "p2ptrain join --bootstrap ADDR --invitation friends.invitation --config private.toml"
     ],
+    ("docs/how-to/regions.md", "world"): [  # tests/swarm/test_regions.py begins these runs
+        "p2ptrain config example halos_world > world.toml",
+        "p2ptrain start world.toml",
+        "p2ptrain pause",
+    ],
+    ("docs/how-to/regions.md", "region"): [  # likewise
+        "p2ptrain config example halos > region.toml",
+        "p2ptrain start region.toml --config node.toml",
+    ],
     ("docs/how-to/recover.md", "root"): ["sudo timedatectl set-ntp true"],
     ("docs/how-to/recover.md", "chosen"): [
         "mv ~/.local/share/p2ptrain/runs/RUN runs.old",

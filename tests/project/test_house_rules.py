@@ -40,8 +40,8 @@ LAYERS = {
     "node": {"node", "core", "learn", "net", "store", "identity", "replay"},  # a node at work has no face
     "observe": {"observe", "node", "core", "learn", "net", "store", "identity"},
     "daemon": {"daemon", "observe", "node", "core", "learn", "net", "identity"},
-    "launch": {"launch", "daemon", "observe", "node", "learn", "net", "store", "identity"},
-    "loop": {"loop", "launch", "daemon", "observe", "node", "core", "learn", "store"},
+    "launch": {"launch", "loop", "daemon", "observe", "node", "learn", "net", "store", "identity"},
+    "loop": {"loop", "launch", "daemon", "observe", "node", "core", "learn", "net", "store"},
     "swarm": {"swarm", "loop", "node", "core", "learn"},  # a script's process, whose node is another
     "hf": {"hf", "swarm"},
     "doctor": {"doctor", "node", "observe", "core", "learn", "net", "store", "identity"},

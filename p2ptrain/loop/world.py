@@ -1,0 +1,260 @@
+"""A region's world node: a second node, in a process of its own as a script's is, which takes part in the world's run.
+
+It votes, checks and applies as all of that run's do, whoever contributes for the region. This side hears from it what
+the world has agreed on, and has it contribute the region's movement when it is this node's turn. While it cannot take
+part there, the region goes on by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import sample
+from subprocess import Popen, TimeoutExpired
+from time import perf_counter
+
+import msgspec
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from p2ptrain.config import NetworkConfig
+from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.learn.models import NamedShapes, named_shapes
+from p2ptrain.learn.region import Region, World
+from p2ptrain.learn.trainer import Trainer
+from p2ptrain.loop import channel
+from p2ptrain.loop.channel import Begin, Memory, NodeAnswer, ScriptRequest
+from p2ptrain.net import questions
+from p2ptrain.net.addresses import Reach, is_within, split
+from p2ptrain.net.transport import TransportError
+from p2ptrain.node.assembly import Launch
+from p2ptrain.node.directories import data_directory
+from p2ptrain.node.edges import Edges
+from p2ptrain.node.region import RegionDevice
+
+DIRECTORY = "world"  # of the world node, within this one's
+ASKED, TOLD = 8, 4  # members of the region that are asked for addresses of the world's run; addresses of each
+ASK_SECONDS, LOOK_SECONDS = 30.0, 0.5  # for one of them to be there and to know one; between looks
+JOIN_SECONDS, SILENT_SECONDS = 600.0, 90.0  # without a word of the world node, until it is started again; guesses
+RETRY_SECONDS, RETRY_SECONDS_MAX = 5.0, 300.0  # between tries to take part there, each twice the last; a guess
+
+LIMITS = ("upload_bytes_per_second", "download_bytes_per_second", "memory_bytes", "disk_bytes", "nice")
+
+log = logging.getLogger("p2ptrain.daemon")
+_DECODER = msgspec.msgpack.Decoder(NodeAnswer)
+
+
+@dataclass(slots=True)
+class Session:
+    """The talk with the world node, while there is one."""
+
+    writer: asyncio.StreamWriter
+    memory: Memory
+    met: Sequence[str]  # addresses to join at
+    steps: int = 0  # of a round of the world; 0: it takes no part yet
+    since: float | None = None  # when the round that it trains was heard of; None: it trains none
+    has_heard: bool = False  # of the world's weights
+    sent: tuple[int, Tensor] | None = None  # the request that contributes, and what
+    asked: int = 0
+
+    def ask(self, request: channel.Request) -> int:
+        self.asked += 1
+        self.writer.write(channel.framed(ScriptRequest(self.asked, request)))
+        return self.asked
+
+
+class WorldLink:
+    """Joins a region's node to its world node."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch, run = launch, launch.run
+        self._shapes = named_shapes(run.model)
+        round_reach = run.recipe.local_steps * float(run.recipe.inner_learning_rate)
+        self._region = Region(launch.identity.key, run.world.rounds, round_reach)
+        self._loop = asyncio.get_running_loop()
+        self._session: Session | None = None
+        self._made: RegionDevice | None = None
+        self._unsent: Tensor | None = None  # what the region has moved, and could not be contributed yet
+
+    @asynccontextmanager
+    async def attached(self, edges: Edges) -> AsyncIterator[None]:
+        """Takes part in the world's run inside the block."""
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(self._live(edges), name="the world's run")
+            yield
+            task.cancel()
+
+    async def device(self) -> RegionDevice:
+        """Makes the device of this node."""
+
+        def contribute(moved: Tensor) -> None:  # in the trainer's thread
+            self._loop.call_soon_threadsafe(self._contribute, moved)
+
+        launch, thread = self._launch, ThreadPoolExecutor(1, "trainer")
+        make = partial(Trainer, launch.run, launch.config.device, launch.data, own=launch.own, initial=False)
+        trainer = await self._loop.run_in_executor(thread, make)
+        threads = await self._loop.run_in_executor(thread, torch.get_num_threads)
+        self._made = RegionDevice(trainer, launch.identity.key, thread, threads, self._region, contribute)
+        return self._made
+
+    @property
+    def _device(self) -> RegionDevice:
+        assert self._made is not None, "it is made before the node is"
+        return self._made
+
+    def _contribute(self, moved: Tensor | None = None) -> None:
+        """Has the world node contribute what the region has moved: now, or to the next round that it trains."""
+        if moved is not None:
+            self._keep(moved)
+        session = self._session
+        if self._unsent is None or session is None or session.since is None:
+            return
+        session.memory.moved.copy_(self._unsent)
+        trained = channel.RoundTrained(session.steps, self._device.loss, 0, perf_counter() - session.since)
+        session.sent, session.since, self._unsent = (session.ask(trained), self._unsent), None, None
+
+    def _keep(self, moved: Tensor) -> None:
+        self._unsent = moved if self._unsent is None else self._unsent + moved
+
+    # -----------------------------------------------------------------------------------------------
+    # The world node
+
+    async def _live(self, edges: Edges) -> None:
+        wait = RETRY_SECONDS
+        while True:
+            try:
+                await self._take_part(edges)
+            except (DataError, OSError, msgspec.DecodeError) as error:
+                wait = wait if self._device.is_lost else RETRY_SECONDS
+                log.warning("not in the world's run; trying again in %.0f s: %s", wait, error)
+                self._device.lose(str(error))
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, RETRY_SECONDS_MAX)
+
+    async def _take_part(self, edges: Edges) -> None:
+        """Runs the world node, and listens to it until it ends, which raises DataError."""
+        directory = data_directory(self._launch.config) / DIRECTORY
+        met = self._launch.config.region.bootstrap or await self._ask_around(edges)
+        until = perf_counter() + ASK_SECONDS
+        while not met and not directory.exists():
+            if perf_counter() > until:
+                raise DataError("no node of the region has told an address of the world's run; set region.bootstrap")
+            await asyncio.sleep(LOOK_SECONDS)
+            met = await self._ask_around(edges)
+        process, ours, memory = channel.spawn_node(self._shapes, directory)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        self._session = session = Session(writer, memory, met)
+        try:
+            writer.write(channel.framed(ScriptRequest(0, _begin(self._launch, self._shapes, directory, met))))
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    async with asyncio.timeout(SILENT_SECONDS if session.steps else JOIN_SECONDS):
+                        length = int.from_bytes(await reader.readexactly(4), "big")
+                        answered = _DECODER.decode(await reader.readexactly(length))
+                    self._hear(answered, session)
+            raise DataError(f"the world node has ended; {directory / channel.LOG_NAME} says why")
+        except TimeoutError as error:
+            raise DataError(
+                "the world node does not answer, or finds nobody at the addresses that it was told"
+            ) from error
+        finally:
+            if session.sent is not None:
+                self._keep(session.sent[1])
+            self._session = None
+            writer.close()
+            await asyncio.shield(asyncio.to_thread(_end, process))
+
+    async def _ask_around(self, edges: Edges) -> tuple[str, ...]:
+        """Asks some of the region's members for addresses of the world's run."""
+        found: dict[str, None] = {}
+        members = [peer for peer in edges.connections.linked if edges.view.is_in(peer)]
+        for peer in sample(members, min(ASKED, len(members))):
+            with suppress(TransportError, RemoteProtocolError):
+                told = await questions.ask_peers(edges.transport, peer, bytes.fromhex(self._launch.run.world.run))
+                met = edges.connections.met.get(peer, Reach.PUBLIC)
+                found |= dict.fromkeys([each for each in told if _is_address(each) and is_within(each, met)][:TOLD])
+        return tuple(found)
+
+    def _hear(self, answered: NodeAnswer, session: Session) -> None:
+        contributed = session.sent is not None and answered.number == session.sent[0]
+        match answered.body:
+            case channel.NodeReady(steps=steps, addresses=addresses):
+                session.steps = steps
+                session.ask(channel.NextRound())
+                self._device.meet(addresses[:TOLD])
+                self._device.lose("the world node has joined, and waits for others")
+            case channel.NodeNote(text=text, is_trouble=is_trouble):
+                if is_trouble or not session.has_heard:
+                    self._device.lose(text)
+                else:
+                    self._device.follow()
+            case channel.RoundToTrain(base=base):
+                session.since, session.has_heard = perf_counter(), True
+                self._device.hear(World(base, session.memory.base.clone()))
+                session.ask(channel.NextRound(base))
+                self._contribute()
+            case channel.Done() if contributed:
+                session.sent = None
+                self._device.contributed()
+                log.info("contributed to the world for the region")
+            case channel.NodeFailed() if contributed and session.sent is not None:  # the round has passed
+                self._keep(session.sent[1])
+                session.sent = None
+            case channel.NodeFailed(text=text):
+                raise DataError(text)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        NetworkConfig.model_validate({"bootstrap": (text,)})
+        split(text)
+    except (ValidationError, TransportError):
+        return False
+    return True
+
+
+def _begin(launch: Launch, shapes: NamedShapes, directory: Path, met: Sequence[str]) -> Begin:
+    """Returns what the world node is to do: it has this node's limits, and a key, an address and a log of its own."""
+    config, own = launch.config, launch.config.region
+    options = {f"limits.{name}": getattr(config.limits, name) for name in LIMITS}
+    options |= {f"network.{name}": getattr(config.network, name) for name in ("nat", "relay", "relay_for_others")}
+    options |= {
+        "identity.file": "",
+        "network.listen": list(own.listen),
+        "network.announce": [],
+        "network.bootstrap": list(met),
+        "network.trusted_relays": [],
+        "network.run": "",
+        "storage.directory": str(directory),
+        "storage.own_data": "",
+        "http.enabled": False,
+        "tracking.tensorboard": "",
+        "tracking.wandb": "",
+        "logging.level": config.logging.level,
+        "device.threads": 1,
+    }
+    return Begin(
+        joins=True,
+        run={},
+        options=options,
+        parameters=shapes,
+        wanted=launch.run.world.run,
+        invitation=own.invitation,
+        reads_data=False,
+    )
+
+
+def _end(process: Popen[bytes]) -> None:
+    """Waits until the world node has left and saved, and kills it if it does not."""
+    try:
+        process.wait(channel.LEAVE_SECONDS)
+    except TimeoutExpired:
+        process.kill()
+        process.wait()

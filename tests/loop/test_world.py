@@ -1,0 +1,145 @@
+"""A region's node and its world node: what cannot be sent now is sent later, and a liar's addresses go nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from p2ptrain.config import NodeConfig, RecipeConfig, RunConfig, WorldConfig
+from p2ptrain.errors import DataError
+from p2ptrain.loop import world as module
+from p2ptrain.loop.channel import Done, NodeAnswer, NodeFailed, NodeNote, NodeReady, RoundToTrain
+from p2ptrain.loop.world import Session, WorldLink
+from p2ptrain.net import questions
+from p2ptrain.net.addresses import Reach
+from p2ptrain.net.transport import TransportError
+from p2ptrain.node.region import RegionDevice
+
+DENSE = RecipeConfig(transform="none", k=64**2, value_bits=8)
+RUN = RunConfig(name="region", recipe=DENSE, world=WorldConfig(run="ab" * 32))
+ME, PEERS = bytes(32), [bytes([number]) * 32 for number in (1, 2, 3)]
+PEER_ID = "12D3KooWM87ULyCQ4p5uagyH3ypi1uA1kM2paeTuzQhvQtzAb3C9"
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+
+@pytest.fixture
+async def link() -> WorldLink:
+    launch = SimpleNamespace(run=RUN, config=NodeConfig(), identity=SimpleNamespace(key=ME), run_id=bytes(32))
+    made = WorldLink(cast(Any, launch))
+    trainer = SimpleNamespace(run=RUN, live=SimpleNamespace(privacy=None), outer=None)
+    made._made = RegionDevice(cast(Any, trainer), ME, ThreadPoolExecutor(1), 1, made._region, lambda moved: None)
+    made._made.loss = 2.5
+    return made
+
+
+def session() -> Session:
+    memory = SimpleNamespace(base=torch.full((2,), 8.0), moved=torch.zeros(2))
+    return Session(cast(Any, Writer()), cast(Any, memory), (), steps=30)
+
+
+def moved(value: float) -> Tensor:
+    return torch.full((2,), value)
+
+
+async def test_a_movement_goes_to_the_round_that_the_world_node_trains(link: WorldLink) -> None:
+    link._session = talk = session()
+    link._hear(NodeAnswer(0, NodeReady("run", "", ("/ip4/127.0.0.1/tcp/1",), (), 30, 30)), talk)
+    assert link._device.addresses == ("/ip4/127.0.0.1/tcp/1",)
+    link._contribute(moved(1.0))
+    assert talk.sent is None, "it trains none yet"
+    link._hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
+    assert talk.sent is not None
+    assert not link._device.is_lost
+    assert talk.memory.moved.tolist() == [1.0, 1.0]
+    link._contribute(moved(0.5))
+    link._hear(NodeAnswer(talk.sent[0], Done()), talk)
+    assert (link._device.contributions, talk.sent) == (1, None)
+    link._hear(NodeAnswer(9, RoundToTrain(7, 6, 1)), talk)
+    assert talk.memory.moved.tolist() == [0.5, 0.5], "what was due meanwhile goes with the next round"
+
+
+async def test_what_came_too_late_goes_with_the_next(link: WorldLink) -> None:
+    link._session = talk = session()
+    link._hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
+    link._contribute(moved(1.0))
+    assert talk.sent is not None
+    link._contribute(moved(0.25))
+    link._hear(NodeAnswer(talk.sent[0], NodeFailed("ConfigError", "no round is being trained")), talk)
+    assert link._device.contributions == 0
+    link._hear(NodeAnswer(9, RoundToTrain(7, 6, 1)), talk)
+    assert talk.memory.moved.tolist() == [1.25, 1.25]
+
+
+async def test_notes_tell_why_the_world_is_away_until_it_is_there(link: WorldLink) -> None:
+    talk = session()
+    link._hear(NodeAnswer(1, NodeNote("waiting for round 4: no peers")), talk)
+    assert link._device._lost[1] == "waiting for round 4: no peers"
+    link._hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
+    link._hear(NodeAnswer(2, NodeNote("waiting for round 7: no peers", is_trouble=True)), talk)
+    assert link._device.is_lost
+    link._hear(NodeAnswer(2, NodeNote("waiting for round 7: the others are not done")), talk)
+    assert not link._device.is_lost
+    with pytest.raises(DataError, match="it cannot go on"):
+        link._hear(NodeAnswer(0, NodeFailed("DataError", "it cannot go on")), talk)
+
+
+def at(address: str) -> str:
+    return f"/ip4/{address}/tcp/4001/p2p/{PEER_ID}"
+
+
+async def test_only_members_are_asked_and_only_addresses_that_they_may_tell_are_taken(
+    link: WorldLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {
+        PEERS[0]: (at("8.8.8.8"), at("192.168.0.7"), "/ip4/8.8.8.8/x", "nonsense", at("127.0.0.1")),
+        PEERS[1]: tuple(at(f"9.9.9.{number}") for number in range(30)),
+    }
+
+    async def ask_peers(_: object, peer: bytes, run_id: bytes) -> tuple[str, ...]:
+        assert run_id == bytes.fromhex(RUN.world.run)
+        if peer not in told:
+            raise TransportError("hung up")
+        return told[peer]
+
+    monkeypatch.setattr(questions, "ask_peers", ask_peers)
+    strangers = [bytes([9]) * 32]
+    connections = SimpleNamespace(
+        linked=[*PEERS, *strangers], met={PEERS[0]: Reach.PUBLIC, PEERS[1]: Reach.LOOPBACK, PEERS[2]: Reach.LOOPBACK}
+    )
+    view = SimpleNamespace(is_in=lambda peer: peer in PEERS)
+    edges = SimpleNamespace(connections=connections, transport=None, view=view)
+    found = await link._ask_around(cast(Any, edges))
+    assert sorted(found) == sorted([at("8.8.8.8"), *(at(f"9.9.9.{number}") for number in range(module.TOLD))])
+
+
+async def test_a_world_node_that_says_nothing_is_given_up(link: WorldLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "JOIN_SECONDS", 0.01)
+    ended: list[object] = []
+
+    class Process:
+        def wait(self, _: float) -> None:
+            ended.append(self)
+
+    ours, theirs = module.channel.socket.socketpair()
+    memory = SimpleNamespace(base=None, moved=None)
+    monkeypatch.setattr(module.channel, "spawn_node", lambda *_: (Process(), ours, memory))
+    link._launch.config = NodeConfig.model_validate({"region": {"bootstrap": [at("8.8.8.8")]}})
+    link._session = None
+    with pytest.raises(DataError, match="the world node does not answer"):
+        await asyncio.wait_for(link._take_part(cast(Any, None)), 20)
+    assert len(ended) == 1
+    assert link._session is None
+    theirs.close()
