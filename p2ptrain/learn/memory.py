@@ -50,7 +50,7 @@ BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
 CONTRIBUTIONS_USUAL = 64  # the vote counters assumed here are wide enough for this many
 CONTRIBUTORS_USUAL = 8  # on the disk, if their number is unknown; a guess
 ENTRY_BYTES = 400  # of the history in memory, for each contribution: two digests, their record and a signature
-# Of the weights: up to eight here, to tell what has moved; two shared with the world node; and its own, a guess.
+# Copies of the weights: up to eight here, to tell how far they moved, two shared with the world node, and its own.
 WORLD_COPIES = 8 + 2 + 8
 BATCH_COPIES = 2  # of a step's sequences, while they are gathered
 POSITION_BYTES = 48  # for each sequence of a round, while its place in the data is worked out

@@ -40,7 +40,7 @@ TAIL_BYTES = 9
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What a contribution to a region says of the world's run: nine bytes at its end."""
+    """Tells how a contribution to a region stands to the world's run, in nine bytes at its end."""
 
     followed: int | None = None  # the world's newest round that its author knew of when it began to train
     is_shifted: bool = False  # it holds what the world changed, up to that round

@@ -45,7 +45,7 @@ class World:
 
 
 class Region:
-    """What a node knows of its region and the world. The trainer's thread calls all but `hear`, `follow` and `lose`.
+    """Tracks a region and the world for one node. The trainer's thread calls all but `hear`, `follow` and `lose`.
 
     round_reach: how far the steps of a round can move a weight
     """

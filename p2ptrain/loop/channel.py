@@ -32,7 +32,6 @@ FRAME_BYTES_MAX = 2**28  # a step's sequences, or the held-out ones
 LEAVE_SECONDS = 60.0  # for the node to say goodbye and save
 LOG_NAME = "node.log"  # in the node's directory
 
-
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes, in the model's order
 
 
@@ -120,7 +119,7 @@ class NodeNote(Struct, frozen=True, tag="note"):
     """A sentence for a script that waits, before the answer: why there is none yet. With number 0, a warning."""
 
     text: str
-    is_trouble: bool = False  # or it is only others' turn
+    is_trouble: bool = False  # False: the others are not done
 
 
 class NodeFailed(Struct, frozen=True, tag="failed"):

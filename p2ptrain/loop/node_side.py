@@ -14,7 +14,6 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from math import prod
 from pathlib import Path
@@ -42,7 +41,7 @@ from p2ptrain.learn.begin import GivenWeights
 from p2ptrain.learn.models import named_shapes
 from p2ptrain.learn.own_data import PREPARE_FIX
 from p2ptrain.learn.plugins import allow
-from p2ptrain.learn.trainer import EVALUATED_SEQUENCES, Trainer
+from p2ptrain.learn.trainer import EVALUATED_SEQUENCES
 from p2ptrain.loop.channel import (
     FRAME_BYTES_MAX,
     Answer,
@@ -135,13 +134,10 @@ class ScriptLoop:
 
     async def device(self, started: Launch) -> LoopDevice:
         """Makes the device of this node."""
-        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "trainer")
-        run, config, data = started.run, started.config.device, started.data
-        trainer = await loop.run_in_executor(thread, lambda: Trainer(run, config, data, own=started.own, initial=False))
-        threads = await loop.run_in_executor(thread, torch.get_num_threads)
         self._place = data_directory(started.config)
-        reads_data = self._begin.reads_data
-        self._device = LoopDevice(trainer, started.identity.key, thread, threads, self._memory, reads_data)
+        run, config, data, me = started.run, started.config.device, started.data, started.identity.key
+        parts: dict[str, Any] = {"memory": self._memory, "reads_data": self._begin.reads_data}
+        self._device = await LoopDevice.open(run, config, data, me, own=started.own, **parts)
         return self._device
 
     def joined(self, daemon: Daemon) -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import sample
 from subprocess import Popen, TimeoutExpired
 from time import perf_counter
+from typing import Any
 
 import msgspec
-import torch
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -28,7 +26,6 @@ from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.learn.models import NamedShapes, named_shapes
 from p2ptrain.learn.region import Region, World
-from p2ptrain.learn.trainer import Trainer
 from p2ptrain.loop import channel
 from p2ptrain.loop.channel import Begin, Memory, NodeAnswer, ScriptRequest
 from p2ptrain.net import questions
@@ -44,7 +41,6 @@ ASKED, TOLD = 8, 4  # members of the region that are asked for addresses of the 
 ASK_SECONDS, LOOK_SECONDS = 30.0, 0.5  # for one of them to be there and to know one; between looks
 JOIN_SECONDS, SILENT_SECONDS = 600.0, 90.0  # without a word of the world node, until it is started again; guesses
 RETRY_SECONDS, RETRY_SECONDS_MAX = 5.0, 300.0  # between tries to take part there, each twice the last; a guess
-
 LIMITS = ("upload_bytes_per_second", "download_bytes_per_second", "memory_bytes", "disk_bytes", "nice")
 
 log = logging.getLogger("p2ptrain.daemon")
@@ -57,7 +53,6 @@ class Session:
 
     writer: asyncio.StreamWriter
     memory: Memory
-    met: Sequence[str]  # addresses to join at
     steps: int = 0  # of a round of the world; 0: it takes no part yet
     since: float | None = None  # when the round that it trains was heard of; None: it trains none
     has_heard: bool = False  # of the world's weights
@@ -97,11 +92,10 @@ class WorldLink:
         def contribute(moved: Tensor) -> None:  # in the trainer's thread
             self._loop.call_soon_threadsafe(self._contribute, moved)
 
-        launch, thread = self._launch, ThreadPoolExecutor(1, "trainer")
-        make = partial(Trainer, launch.run, launch.config.device, launch.data, own=launch.own, initial=False)
-        trainer = await self._loop.run_in_executor(thread, make)
-        threads = await self._loop.run_in_executor(thread, torch.get_num_threads)
-        self._made = RegionDevice(trainer, launch.identity.key, thread, threads, self._region, contribute)
+        launch = self._launch
+        run, config, data, me = launch.run, launch.config.device, launch.data, launch.identity.key
+        parts: dict[str, Any] = {"region": self._region, "contribute": contribute}
+        self._made = await RegionDevice.open(run, config, data, me, own=launch.own, **parts)
         return self._made
 
     @property
@@ -150,7 +144,7 @@ class WorldLink:
             met = await self._ask_around(edges)
         process, ours, memory = channel.spawn_node(self._shapes, directory)
         reader, writer = await asyncio.open_connection(sock=ours)
-        self._session = session = Session(writer, memory, met)
+        self._session = session = Session(writer, memory)
         try:
             writer.write(channel.framed(ScriptRequest(0, _begin(self._launch, self._shapes, directory, met))))
             with suppress(asyncio.IncompleteReadError, ConnectionError):

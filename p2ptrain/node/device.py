@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter, sleep
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -129,13 +129,13 @@ class Device:
         *,
         own: OwnData | None = None,
         base: Base | None = None,
-    ) -> Device:
-        loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, "trainer")
-        frozen = base.path if base else None
-        make = partial(Trainer, run, config, dataset, own=own, initial=False, base=frozen)
+        **parts: Any,
+    ) -> Self:
+        """Makes the trainer in its thread, and the device; `parts` are what the class takes besides."""
+        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "trainer")
+        make = partial(Trainer, run, config, dataset, own=own, initial=False, base=base.path if base else None)
         trainer = await loop.run_in_executor(thread, make)
-        return cls(trainer, me, thread, await loop.run_in_executor(thread, torch.get_num_threads))
+        return cls(trainer, me, thread, await loop.run_in_executor(thread, torch.get_num_threads), **parts)
 
     @property
     def privacy(self) -> Privacy | None:

@@ -103,9 +103,9 @@ class RegionDevice(Device):
     def _noted(self, *training: Any) -> Trained | None:
         """Has no entry for a training with a shift: it could not be repeated without the world's weights."""
         noted = super()._noted(*training)
-        return (
-            None if noted is None or self._shift is not None else replace(noted, tail=self.region.tail.encoded().hex())
-        )
+        if noted is None or self._shift is not None:
+            return None
+        return replace(noted, tail=self.region.tail.encoded().hex())
 
     def _apply(self, applying: Applying) -> bytes | None:
         root = super()._apply(applying)

@@ -1,4 +1,4 @@
-"""What answers and stored records are made of."""
+"""The base classes of answers and stored records."""
 
 from __future__ import annotations
 

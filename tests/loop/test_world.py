@@ -47,7 +47,7 @@ async def link() -> WorldLink:
 
 def session() -> Session:
     memory = SimpleNamespace(base=torch.full((2,), 8.0), moved=torch.zeros(2))
-    return Session(cast(Any, Writer()), cast(Any, memory), (), steps=30)
+    return Session(cast(Any, Writer()), cast(Any, memory), steps=30)
 
 
 def moved(value: float) -> Tensor:

@@ -82,15 +82,14 @@ async def test_a_killed_node_repeats_what_it_had_contributed_with_its_tail(devic
     _, payload, _ = await device.train(1, 0, 1, frozenset())
     await applied(device, 1, payload)
     capture = device.trainer.state_bytes()
-    name, payload, noted = await device.train(2, 0, 1, frozenset())
+    _, payload, noted = await device.train(2, 0, 1, frozenset())
     assert noted is not None
     again = RegionDevice(device.trainer, ME, ThreadPoolExecutor(1), 1, Region(ME, 2, 1.0), lambda moved: None)
     device.trainer.restore(2)
     device.trainer.adopt(1, [capture])
     again.repeat([noted], 2)
-    repeated, _, _ = await again.train(2, 0, 1, frozenset())
-    assert Tail.of((await again.run(lambda: again._repeated))[2][2]) == Tail.of(payload)
-    assert repeated is not None and name is not None
+    assert await again.repeat_next()
+    assert Tail.of(again._repeated[2][2]) == Tail.of(payload) == Tail(0, is_aware=True)
     again.close()
 
 
