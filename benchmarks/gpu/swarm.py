@@ -7,10 +7,13 @@ device that trains to a CPU's bits is no other device.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
-from contextlib import ExitStack
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from fractions import Fraction
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +36,51 @@ RECIPES: dict[str, dict[str, Any]] = {
 PRECISIONS = {"fp32": ("highest", "off"), "tf32": ("high", "off"), "bf16": ("high", "bf16")}
 ROUNDS, ROUNDS_SMALL = 200, 8
 SECONDS_KEPT = 5.0  # for what is still to be told when the time is over
+WORKERS_MAX = 5
 
 
-def embedded(folder: Path) -> TokenDataset:
-    made = prepare(
+def embedded(folder: Path) -> str:
+    """Prepares the embedded text, and returns its digest."""
+    return prepare(
         folder,
         [],
         embedded=True,
         how=Reading(tokenizer=load_tokenizer(None)),
         held_out=Fraction(1, 50),
         progress=lambda *_: None,
-    )
-    return TokenDataset.open(folder, made.digest)
+    ).digest
 
 
 def rounds_of(
-    report: Report, dataset: TokenDataset, recipe: dict[str, Any], autocast: str, seconds_each: float
+    device: str, folder: Path, digest: str, wanted: int, name: str, precision: str, seconds: float
+) -> dict[str, Any]:
+    """Trains as many rounds as there is time for, but not more than wanted."""
+    torch.set_num_threads(1)
+    dataset = TokenDataset.open(folder, digest)
+    ends_at = time.monotonic() + seconds
+    before = torch.get_float32_matmul_precision()
+    matmul, autocast = PRECISIONS[precision]
+    torch.set_float32_matmul_precision(matmul)
+    try:
+        return _rounds_of(device, dataset, wanted, {"name": name} | RECIPES[name], autocast, ends_at)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _rounds_of(
+    device: str, dataset: TokenDataset, wanted: int, recipe: dict[str, Any], autocast: str, ends_at: float
 ) -> dict[str, Any]:
     run = RunConfig.model_validate(
         {"name": "swarm", "model": model_config("tiny").model_dump(), "recipe": {"sequences_per_pass": 4} | recipe}
     )
     cpu, other = (
         DeviceConfig.model_validate({"name": name, "threads": 1, "autocast": cast})
-        for name, cast in (("cpu", "off"), (str(report.device), autocast))
+        for name, cast in (("cpu", "off"), (device, autocast))
     )
     trainers = [Trainer(run, config, dataset) for config in (cpu, other, cpu, other)]
-    ends_with = report.seconds_left - seconds_each
-    wanted = ROUNDS_SMALL if report.small else ROUNDS
     before, training_differs, contributions_differ, done = trainers[0].evaluate(), False, False, 0
     for number in range(wanted):
-        if report.seconds_left < ends_with:
+        if time.monotonic() > ends_at:
             break
         steps, payloads = [], []
         for place, trainer in enumerate(trainers):
@@ -90,6 +108,11 @@ def rounds_of(
     }
 
 
+def workers(report: Report) -> int:
+    """Returns how many swarms train at a time."""
+    return 1 if report.device.type == "cpu" else max(1, min(WORKERS_MAX, len(os.sched_getaffinity(0)) // 3))
+
+
 def fault_of(found: dict[str, Any], report: Report) -> str | None:
     if not found["roots_equal"]:
         return "roots differ"
@@ -101,21 +124,26 @@ def fault_of(found: dict[str, Any], report: Report) -> str | None:
 
 
 def main(report: Report) -> None:
-    torch.set_num_threads(1)
-    bad = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        dataset = embedded(Path(folder) / "data")
-        left = len(RECIPES) * len(PRECISIONS)
-        for precision, (matmul, autocast) in PRECISIONS.items():
-            torch.set_float32_matmul_precision(matmul)
-            for name, settings in RECIPES.items():
-                each = (report.seconds_left - SECONDS_KEPT) / left
-                found = rounds_of(report, dataset, {"name": name} | settings, autocast, each)
-                report.add(f"{name}, {precision}", found)
-                if fault := fault_of(found, report):
-                    bad.append(f"{name}, {precision}: {fault}")
-                left -= 1
+    """On a GPU some at a time, each in a process of its own: it is a processor's core that takes the time."""
+    jobs = [(name, precision) for name in RECIPES for precision in PRECISIONS]
+    wanted, bad = ROUNDS_SMALL if report.small else ROUNDS, []
+
+    def told(job: tuple[str, str], found: dict[str, Any]) -> None:
+        report.add(", ".join(job), found)
+        if fault := fault_of(found, report):
+            bad.append(f"{', '.join(job)}: {fault}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        same = (str(report.device), Path(folder), embedded(Path(folder)), wanted)
+        if (at_once := workers(report)) == 1:
+            for place, job in enumerate(jobs):
+                told(job, rounds_of(*same, *job, (report.seconds_left - SECONDS_KEPT) / (len(jobs) - place)))
+        else:
+            each = (report.seconds_left - SECONDS_KEPT) / -(-len(jobs) // at_once)
+            with ProcessPoolExecutor(at_once, get_context("spawn")) as pool:
+                started = {pool.submit(rounds_of, *same, *job, each): job for job in reversed(jobs)}  # slow ones first
+                for done in as_completed(started):
+                    told(started[done], done.result())
     if bad:
         sys.exit("\n".join(bad))
 

@@ -28,7 +28,9 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's: they push every singular 
 NEWTON_SCHULZ_STEPS = 5
 NORM_LEAST = 1e-7
 BLOCK = 2**22  # numbers of a flat tensor at a time
-BATCH_ELEMENTS = 2**20  # matrices of one shape are orthogonalised together up to this size: small products are slow
+# Matrices of one shape are orthogonalised together up to this size: small products are slow, and on a GPU each takes
+# longer to begin than to compute.
+BATCH_ELEMENTS, DEVICE_BATCH_ELEMENTS = 2**20, 2**23
 
 
 class InnerOptimizer(Protocol):
@@ -123,6 +125,10 @@ def orthogonalised(matrices: Sequence[Tensor], *, is_half: bool) -> Tensor:  # [
     return x
 
 
+def batch_elements(device: str) -> int:
+    return BATCH_ELEMENTS if device == "cpu" else DEVICE_BATCH_ELEMENTS
+
+
 def _batches(live: LiveModel) -> Iterator[list[int]]:
     """Yields the places of hidden matrices that are orthogonalised together."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -130,7 +136,7 @@ def _batches(live: LiveModel) -> Iterator[list[int]]:
         if live.is_hidden_matrix[place]:
             alike[min(shape), max(shape)].append(place)
     for (short, long), places in alike.items():
-        at_once = max(1, BATCH_ELEMENTS // (short * long))
+        at_once = max(1, batch_elements(live.weights.device.type) // (short * long))
         for start in range(0, len(places), at_once):
             yield places[start : start + at_once]
 

@@ -20,7 +20,7 @@ from p2ptrain.learn import model as model_module
 from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.codec import PayloadFormat, pack
 from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.memory import PassSettings, need_of
+from p2ptrain.learn.memory import CUDA_LIBRARIES_BYTES, PassSettings, need_of
 from p2ptrain.learn.root import state_root
 from p2ptrain.learn.schedule import Terms
 from p2ptrain.learn.selection import largest
@@ -232,7 +232,9 @@ def test_out_of_memory_it_trains_on_with_fewer_sequences(
 @CUDA_ALONE
 def test_what_it_takes_is_what_was_told(dataset: TokenDataset) -> None:
     run = larger_run(dataset)
+    Trainer(run, on_device(), dataset).train(0, 0, 1)  # what cuBLAS takes stays taken
     for autocast in ("off", "bf16"):
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(DEVICE)
         before = torch.cuda.memory_allocated(DEVICE)
@@ -241,8 +243,9 @@ def test_what_it_takes_is_what_was_told(dataset: TokenDataset) -> None:
         trainer.apply(0, [trainer.contribute(0)] * 10)
         took = torch.cuda.max_memory_allocated(DEVICE) - before
         need = need_of(run, PassSettings(autocast == "bf16", device="cuda"))
-        sys.stdout.write(f"told {need.trainer}, took {took}: {need.of_trainer()}\n")
-        assert need.trainer == pytest.approx(took, rel=0.1)
+        told = need.trainer - CUDA_LIBRARIES_BYTES
+        sys.stdout.write(f"told {told} without libraries, took {took}: {need.of_trainer()}\n")
+        assert told == pytest.approx(took, rel=0.07)
         del trainer
         gc.collect()
 

@@ -14,7 +14,7 @@ import pytest
 
 from p2ptrain.config import MODEL_PRESETS, ModelConfig, RunConfig
 from p2ptrain.learn.data import manifest_digest
-from p2ptrain.learn.memory import PROCESS_BYTES, PassSettings, activations, need_of
+from p2ptrain.learn.memory import PROCESS_BYTES, WITHIN_OPERATIONS, PassSettings, activations, need_of
 from p2ptrain.learn.models import parameter_count
 from tests.helpers.live_memory import peak_of_pass
 from tests.helpers.trainer import embedded, make
@@ -69,6 +69,41 @@ def test_the_formula_of_a_pass_is_what_is_alive_in_it(
     for sequences in (1, 8):
         alive = peak_of_pass(model, sequences, passes)
         assert activations(model, sequences, passes) + besides == pytest.approx(alive + besides, rel=0.1)
+
+
+ON_AN_H100: dict[str, int] = {  # peaks of a pass beside weights and gradient, measured with torch 2.11 and CUDA 13.0
+    "32 fp32": 394_986_496,
+    "16 fp32": 197_657_600,
+    "32 bf16": 260_016_640,
+    "32 fp32 layers=4": 730_924_032,
+    "32 bf16 layers=4": 473_272_832,
+    "32 fp32 ffn_dim=1536": 647_693_312,
+    "32 bf16 ffn_dim=1536": 375_589_888,
+    "32 fp32 dim=512 heads=8 kv_heads=4": 546_636_288,
+    "32 bf16 dim=512 heads=8 kv_heads=4": 407_964_160,
+    "32 fp32 kv_heads=4": 394_986_496,
+    "32 bf16 kv_heads=4": 268_667_392,
+    "8 fp32 sequence_length=1024": 395_183_104,
+    "8 bf16 sequence_length=1024": 260_213_248,
+    "32 fp32 vocab_size=50304": 1_487_470_592,
+    "32 bf16 vocab_size=50304": 1_392_052_224,
+    "32 fp32 vocab_size=8192": 906_592_768,
+    "32 bf16 vocab_size=8192": 792_300_032,
+    "32 fp32 checkpointing": 235_406_336,
+    "32 bf16 checkpointing": 148_506_624,
+    "32 bf16 checkpointing layers=4": 165_283_840,
+}
+
+
+@pytest.mark.parametrize("case", ON_AN_H100)
+def test_the_formula_of_a_pass_is_what_an_h100_took(case: str) -> None:
+    sequences, precision, *rest = case.split()
+    shape = {"dim": 256, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 768, "sequence_length": 256}
+    changes = {name: int(value) for name, value in (each.split("=") for each in rest if "=" in each)}
+    model = ModelConfig.model_validate({"vocab_size": 256} | shape | changes)
+    passes = PassSettings(precision == "bf16", "checkpointing" in rest, device="cuda")
+    told = WITHIN_OPERATIONS * activations(model, int(sequences), passes)
+    assert -0.02 <= told / ON_AN_H100[case] - 1 <= 0.08
 
 
 def _took(tmp_path: Path, run: dict[str, Any], device: dict[str, Any], rounds: int = 2) -> tuple[int, int]:

@@ -87,6 +87,15 @@ def test_a_swarm_whose_roots_differ_is_found(tmp_path: Path, monkeypatch: pytest
         swarm.main(report(tmp_path))
 
 
+def test_swarms_train_in_processes_of_their_own_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm, "workers", lambda _: 2)
+    monkeypatch.setattr(swarm, "ROUNDS_SMALL", 1)
+    swarm.main(report(tmp_path))
+    found = json.loads((tmp_path / "part.json").read_text())
+    assert len(found) == len(swarm.RECIPES) * len(swarm.PRECISIONS)
+    assert all(each["roots_equal"] and each["rounds"] == 1 for each in found.values())
+
+
 def test_a_swarm_that_shows_too_little_is_no_success(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="local, bf16: the time was over after 0 rounds"):
         swarm.main(report(tmp_path, seconds=0.0))

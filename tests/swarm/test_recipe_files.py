@@ -21,7 +21,7 @@ def tiny(path: Path) -> str:
     recipe = re.sub(r"(?m)^sequences_per_pass = .*$", "sequences_per_pass = 4", recipe)
     recipe = re.sub(r"(?m)^local_steps = .*$", "local_steps = 4", recipe)
     name = next(line for line in head.splitlines() if line.startswith("name"))
-    late = agreement[0] if agreement else "\n"
+    late = re.sub(r"(?m)^(stall|settle)_seconds = .*\n", "", agreement[0]) if agreement else "\n"
     return f"""{name}
 
 {TINY_MODEL}

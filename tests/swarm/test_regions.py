@@ -132,6 +132,9 @@ def test_a_region_goes_on_without_the_world_and_comes_back_to_it(swarm: Swarm, w
     node.until(lambda: world_of(node)[0] > reached[0] + 1)
     node.until(lambda: world_of(node)[1] > reached[1])
     assert other_node(node)["run_id"] == world.status()["run_id"]
+    children = psutil.Process(node.pid).children()
+    assert len(children) >= 2  # its world node, and a p2pd
     node.leave()
-    assert not psutil.pid_exists(node.pid)
+    _, alive = psutil.wait_procs(children, 20.0)
+    assert alive == []
     world.leave()
