@@ -26,7 +26,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from torch import Tensor
 from p2ptrain.config import RecipeConfig
 from p2ptrain.learn import plugins
 from p2ptrain.learn.aggregate import apply_own, apply_residual
-from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, Values, every_index, value_type
+from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, every_index, value_type
 from p2ptrain.learn.inner import INNER_OPTIMIZERS
 from p2ptrain.learn.live import LiveModel, StepResult
 from p2ptrain.learn.schedule import inner_rate
@@ -92,22 +93,27 @@ class Residual:
         fragment = self.fragment_of(round_number)
         coefficients = self._by_fragment[fragment]
         indices = every_index(*coefficients.shape) if recipe.is_dense else largest(coefficients, recipe.k)
-        chosen = self._at(coefficients, indices)
-        # k coefficients are sent even for a chunk that has fewer: zeros get alternating signs, otherwise all peers
-        # would push the same way forever.
-        turn = (indices.astype(np.int64) + round_number) % 2 == 1
-        signs = np.where((chosen < 0) | ((chosen == 0) & turn), np.int8(-1), np.int8(1))
-        if recipe.spec.is_scaled:
-            sizes = [group.chunks for group in self.layouts[fragment].groups]
-            encode = quantise_all if recipe.is_dense and recipe.value_bits > 1 else quantise
-            magnitudes, exponents = encode(np.abs(chosen), sizes, recipe.value_bits)
-            units = np.repeat(np.ldexp(np.float32(1), exponents), sizes)
-            contribution = Contribution(indices, signs * magnitudes, exponents)
-            removed = contribution.values * units[:, None]
-        else:  # a sign has no size, so the whole coefficient counts as sent
-            contribution = Contribution(indices, signs)
-            removed = chosen
-        self._put(coefficients, indices, chosen - removed)
+        sizes = [group.chunks for group in self.layouts[fragment].groups]
+
+        def encode(device: torch.device) -> tuple[Contribution, NDArray[np.float32], Tensor]:
+            """Returns the contribution, the values that it takes from the coefficients, and what these are then."""
+            chosen = _at(coefficients.to(device), indices)
+            # k coefficients are sent even for a chunk that has fewer: zeros get alternating signs, otherwise all peers
+            # would push the same way forever.
+            places = torch.arange(recipe.k, device=device) if recipe.is_dense else _places(indices, device)
+            is_odd = (places + round_number) % 2 == 1
+            signs = 1 - 2 * ((chosen < 0) | ((chosen == 0) & is_odd)).to(torch.int8)
+            if not recipe.spec.is_scaled:  # a sign has no size, so the whole coefficient counts as sent
+                return Contribution(indices, signs.cpu().numpy()), chosen.cpu().numpy(), torch.zeros_like(chosen)
+            rounded = quantise_all if recipe.is_dense and recipe.value_bits > 1 else quantise
+            magnitudes, exponents = rounded(chosen.abs(), sizes, recipe.value_bits)
+            values = magnitudes.mul_(signs)
+            removed = values * torch.from_numpy(np.ldexp(np.float32(1), _of_rows(exponents, sizes))).to(device)
+            left = chosen.sub_(removed)
+            return Contribution(indices, values.cpu().numpy(), exponents), removed.cpu().numpy(), left
+
+        contribution, removed, left = where_it_fits(encode, coefficients.device)
+        _put(coefficients, indices, left)
         self.kept[round_number] = Withdrawal(indices, removed)
         return contribution
 
@@ -131,7 +137,11 @@ class Residual:
 
     def _give_back(self, round_number: int, indices: Indices, values: NDArray[np.float32]) -> None:
         coefficients = self._by_fragment[self.fragment_of(round_number)]
-        self._put(coefficients, indices, self._at(coefficients, indices) + values)
+
+        def given_back(device: torch.device) -> Tensor:
+            return _at(coefficients.to(device), indices).add_(torch.from_numpy(values).to(device))
+
+        _put(coefficients, indices, where_it_fits(given_back, coefficients.device))
 
     def keep(self, kept: dict[int, Withdrawal]) -> None:
         """Takes up contributions whose fate is open, from a saved state."""
@@ -142,77 +152,95 @@ class Residual:
         self.coefficients.zero_()
         self.kept.clear()
 
-    def _at(self, coefficients: Tensor, indices: Indices) -> NDArray[np.float32]:
-        def look(device: torch.device) -> NDArray[np.float32]:
-            return coefficients.to(device).gather(1, places.to(device)).to(torch.float32).cpu().numpy()
 
-        if indices.shape == coefficients.shape:  # all of them
-            return coefficients.to("cpu", torch.float32, copy=True).numpy()
-        places = torch.from_numpy(indices.astype(np.int64))
-        return where_it_fits(look, coefficients.device)
+def _places(indices: Indices, device: torch.device) -> Tensor:  # [chunks, k] int64
+    return torch.from_numpy(indices.astype(np.int16)).to(device).long()  # a chunk has fewer than 2**15 numbers
 
-    def _put(self, coefficients: Tensor, indices: Indices, values: NDArray[np.float32]) -> None:
-        def put(device: torch.device) -> None:
-            here = coefficients.to(device)
-            here.scatter_(1, places.to(device), torch.from_numpy(values).to(here))
-            if here is not coefficients:
-                coefficients.copy_(here)
 
-        if indices.shape == coefficients.shape:
-            coefficients.copy_(torch.from_numpy(values))
-            return
-        places = torch.from_numpy(indices.astype(np.int64))
+def _at(coefficients: Tensor, indices: Indices) -> Tensor:  # [chunks, k] fp32
+    """Returns a copy of the coefficients at these places."""
+    if indices.shape == coefficients.shape:  # all of them
+        return coefficients.to(torch.float32, copy=True)
+    return coefficients.gather(1, _places(indices, coefficients.device)).to(torch.float32)
+
+
+def _put(coefficients: Tensor, indices: Indices, values: Tensor) -> None:
+    def put(device: torch.device) -> None:
+        here = coefficients.to(device)
+        here.scatter_(1, _places(indices, device), values.to(here))
+        if here is not coefficients:
+            coefficients.copy_(here)
+
+    if indices.shape == coefficients.shape:
+        coefficients.copy_(values)
+    else:
         where_it_fits(put, coefficients.device)
 
 
-def quantise(magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: int) -> tuple[Values, NDArray[np.int8]]:
+def _of_rows(exponents: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:  # [chunks, 1]
+    return np.repeat(exponents, sizes)[:, None]
+
+
+def quantise(magnitudes: Tensor, sizes: list[int], value_bits: int) -> tuple[Tensor, NDArray[np.int8]]:
     """Returns integers from 1 to 2**(value_bits - 1), and each group's exponent with the least squared error.
 
     magnitudes: [chunks, k]; sizes: chunks of each group
     """
-    top = 1 << (value_bits - 1)
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    exact = magnitudes.astype(np.float64)
+    top, exact, device = 1 << (value_bits - 1), magnitudes.double(), magnitudes.device
+    group = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
 
-    def rounded(exponents: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def sums(numbers: Tensor) -> NDArray[np.float64]:  # [chunks, k] -> [groups]
+        whole = torch.zeros(len(sizes), dtype=torch.float64, device=device).index_add_(0, group, numbers.sum(dim=1))
+        return whole.cpu().numpy()
+
+    def rounded(exponents: NDArray[np.int32]) -> tuple[Tensor, NDArray[np.float64]]:
         """Returns the integers for these exponents [chunks, k], and each group's squared error [groups]."""
-        units = np.repeat(np.ldexp(1.0, exponents), sizes)[:, None]
-        integers = np.clip(np.rint(exact / units), 1, top)
-        return integers, np.add.reduceat(np.square(exact - integers * units).sum(axis=1), starts)
+        rows = _of_rows(exponents, sizes)
+        up, down = (torch.from_numpy(np.ldexp(1.0, sign * rows)).to(device) for sign in (1, -1))
+        integers = (exact * down).round_().clamp_(1, top)
+        return integers, sums((integers * up).sub_(exact).square_())
 
-    means = np.add.reduceat(exact.sum(axis=1), starts) / (np.array(sizes) * magnitudes.shape[1])
+    means = sums(exact) / (np.array(sizes) * magnitudes.shape[1])
     above = np.where(means > 0, np.frexp(means)[1], EXPONENT_MIN)  # 2**above is less than twice the mean
     candidates = [np.clip(above - back, EXPONENT_MIN, EXPONENT_MAX) for back in range(value_bits + 1)]
     best = np.choose(np.argmin([rounded(exponents)[1] for exponents in candidates], axis=0), candidates)
-    return rounded(best)[0].astype(value_type(value_bits)), best.astype(np.int8)
+    return rounded(best)[0].to(_tensor_type(value_bits)), best.astype(np.int8)
 
 
-def quantise_all(
-    magnitudes: NDArray[np.float32], sizes: Sequence[int], value_bits: int
-) -> tuple[Values, NDArray[np.int8]]:
+def quantise_all(magnitudes: Tensor, sizes: list[int], value_bits: int) -> tuple[Tensor, NDArray[np.int8]]:
     """Returns integers from 0 to 2**(value_bits - 1) - 1, and each group's exponent: the least that cuts nothing off,
     or with few bits the one with the least squared error.
 
     magnitudes: [chunks, area]; sizes: chunks of each group
     """
-    top, kind = (1 << (value_bits - 1)) - 1, value_type(value_bits, is_dense=True)
-    integers, exponents = np.empty(magnitudes.shape, kind), np.empty(len(sizes), np.int8)
-    for number, rows in enumerate(np.split(magnitudes, np.cumsum(sizes)[:-1])):
+    top = (1 << (value_bits - 1)) - 1
+    integers = torch.empty_like(magnitudes, dtype=_tensor_type(value_bits, is_dense=True))
+    exponents = np.empty(len(sizes), np.int8)
+    for number, (rows, whole) in enumerate(
+        zip(torch.split(magnitudes, sizes), torch.split(integers, sizes), strict=True)
+    ):
         largest_of_all = float(rows.max())
         _, above = math.frexp(largest_of_all / (top + 0.5))
         highest = min(max(above, EXPONENT_MIN), EXPONENT_MAX) if largest_of_all else EXPONENT_MIN
         tried = range(highest, max(highest - (value_bits + 1 if value_bits < EXACT_BITS else 1), EXPONENT_MIN - 1), -1)
-        best = min(tried, key=lambda exponent: float(np.square(rows - _rounded(rows, exponent, top)).sum(dtype=float)))
-        start = sum(sizes[:number])
-        integers[start : start + len(rows)] = np.ldexp(_rounded(rows, best, top), -best)
+        best = min(tried, key=partial(_error, rows, top)) if len(tried) > 1 else highest
+        whole.copy_(_multiples(rows, top, best))
         exponents[number] = best
     return integers, exponents
 
 
-def _rounded(magnitudes: NDArray[np.float32], exponent: int, top: int) -> NDArray[np.float32]:
-    """Rounds to multiples of 2**exponent, at most `top` of them."""
-    rounded: NDArray[np.float32] = np.ldexp(np.minimum(np.rint(np.ldexp(magnitudes, -exponent)), top), exponent)
-    return rounded
+def _multiples(magnitudes: Tensor, top: int, exponent: int) -> Tensor:
+    """Returns the nearest multiples of 2**exponent, as integers of at most `top`."""
+    return magnitudes.mul(2.0**-exponent).round_().clamp_(max=top)
+
+
+def _error(magnitudes: Tensor, top: int, exponent: int) -> float:
+    off = _multiples(magnitudes, top, exponent).mul_(2.0**exponent).sub_(magnitudes)
+    return float(off.square_().sum(dtype=torch.float64))
+
+
+def _tensor_type(value_bits: int, *, is_dense: bool = False) -> torch.dtype:
+    return torch.int8 if value_type(value_bits, is_dense=is_dense) == np.int8 else torch.int16
 
 
 class Recipe(Protocol):

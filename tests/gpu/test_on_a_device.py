@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from p2ptrain.learn.aggregate import apply_payloads, check_exactness
 from p2ptrain.learn.codec import PayloadFormat, pack
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.memory import CUDA_LIBRARIES_BYTES, PassSettings, need_of
+from p2ptrain.learn.recipes import Residual
 from p2ptrain.learn.root import state_root
 from p2ptrain.learn.schedule import Terms
 from p2ptrain.learn.selection import largest
@@ -141,6 +143,26 @@ def test_it_chooses_the_same_coefficients() -> None:
         assert (indices.diff(dim=1) > 0).all()
         magnitudes.append(coefficients.abs().gather(1, indices).sort(dim=1).values)
     assert torch.equal(*magnitudes)
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *FAMILY])
+def test_it_makes_the_same_contribution_of_the_same_residual(name: str) -> None:
+    """Also after one was given back, and where every weight is sent of zeros."""
+    recipe = RecipeConfig.model_validate(FAMILY.get(name) or {"name": name, "k": 64})
+    layout = Layout.of(SHAPES, recipe)
+    made = []
+    for device in (torch.device("cpu"), DEVICE):
+        residual = Residual((layout,), device)
+        residual.coefficients.copy_(weights(5, tuple(residual.coefficients.shape)))
+        residual.coefficients[1] *= not recipe.is_dense  # of equal ones either may be taken
+        first = residual.take(1, recipe)
+        residual.restore(1)
+        again = residual.take(2, recipe)
+        made.append((first, again, residual))
+    for here, there in zip(made[0][:2], made[1][:2], strict=True):
+        assert np.array_equal(here.values, there.values) and np.array_equal(here.indices, there.indices)
+        assert here.exponents is None or np.array_equal(here.exponents, there.exponents)
+    assert torch.equal(made[0][2].coefficients, made[1][2].coefficients.cpu())
 
 
 def test_a_root_of_many_pieces_is_that_of_the_cpu() -> None:

@@ -145,7 +145,8 @@ def test_the_code_without_a_meaning_is_refused() -> None:
 @given(st.integers(2, 16), st.integers(0, 2**32), st.floats(1e-12, 1e4))
 def test_a_dense_contribution_is_as_near_as_its_bits_allow(value_bits: int, seed: int, size: float) -> None:
     exact = np.abs(np.random.default_rng(seed).normal(size=(2, 64))).astype(np.float32) * np.float32(size)
-    integers, exponents = quantise_all(exact, [1, 1], value_bits)
+    whole, exponents = quantise_all(torch.from_numpy(exact), [1, 1], value_bits)
+    integers = whole.numpy()
     top = (1 << (value_bits - 1)) - 1
     assert integers.min() >= 0 and integers.max() <= top
     error = np.abs(exact - np.ldexp(integers.astype(np.float64), exponents[:, None]))

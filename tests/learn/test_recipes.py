@@ -135,7 +135,7 @@ def test_quantising_finds_the_unit_with_the_least_squared_error() -> None:
     chosen = (weights(5, (6, 32)) + 0.6 * torch.sign(weights(5, (6, 32)))).numpy()
     chosen[3:] *= 2.0**-9
     for value_bits in range(1, 9):
-        values, exponents = quantise(np.abs(chosen), [3, 3], value_bits)
+        values, exponents = quantise(torch.from_numpy(np.abs(chosen)), [3, 3], value_bits)
         top = 2 ** (value_bits - 1)
         for group, rows in enumerate((slice(0, 3), slice(3, 6))):
             errors = {}
@@ -150,7 +150,7 @@ def test_quantising_finds_the_unit_with_the_least_squared_error() -> None:
 
 def test_quantising_nothing_and_extremes_stays_in_range() -> None:
     for size in (0.0, 1e-38, 1e30):
-        values, exponents = quantise(np.full((2, 4), size, np.float32), [1, 1], 3)
+        values, exponents = quantise(torch.full((2, 4), size), [1, 1], 3)
         assert (values >= 1).all()
         assert size > 0 or (exponents == -64).all(), "nothing is sent as next to nothing"
         assert (exponents >= -64).all() and (exponents <= 15).all()
