@@ -7,6 +7,7 @@ device that trains to a CPU's bits is no other device.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
@@ -36,7 +37,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 PRECISIONS = {"fp32": ("highest", "off"), "tf32": ("high", "off"), "bf16": ("high", "bf16")}
 ROUNDS, ROUNDS_SMALL = 200, 8
 SECONDS_KEPT = 5.0  # for what is still to be told when the time is over
-WORKERS_MAX = 5
+WORKERS_MAX, START_SECONDS = 5, 10.0  # of processes, and until they train
 
 
 def embedded(folder: Path) -> str:
@@ -52,12 +53,19 @@ def embedded(folder: Path) -> str:
 
 
 def rounds_of(
-    device: str, folder: Path, digest: str, wanted: int, name: str, precision: str, seconds: float
+    device: str,
+    folder: Path,
+    digest: str,
+    wanted: int,
+    name: str,
+    precision: str,
+    seconds: float,
+    end: float = math.inf,
 ) -> dict[str, Any]:
-    """Trains as many rounds as there is time for, but not more than wanted."""
+    """Trains as many rounds as there is time for, but not more than wanted. end: of all time, on the system's clock"""
     torch.set_num_threads(1)
     dataset = TokenDataset.open(folder, digest)
-    ends_at = time.monotonic() + seconds
+    ends_at = min(time.monotonic() + seconds, end)
     before = torch.get_float32_matmul_precision()
     matmul, autocast = PRECISIONS[precision]
     torch.set_float32_matmul_precision(matmul)
@@ -139,11 +147,17 @@ def main(report: Report) -> None:
             for place, job in enumerate(jobs):
                 told(job, rounds_of(*same, *job, (report.seconds_left - SECONDS_KEPT) / (len(jobs) - place)))
         else:
-            each = (report.seconds_left - SECONDS_KEPT) / -(-len(jobs) // at_once)
+            left = report.seconds_left - SECONDS_KEPT
+            each = (left - START_SECONDS) / -(-len(jobs) // at_once)
             with ProcessPoolExecutor(at_once, get_context("spawn")) as pool:
-                started = {pool.submit(rounds_of, *same, *job, each): job for job in reversed(jobs)}  # slow ones first
+                started = {
+                    pool.submit(rounds_of, *same, *job, each, time.monotonic() + left): job for job in reversed(jobs)
+                }  # slow ones first
                 for done in as_completed(started):
-                    told(started[done], done.result())
+                    if error := done.exception():
+                        bad.append(f"{', '.join(started[done])}: {error!r}")
+                    else:
+                        told(started[done], done.result())
     if bad:
         sys.exit("\n".join(bad))
 

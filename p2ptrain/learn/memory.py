@@ -41,10 +41,13 @@ UNPACKED_BYTES = 64 * 2**20  # limit of contributions kept unpacked between thei
 KEPT_COPIES = 2
 WITHIN_OPERATIONS = 1.03  # factor for memory that operations allocate internally in a pass; measured on a CPU
 # glibc leaves holes between blocks below 32 MiB, more of them if fp32 and bf16 alternate; measured. Larger blocks go
-# back to the system, and so do all with checkpointing; torch's allocator for CUDA leaves none.
+# back to the system, and so do all with checkpointing; torch's allocator for CUDA is assumed to leave none.
 HOLES, HOLES_HALF, HOLES_UP_TO_BYTES = 1.18, 1.4, 2**25
 CUDA_LIBRARIES_BYTES = 64 * 2**20  # allocated by cuBLAS through torch, for two threads; measured on an H100
-COEFFICIENT_BYTES = 48  # per chosen coefficient, in several arrays that exist at a time; measured
+# For each number of a contribution, in several arrays that exist at a time; measured. The second where every weight is
+# sent in more than a bit.
+COEFFICIENT_BYTES, WEIGHT_BYTES = 48, 20
+COPIED_BYTES = 2 * 2**26  # main memory for a GPU's weights on their way to their root
 MUON_COPIES = 4  # of the matrices that it orthogonalises at a time
 BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
 CONTRIBUTIONS_USUAL = 64  # the vote counters assumed here are wide enough for this many
@@ -108,7 +111,8 @@ class Need:
         """Main memory that the node's process needs when `device` trains."""
         rest = self.program + self.payloads + self.checkpoint + self.data + self.history + self.world
         begun = self.program + 2 * self.base  # whoever begins the run has them twice for a moment
-        return max(begun, rest if device.startswith("cuda") else rest + self.trainer)
+        on_gpu = device.startswith("cuda")
+        return max(begun, rest + (min(COPIED_BYTES, self.state) if on_gpu else self.trainer))
 
     def of_trainer(self) -> str:
         """Spells out how `trainer` adds up, for a person."""
@@ -271,6 +275,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     state, residual = FLOAT_BYTES * parameters, passes.state_bytes * chunks * area
     momentum, pending = state * (run.recipe.state_copies - 1), state * (run.recipe.fragments > 1)
     spec, coefficients = run.recipe.spec, at_once * run.recipe.k
+    each = WEIGHT_BYTES if run.recipe.is_dense and run.recipe.value_bits > 1 else COEFFICIENT_BYTES
     copies = copies_of(run.recipe)
     sequences = min(run.recipe.sequences_per_pass, passes.sequences_per_pass or run.recipe.sequences_per_pass)
     contributions = min(CONTRIBUTIONS_USUAL, run.admission.contributors_max)
@@ -293,7 +298,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         + _attention_mask_bytes(run, sequences, passes)
         + _adapter_bytes(run, shapes, sequences)
         + (state if passes.is_private else 0),
-        codec=max(COEFFICIENT_BYTES * coefficients, vote_bytes * at_once * area + work, orthogonal),
+        codec=max(each * coefficients, vote_bytes * at_once * area + work, orthogonal),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * outer.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * outer.contribution_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),
@@ -374,9 +379,10 @@ def activations(model: ModelConfig, sequences: int, passes: PassSettings) -> int
     is_half, on_cuda = passes.autocast, passes.device == "cuda"
     rows = min(tokens, logits_rows(vocabulary, passes.device))
     # A layer keeps the inputs of its operations; in half precision also its cast weights.
-    numbers = 32 * dim + 4 * shared + 8 * ffn if is_half else 36 * dim + 8 * shared + 16 * ffn
     if on_cuda:  # there a norm is one operation, and fp32 attention repeats the shared heads for each query
-        numbers += 8 * (dim - shared) - 12 * dim if not is_half else -8 * dim
+        numbers = 24 * dim + 4 * shared + 8 * ffn if is_half else 32 * dim + 16 * ffn
+    else:
+        numbers = 32 * dim + 4 * shared + 8 * ffn if is_half else 36 * dim + 8 * shared + 16 * ffn
     layer = tokens * (numbers + 4 * model.heads + 8)
     if is_half:
         layer += 2 * (2 * dim * dim + 2 * dim * shared + 3 * dim * ffn)

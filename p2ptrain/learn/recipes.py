@@ -97,10 +97,9 @@ class Residual:
 
         def encode(device: torch.device) -> tuple[Contribution, NDArray[np.float32], Tensor]:
             """Returns the contribution, the values that it takes from the coefficients, and what these are then."""
-            chosen = _at(coefficients.to(device), indices)
+            chosen, places = _at(coefficients.to(device), indices)
             # k coefficients are sent even for a chunk that has fewer: zeros get alternating signs, otherwise all peers
             # would push the same way forever.
-            places = torch.arange(recipe.k, device=device) if recipe.is_dense else _places(indices, device)
             is_odd = (places + round_number) % 2 == 1
             signs = 1 - 2 * ((chosen < 0) | ((chosen == 0) & is_odd)).to(torch.int8)
             if not recipe.spec.is_scaled:  # a sign has no size, so the whole coefficient counts as sent
@@ -108,9 +107,10 @@ class Residual:
             rounded = quantise_all if recipe.is_dense and recipe.value_bits > 1 else quantise
             magnitudes, exponents = rounded(chosen.abs(), sizes, recipe.value_bits)
             values = magnitudes.mul_(signs)
-            removed = values * torch.from_numpy(np.ldexp(np.float32(1), _of_rows(exponents, sizes))).to(device)
-            left = chosen.sub_(removed)
-            return Contribution(indices, values.cpu().numpy(), exponents), removed.cpu().numpy(), left
+            units = np.ldexp(np.float32(1), _of_rows(exponents, sizes))
+            contribution = Contribution(indices, values.cpu().numpy(), exponents)
+            left = chosen.sub_(values * torch.from_numpy(units).to(device))
+            return contribution, contribution.values * units, left
 
         contribution, removed, left = where_it_fits(encode, coefficients.device)
         _put(coefficients, indices, left)
@@ -139,7 +139,7 @@ class Residual:
         coefficients = self._by_fragment[self.fragment_of(round_number)]
 
         def given_back(device: torch.device) -> Tensor:
-            return _at(coefficients.to(device), indices).add_(torch.from_numpy(values).to(device))
+            return _at(coefficients.to(device), indices)[0].add_(torch.from_numpy(values).to(device))
 
         _put(coefficients, indices, where_it_fits(given_back, coefficients.device))
 
@@ -157,11 +157,14 @@ def _places(indices: Indices, device: torch.device) -> Tensor:  # [chunks, k] in
     return torch.from_numpy(indices.astype(np.int16)).to(device).long()  # a chunk has fewer than 2**15 numbers
 
 
-def _at(coefficients: Tensor, indices: Indices) -> Tensor:  # [chunks, k] fp32
-    """Returns a copy of the coefficients at these places."""
+def _at(coefficients: Tensor, indices: Indices) -> tuple[Tensor, Tensor]:  # [chunks, k] fp32, [chunks or 1, k] int64
+    """Returns a copy of the coefficients at these places, and the places in each chunk."""
     if indices.shape == coefficients.shape:  # all of them
-        return coefficients.to(torch.float32, copy=True)
-    return coefficients.gather(1, _places(indices, coefficients.device)).to(torch.float32)
+        return coefficients.to(torch.float32, copy=True), torch.arange(indices.shape[1], device=coefficients.device)[
+            None
+        ]
+    places = _places(indices, coefficients.device)
+    return coefficients.gather(1, places).to(torch.float32), places
 
 
 def _put(coefficients: Tensor, indices: Indices, values: Tensor) -> None:

@@ -66,7 +66,11 @@ def _fetched(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
     if blocks[0].device.type != "cuda":
         yield from (block.cpu() for block in blocks)
         return
-    rooms = [torch.empty(blocks[0].shape, pin_memory=True) for _ in range(2)]
+    try:
+        rooms = [torch.empty_like(blocks[0], device="cpu", pin_memory=True) for _ in range(2)]
+    except RuntimeError:  # the system refuses, as a container or a short memory may
+        yield from (block.cpu() for block in blocks)
+        return
     stream = torch.cuda.current_stream(blocks[0].device)
     last: tuple[Tensor, torch.cuda.Event] | None = None
     for number, block in enumerate([*blocks, None]):

@@ -145,14 +145,15 @@ def test_it_chooses_the_same_coefficients() -> None:
     assert torch.equal(*magnitudes)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*RECIPES, *FAMILY])
-def test_it_makes_the_same_contribution_of_the_same_residual(name: str) -> None:
+def test_it_makes_the_same_contribution_of_the_same_residual(name: str, kind: torch.dtype) -> None:
     """Also after one was given back, and where every weight is sent of zeros."""
     recipe = RecipeConfig.model_validate(FAMILY.get(name) or {"name": name, "k": 64})
     layout = Layout.of(SHAPES, recipe)
     made = []
     for device in (torch.device("cpu"), DEVICE):
-        residual = Residual((layout,), device)
+        residual = Residual((layout,), device, kind)
         residual.coefficients.copy_(weights(5, tuple(residual.coefficients.shape)))
         residual.coefficients[1] *= not recipe.is_dense  # of equal ones either may be taken
         first = residual.take(1, recipe)
@@ -166,9 +167,18 @@ def test_it_makes_the_same_contribution_of_the_same_residual(name: str) -> None:
 
 
 def test_a_root_of_many_pieces_is_that_of_the_cpu() -> None:
-    flat = weights(3, (70 * 2**18 + 5,))
+    flat = weights(3, (200 * 2**18 + 5,))  # more blocks than there are rooms for
     assert state_root(flat.to(DEVICE)) == state_root(flat)
-    assert state_root(flat.to(DEVICE), [0, 69, 70]) == state_root(flat, [0, 69, 70])
+    assert state_root(flat.to(DEVICE), [0, 69, 200]) == state_root(flat, [0, 69, 200])
+
+
+def test_a_root_is_the_same_where_memory_cannot_be_kept_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory to pin")
+
+    flat = weights(3, (70 * 2**18 + 5,))
+    monkeypatch.setattr(torch, "empty_like", refuse)
+    assert state_root(flat.to(DEVICE)) == state_root(flat)
 
 
 @pytest.mark.parametrize("autocast", ["off", "bf16"])

@@ -271,7 +271,7 @@ def test_members_are_told_from_others_without_noise_and_by_chance_alone_with_it(
     assert advantage(own, tmp_path, None) > 0.99
     guessed = advantage(own, tmp_path, config_of(noise=40))
     assert privacy_of(tmp_path, config_of()).spent < 0.6
-    assert abs(guessed - 0.5) < 0.15, "the standard error of 32 members and 128 others is 0.057"
+    assert guessed < 0.73, "four standard errors of 32 members and 128 others, which are drawn anew in each run"
 
 
 # ---------------------------------------------------------------------------------------------------
