@@ -1,7 +1,8 @@
-"""Makes the pictures of README.md: `make pictures`.
+"""Makes the pictures of README.md and docs/explanation/recipes.md: `make pictures`.
 
 `dashboard.png` is the page of the first node of a real `p2ptrain demo`, photographed by Chromium while the swarm
-trains. `loss_over_bytes.png` is drawn from benchmarks/figures/learning.json, the figures of benchmarks/learning.py.
+trains. `loss_over_bytes.png` is drawn from benchmarks/figures/learning.json, the figures of benchmarks/learning.py, and
+`loss_over_steps.png` from benchmarks/figures/family-0.8m.json, some of the runs that it keeps with --json.
 
     python docs/pictures.py [dashboard] [loss]
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-FIGURES = ROOT / "benchmarks" / "figures" / "learning.json"
+FIGURES, FAMILY = (ROOT / "benchmarks" / "figures" / name for name in ("learning.json", "family-0.8m.json"))
 NODES, ROUNDS = 4, 150  # on the page when the picture is taken
 SCREEN = {"width": 1_200, "height": 1_180}
 PALETTE = 128  # colours of the picture: a flat page needs no more, and weighs a third
@@ -30,11 +31,12 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 def main() -> None:
-    """Draw what the arguments name, or both."""
+    """Draw what the arguments name, or all."""
     wanted = sys.argv[1:] or ["dashboard", "loss"]
     PICTURES.mkdir(exist_ok=True)
     if "loss" in wanted:
         loss_over_bytes(PICTURES / "loss_over_bytes.png")
+        loss_over_steps(PICTURES / "loss_over_steps.png")
     if "dashboard" in wanted:
         dashboard(PICTURES / "dashboard.png")
     for picture in sorted(PICTURES.glob("*.png")):
@@ -82,8 +84,7 @@ def _until_trained(demo: subprocess.Popen[bytes], directory: Path) -> dict[str, 
 
 def photograph(url: str, path: Path) -> None:
     """Save a picture of a page whose charts are drawn, with few colours."""
-    from PIL import Image  # noqa: PLC0415  (matplotlib brings it; the plot alone takes no browser)
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415  (the plots take no browser)
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
@@ -94,6 +95,12 @@ def photograph(url: str, path: Path) -> None:
         page.wait_for_timeout(3_000)  # plotly draws the charts one after the other
         page.screenshot(path=path)
         browser.close()
+    with_few_colours(path)
+
+
+def with_few_colours(path: Path) -> None:
+    from PIL import Image  # noqa: PLC0415  (matplotlib brings it)
+
     with Image.open(path) as image:
         image.convert("RGB").quantize(PALETTE).save(path, optimize=True)
 
@@ -152,6 +159,28 @@ def loss_over_bytes(path: Path) -> None:
     axes.legend(fontsize=7, ncols=2)
     figure.savefig(path, pil_kwargs={"optimize": True})
     pyplot.close(figure)
+
+
+def loss_over_steps(path: Path) -> None:
+    """Draw the validation loss of each member of the family while it trains, the lowest in the end first."""
+    import matplotlib as mpl  # noqa: PLC0415  (slow, and only for this)
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    colours = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
+    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=110, layout="constrained")
+    for place, row in enumerate(sorted(json.loads(FAMILY.read_text()), key=lambda row: row["curve"][-1][1])):
+        steps, losses = zip(*row["curve"][1:], strict=True)
+        label = f"{losses[-1]:.2f}  {row['method'].removesuffix(', 4 peers')}"
+        style = ":" if "full" in label else "-" if place < 10 else "--"
+        axes.plot(steps, losses, color=colours[2 * place % 20 + place // 10 % 2], linestyle=style, label=label)
+    axes.set(xlabel="local steps", ylabel="validation loss, nats a byte", ylim=(1.3, 3.1), xlim=(0, 600))
+    axes.legend(fontsize=6.5)
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+    pyplot.close(figure)
+    with_few_colours(path)
 
 
 if __name__ == "__main__":
