@@ -81,12 +81,15 @@ class Swarm:
 
     def start(self) -> None:
         """Starts the swarm, and waits until all nodes are members."""
-        first = self.nodes[0]
-        first.start()
-        self.until(lambda: bool(first.status.get("addresses")), START_SECONDS)
+        self.begin()
+        self.until(self.is_whole, START_SECONDS)
+
+    def begin(self) -> None:
+        """Starts the first node, and all others once it is up."""
+        self.nodes[0].start()
+        self.until(lambda: bool(self.nodes[0].status.get("addresses")), START_SECONDS)
         for _ in range(self.size - 1):
             self.add()
-        self.until(self._is_whole, START_SECONDS)
 
     def make(self, arguments: list[str]) -> DemoNode:
         """Makes the next node, with a directory of its own."""
@@ -104,7 +107,7 @@ class Swarm:
     def address(self) -> str:
         return str(self.nodes[0].status["addresses"][0])
 
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         return all(len(node.status.get("roster", ())) == len(self.nodes) for node in self.nodes)
 
     @property
@@ -138,12 +141,8 @@ class Swarm:
             for node in self.nodes:
                 node.end(number)
             deadline = monotonic() + STOP_SECONDS
-            while monotonic() < deadline and any(_runs(node) for node in self.nodes):
+            while monotonic() < deadline and any(node.process and node.process.poll() is None for node in self.nodes):
                 sleep(POLL_SECONDS)
-
-
-def _runs(node: DemoNode) -> bool:
-    return node.process is not None and node.process.poll() is None
 
 
 @contextmanager
@@ -164,9 +163,8 @@ def swarm_in(keep: bool, make: Callable[[Path], S]) -> Iterator[S]:
 
 def recipe(passes: int, **others: object) -> str:
     """Returns a recipe of one step a round, if the others do not say otherwise, with this many passes."""
-    return "\n".join(
-        f"{key} = {value}" for key, value in {"name": '"distro"', "passes_per_step": passes, **others}.items()
-    )
+    settings = {"name": '"distro"', "passes_per_step": passes, **others}
+    return "\n".join(f"{key} = {value}" for key, value in settings.items())
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -106,17 +106,6 @@ class Homes(Swarm):
         node.listen, node.prefix = f"/ip4/{address(place)}/tcp/{PORT}", tuple(self.hosts.prefix(place))
         return node
 
-    def begin(self) -> None:
-        """Starts the first node, and all others once it is up."""
-        first = self.nodes[0]
-        first.start()
-        self.until(lambda: bool(first.status.get("addresses")), START_SECONDS)
-        for _ in range(self.size - 1):
-            self.add()
-
-    def is_whole(self) -> bool:
-        return all(len(node.status.get("roster", ())) == self.size for node in self.nodes)
-
     def saved(self) -> list[tuple[Path, int]]:
         """Has models saved; returns in which directories, and the rounds that they are of."""
         return [(node.directory, ask(node.directory, {"do": "checkpoint"})["round"]) for node in self.nodes[:1]]

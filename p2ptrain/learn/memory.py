@@ -21,6 +21,7 @@ from torch import Tensor
 from p2ptrain.capacity import free_memory_bytes, memory_bytes
 from p2ptrain.config import DeviceConfig, ModelConfig, NodeConfig, RunConfig
 from p2ptrain.config.hf import HfConfig
+from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DeviceError
 from p2ptrain.learn.aggregate import INT16_MAX
 from p2ptrain.learn.inner import batch_elements
@@ -29,7 +30,7 @@ from p2ptrain.learn.models import build, parameter_count, shapes_of, without_ada
 from p2ptrain.learn.outer import Outer
 from p2ptrain.learn.plugins import FAILURES
 from p2ptrain.learn.recipes import copies_of
-from p2ptrain.learn.root import FLOAT_BYTES
+from p2ptrain.learn.root import FETCHED_PIECES, FLOAT_BYTES
 from p2ptrain.learn.shortage import mega
 from p2ptrain.learn.transform import block_chunks
 
@@ -47,7 +48,7 @@ CUDA_LIBRARIES_BYTES = 64 * 2**20  # allocated by cuBLAS through torch, for two 
 # For each number of a contribution, in several arrays that exist at a time; measured. The second where every weight is
 # sent in more than a bit.
 COEFFICIENT_BYTES, WEIGHT_BYTES = 48, 20
-COPIED_BYTES = 2 * 2**26  # main memory for a GPU's weights on their way to their root
+COPIED_BYTES = FETCHED_PIECES * PIECE_BYTES  # twice, main memory for a GPU's weights on their way to their root
 MUON_COPIES = 4  # of the matrices that it orthogonalises at a time
 BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
 CONTRIBUTIONS_USUAL = 64  # the vote counters assumed here are wide enough for this many
@@ -112,7 +113,7 @@ class Need:
         rest = self.program + self.payloads + self.checkpoint + self.data + self.history + self.world
         begun = self.program + 2 * self.base  # whoever begins the run has them twice for a moment
         on_gpu = device.startswith("cuda")
-        return max(begun, rest + (min(COPIED_BYTES, self.state) if on_gpu else self.trainer))
+        return max(begun, rest + (2 * min(COPIED_BYTES, self.state) if on_gpu else self.trainer))
 
     def of_trainer(self) -> str:
         """Spells out how `trainer` adds up, for a person."""

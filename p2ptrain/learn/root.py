@@ -72,15 +72,18 @@ def _fetched(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
         yield from (block.cpu() for block in blocks)
         return
     stream = torch.cuda.current_stream(blocks[0].device)
-    last: tuple[Tensor, torch.cuda.Event] | None = None
-    for number, block in enumerate([*blocks, None]):
-        copy = None
-        if block is not None:
-            copy = rooms[number % 2][: len(block)].copy_(block, non_blocking=True), stream.record_event()
-        if last is not None:
-            last[1].synchronize()
-            yield last[0]
-        last = copy
+
+    def copied(number: int) -> tuple[Tensor, torch.cuda.Event]:
+        room = rooms[number % 2][: len(blocks[number])].copy_(blocks[number], non_blocking=True)
+        return room, stream.record_event()
+
+    coming = copied(0)
+    for number in range(len(blocks)):
+        room, event = coming
+        if number + 1 < len(blocks):
+            coming = copied(number + 1)
+        event.synchronize()
+        yield room
 
 
 def root_of_leaves(leaves: Sequence[bytes], size: int, pieces: list[int] | None = None) -> bytes:

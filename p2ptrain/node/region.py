@@ -38,7 +38,7 @@ class RegionDevice(Device):
         super().__init__(trainer, me, thread, threads)
         self.region, self._contribute = region, contribute
         self.contributions = 0  # to the world, by this node
-        self.addresses: tuple[str, ...] = ()  # at which the region's nodes may join the world's run
+        self.addresses: tuple[str, ...] = ()  # at which this node takes part in the world's run
         self.is_lost = True  # the world's run
         self._lost = monotonic(), "not joined yet"
         self._is_known = asyncio.Event()  # the world; a region that begins would train in vain before
@@ -62,14 +62,6 @@ class RegionDevice(Device):
         self.region.lose()
         self._lost = self._lost[0] if self.is_lost else monotonic(), why
         self.is_lost = True
-
-    def meet(self, addresses: tuple[str, ...]) -> None:
-        """Notes at which addresses this node takes part in the world's run."""
-        self.addresses = addresses
-
-    def contributed(self) -> None:
-        """Notes that this node has contributed to the world."""
-        self.contributions += 1
 
     @property
     def complaints(self) -> list[Complaint]:
