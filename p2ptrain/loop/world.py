@@ -182,7 +182,7 @@ class WorldLink:
             case channel.NodeReady(steps=steps, addresses=addresses):
                 session.steps = steps
                 session.ask(channel.NextRound())
-                self._device.addresses = addresses[:TOLD]
+                self._device.meet(addresses[:TOLD])
                 self._device.lose("the world node has joined, and waits for others")
             case channel.NodeNote(text=text, is_trouble=is_trouble):
                 if is_trouble or not session.has_heard:
@@ -196,7 +196,7 @@ class WorldLink:
                 self._contribute()
             case channel.Done() if contributed:
                 session.sent = None
-                self._device.contributions += 1
+                self._device.contributed()
                 log.info("contributed to the world for the region")
             case channel.NodeFailed() if contributed and session.sent is not None:  # the round has passed
                 self._keep(session.sent[1])

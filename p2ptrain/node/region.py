@@ -63,6 +63,14 @@ class RegionDevice(Device):
         self._lost = self._lost[0] if self.is_lost else monotonic(), why
         self.is_lost = True
 
+    def meet(self, addresses: tuple[str, ...]) -> None:
+        """Notes at which addresses this node takes part in the world's run."""
+        self.addresses = addresses
+
+    def contributed(self) -> None:
+        """Notes that this node has contributed to the world."""
+        self.contributions += 1
+
     @property
     def complaints(self) -> list[Complaint]:
         """The world's absence, once it has lasted."""

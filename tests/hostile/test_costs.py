@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 from tests.helpers.costs import costs
@@ -22,3 +23,14 @@ async def test_the_meter_sees_what_holds_up_the_loop_and_what_takes_memory() -> 
     assert busy.longest_seconds >= 0.2 > 4 * idle.longest_seconds
     assert busy.process_seconds >= busy.loop_seconds >= 0.2
     assert busy.memory_bytes >= 60 * 2**20 > 4 * idle.memory_bytes
+
+
+async def test_a_collection_of_garbage_looks_only_at_what_the_input_made() -> None:
+    left: list[list[object]] = [[] for _ in range(2_000_000)]  # by the tests before
+    with costs() as old:
+        gc.collect()
+    with costs() as new:
+        left = [[] for _ in left]
+        gc.collect()
+    assert new.longest_seconds > 4 * old.longest_seconds
+    assert old.longest_seconds < 0.05
