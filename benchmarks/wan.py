@@ -125,12 +125,12 @@ class Homes(Swarm):
         return [Progress(monotonic(), each["tokens"], each["training_seconds"]) for each in found]
 
     def training_share(self, node: DemoNode, since: float) -> float | None:
-        """Returns the share of time in which a node trained, between the ends of two trainings; None if it had none."""
+        """Returns the share of time in which a node trained; None if no two trainings ended.
+
+        It is the slope of a line through the ends of all trainings: each is seen up to a second late.
+        """
         told = [each for each in self.trained[node.name] if each[0] >= since]
-        if len(told) < 2:
-            return None
-        (began, before), (ended, after) = told[0], told[-1]
-        return (after - before) / (ended - began)
+        return statistics.linear_regression(*zip(*told, strict=True)).slope if len(told) > 1 else None
 
 
 class Regions(Homes):
