@@ -116,6 +116,7 @@ async def flooder(swarm: Swarm, address: str, run_id: bytes) -> AsyncIterator[tu
 async def test_who_is_flooded_drops_and_counts_and_goes_on_with_the_others(swarm: Swarm) -> None:
     first, second, third = swarm.of(3)
     run_id = bytes.fromhex(third.ask()["run_id"])
+    before = dropped(first), dropped(second)  # a newcomer may speak before it is known here to be admitted
     async with flooder(swarm, third.address, run_id) as (source, peer):
         third.stop()  # so that much of it comes at once
         flood = asyncio.gather(source.gossip(), source.deliver(peer))
@@ -134,7 +135,7 @@ async def test_who_is_flooded_drops_and_counts_and_goes_on_with_the_others(swarm
     assert "flooding" not in status["observed"]  # points on throw-away keys are worth nothing
     assert (dropped(third, "events dropped"), name in third.text) == (0, False)
     assert {each for each in ("root mismatches", "lies proved") if status["counters"].get(each)} == set()
-    assert (dropped(first), dropped(second)) == (0, 0)
+    assert (dropped(first), dropped(second)) == before
 
 
 # ---------------------------------------------------------------------------------------------------
