@@ -48,7 +48,7 @@ CUDA_LIBRARIES_BYTES = 64 * 2**20  # allocated by cuBLAS through torch, for two 
 # For each number of a contribution, in several arrays that exist at a time; measured. The second where every weight is
 # sent in more than a bit.
 COEFFICIENT_BYTES, WEIGHT_BYTES = 48, 20
-COPIED_BYTES = FETCHED_PIECES * PIECE_BYTES  # twice, main memory for a GPU's weights on their way to their root
+COPIED_BYTES = FETCHED_PIECES * PIECE_BYTES  # of a GPU's weights on their way to their root, twice in main memory
 MUON_COPIES = 4  # of the matrices that it orthogonalises at a time
 BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
 CONTRIBUTIONS_USUAL = 64  # the vote counters assumed here are wide enough for this many
