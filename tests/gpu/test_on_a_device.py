@@ -145,6 +145,13 @@ def test_it_chooses_the_same_coefficients() -> None:
     assert torch.equal(*magnitudes)
 
 
+def _without_ties(drawn: torch.Tensor) -> torch.Tensor:  # [chunks, area]
+    """Returns numbers of the same order and sign whose magnitudes differ in bf16 too: its largest below one."""
+    one, area = 0x3F80, drawn.shape[1]  # bf16's 1.0; the patterns of positive numbers are in their order
+    magnitudes = torch.arange(one - area, one, dtype=torch.int16).view(torch.bfloat16).float()
+    return magnitudes[drawn.abs().argsort(1).argsort(1)] * torch.where(drawn < 0, -1.0, 1.0)
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*RECIPES, *FAMILY])
 def test_it_makes_the_same_contribution_of_the_same_residual(name: str, kind: torch.dtype) -> None:
@@ -154,8 +161,12 @@ def test_it_makes_the_same_contribution_of_the_same_residual(name: str, kind: to
     made = []
     for device in (torch.device("cpu"), DEVICE):
         residual = Residual((layout,), device, kind)
-        residual.coefficients.copy_(weights(5, tuple(residual.coefficients.shape)))
-        residual.coefficients[1] *= not recipe.is_dense  # of equal ones either may be taken
+        drawn = weights(5, tuple(residual.coefficients.shape))
+        if recipe.is_dense:
+            drawn[1] = 0.0
+        else:
+            drawn = _without_ties(drawn)  # of equal ones either may be taken
+        residual.coefficients.copy_(drawn)
         first = residual.take(1, recipe)
         residual.restore(1)
         again = residual.take(2, recipe)
