@@ -13,6 +13,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 GPU_WHEELS := out/gpu-wheels
 GPU_SITE := out/gpu-site
+FOREIGN := out/other-libp2p
 
 # Two processes that let torch use every core run five times slower than with a thread each.
 export OMP_NUM_THREADS := 1
@@ -25,7 +26,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
   $(VENV)/bin/pip install --quiet --no-require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check fmt docs pictures demo dist test swarm scenarios kills test-slow test-network test-docs test-hf test-deploy gpu gpu-wheels clean
+.PHONY: help setup lock check fmt docs pictures demo dist test swarm fuzz scenarios kills test-slow test-network test-docs test-hf test-deploy test-foreign gpu gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -69,6 +70,10 @@ test: setup ## the tests that take seconds (NO_SKIPS_OF=browser: none of these i
 swarm: setup ## two minutes of drawn scenarios, with faults and liars (SECONDS; SEED: draw the same again)
 	$(VENV)/bin/p2ptrain simulate --swarm 10000000 --seconds $(SECONDS) $(SEED:%=--seed %)
 
+fuzz: SECONDS := 60
+fuzz: setup ## every decoder of foreign bytes, with altered and random inputs (SECONDS; SEED: draw the same again)
+	$(VENV)/bin/python -m benchmarks.fuzz --seconds $(SECONDS) $(SEED:%=--seed %)
+
 scenarios: setup ## every scenario with drawn seeds (SEEDS, SEED)
 	$(VENV)/bin/python benchmarks/scenarios.py --seeds $(SEEDS) $(SEED:%=--seed %)
 
@@ -94,6 +99,15 @@ test-hf: setup ## models of transformers, and its Trainer; installs the extra [h
 test-deploy: setup ## what checks deploy/ and trackers; installs the extras [deploy,wandb,tensorboard], takes promtool
 	$(INSTALL) -e '.[dev,deploy,wandb,tensorboard]'
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -rs --no-skips tests/deploy tests/observe/test_tracking*.py
+
+# Not in $(VENV): it wants other versions of what is there.
+$(FOREIGN)/.installed: tests/other_libp2p.txt
+	test -x $(FOREIGN)/bin/python || $(PYTHON) -m venv $(FOREIGN)
+	$(FOREIGN)/bin/pip install --quiet --require-hashes -r $<
+	touch $@
+
+test-foreign: setup $(FOREIGN)/.installed ## real daemons and a hostile libp2p host of another make: py-libp2p, in out/other-libp2p
+	OTHER_LIBP2P=$(FOREIGN) $(VENV)/bin/pytest tests/hostile -m foreign -rs --no-skips-of=foreign
 
 gpu: ## every figure of a GPU in out/gpu.json, in nine minutes (SMALL=1: tiny, on a CPU; ONLY=steps; JSON=file)
 	@if [ -x $(VENV)/bin/python ] || ! ls $(GPU_WHEELS)/*.whl > /dev/null 2>&1; then $(MAKE) --no-print-directory setup; \

@@ -84,7 +84,9 @@ class Node:
         self.told: list[Any] = []
         parts: Any = SimpleNamespace(view=lambda: view)
         intake: Any = SimpleNamespace(give=self.told.append, counters=Counter())
-        edges: Any = SimpleNamespace(gossip=None, tell=None, fetching=fetching, persistence=self.persistence)
+        edges: Any = SimpleNamespace(
+            transport=self.transport, gossip=None, tell=None, fetching=fetching, persistence=self.persistence
+        )
         self.driver = Driver(parts, device, intake, edges, lambda *each: None)
         self.states = states
 

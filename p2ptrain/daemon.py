@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from pydantic import ValidationError
-
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code
 from p2ptrain.errors import INTERRUPTED, ConfigError
@@ -257,16 +255,14 @@ async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
     await driver.has_begun.wait()
     while True:
         await asyncio.sleep(TELL_SECONDS)
-        dropped = driver.counters["events dropped"] + daemon.edges.transport.counters().get("gossip dropped", 0)
-        lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
-        complaints = complaints_of(daemon)
-        for level, text in [*news.look(driver.node.view().state, complaints), *lost]:
-            log.log(level, "%s", text)
-        try:
+        with daemon.edges.transport.boundary.contain("the node's status"):  # it quotes peers
+            dropped = driver.counters["events dropped"] + daemon.edges.transport.counters().get("gossip dropped", 0)
+            lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
+            complaints = complaints_of(daemon)
+            for level, text in [*news.look(driver.node.view().state, complaints), *lost]:
+                log.log(level, "%s", text)
             progress.tell()
             notifier.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
-        except ValidationError as error:  # our bug, but the node goes on
-            log.error("cannot report the status: %s", error)
 
 
 async def _remember(daemon: Daemon) -> None:
@@ -278,7 +274,9 @@ async def _remember(daemon: Daemon) -> None:
             rounds_at = monotonic()
             await daemon.records.save()
             await daemon.edges.persistence.look_for_room()
-        addresses = daemon.edges.connections.remembered()
+        addresses = saved
+        with daemon.edges.transport.boundary.contain("the addresses to remember"):
+            addresses = daemon.edges.connections.remembered()
         if addresses != saved or monotonic() - saved_at >= REACHED_SECONDS:
             await _save_addresses(daemon.edges, addresses)
             saved, saved_at = addresses, monotonic()
@@ -296,5 +294,6 @@ async def save_last(daemon: Daemon) -> None:
     entry, root = view.entry(number), view.roots.get(number)
     if entry is not None and root and not view.is_quarantined:
         await daemon.edges.persistence.checkpoint(device, entry.manifest, root, now=True)
-    await _save_addresses(daemon.edges, daemon.edges.connections.remembered())
+    with daemon.edges.transport.boundary.contain("the last addresses to remember"):
+        await _save_addresses(daemon.edges, daemon.edges.connections.remembered())
     await daemon.records.save(all_of_it=True)

@@ -45,6 +45,7 @@ from p2ptrain.node.directories import (
     private_directory,
 )
 from p2ptrain.node.find import (
+    as_offered,
     ask_around,
     check_addresses,
     fetch_dataset,
@@ -280,6 +281,8 @@ async def _join(
         owner = await _answer_owner(stack, config, daemon)
         http = await _show(stack, config, daemon)
         transport = await _open_with_relays(stack, config, wanted, owner.sockets)
+        if loop is None:  # a script is told what it is
+            stack.enter_context(as_offered(config, wanted))
         run, sources = await find_run(transport, config, wanted)
         await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
         refuse_trust_in_the_start(trust, run)
@@ -354,7 +357,8 @@ def refuse_trust_in_the_start(trust: bytes, run: RunConfig) -> None:
 
 
 def _open_identity(stack: AsyncExitStack, config: NodeConfig) -> Identity:
-    """Locks the data directory and the key, and loads the key."""
+    """Locks the data directory and the key, and loads the key. From here on others cannot read what is made."""
+    stack.callback(os.umask, os.umask(0o077))
     _make_writable(data_directory(config))
     stack.enter_context(Lock.of_directory(data_directory(config)))
     path = identity_file(config)

@@ -213,7 +213,7 @@ def _header_of(path: Path) -> Header | None:
 def _parsed(decoder: msgspec.json.Decoder[Header] | msgspec.json.Decoder[Line], text: bytes, path: Path, number: int):  # type: ignore[no-untyped-def]
     try:
         return decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: line {number} is damaged or from another version: {error}") from error
 
 

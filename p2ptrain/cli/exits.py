@@ -23,7 +23,8 @@ class ExitStatus(IntEnum):
 MEANINGS: dict[ExitStatus, tuple[str, str]] = {
     ExitStatus.DONE: ("success; for `start` and `join`: the node was asked to stop, and did", "nothing"),
     ExitStatus.FAILED: (
-        "failure of a disk, a device or a peer; or a bug in p2ptrain, with a traceback",
+        "failure of a disk, a device or a peer; for `join` without all of the run's id: what the bootstrap nodes offer "
+        "cannot be joined here; or a bug in p2ptrain, with a traceback",
         "do what the message says, or try again; report a traceback together with the log. Some commands use this "
         "status for what they found: see the next table",
     ),

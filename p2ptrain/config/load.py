@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
@@ -25,6 +26,9 @@ from p2ptrain.config.text import Problem, fields, problem, unknown_key
 from p2ptrain.errors import ConfigError
 
 FILE_BYTES_MAX = 4 * CONFIG_BYTES_MAX  # the largest config, and three times as much in comments
+
+# A key of too many parts, such as a.b.c: tomllib's time and memory grow with their square.
+LONG_KEY = re.compile(rb"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){32}""")
 
 Table = dict[str, Any]  # a parsed TOML table
 
@@ -92,6 +96,8 @@ def read_table(path: Path) -> Table:
             source=str(path),
             fix="Check that this is the right file",
         )
+    if LONG_KEY.search(encoded):
+        raise ConfigError("a key has too many parts", source=str(path), fix="Write sections and keys")
     try:
         return tomllib.loads(encoded.decode(), parse_float=Decimal)
     except UnicodeDecodeError as error:

@@ -28,6 +28,7 @@ class Code(StrEnum):
     CHECKPOINTS_NOT_SAVED = "checkpoints_not_saved"
     RECORDS_NOT_WRITTEN = "records_not_written"
     OVER_MEMORY = "over_memory"
+    EXCHANGE_FAULT = "exchange_fault"
     UNTRUSTED = "untrusted"
     CATCHING_UP = "catching_up"
     SILENT = "silent"
@@ -144,6 +145,14 @@ MEANINGS: dict[Code, Meaning] = {
         "It uses more memory than its owner allows",
         "It keeps running, and this machine may become slow. Raise the limit, or choose a smaller run.",
         "within its memory limit again",
+    ),
+    Code.EXCHANGE_FAULT: Meaning(
+        "warning", False, "an exchange with a peer failed in a way that is a fault of p2ptrain: please report "
+        "({count} since the start; the last was {error} in {place}, with {whom} of {range})",
+        "p2ptrain has a fault",
+        "A peer sent or did something that p2ptrain does not handle. That exchange was ended, and the node goes on. "
+        "The log has the traceback: please report it.",
+        "no more exchanges failed by a fault of p2ptrain",
     ),
     Code.UNTRUSTED: Meaning(
         "warning", True, "untrusted: waiting for a history with head {head}; {others} of {peers} peers have others. "

@@ -2,7 +2,8 @@
 
 A chat is a list of messages, each with a `role` and a `content`, as Hugging Face's data sets have them. A template is
 written in Jinja (https://huggingface.co/docs/transformers/chat_templating). It runs in Jinja's sandbox and sees neither
-the date nor anything else of this machine, so that a chat always becomes the same text.
+the date nor anything else of this machine, so that a chat always becomes the same text. It may be a stranger's, and the
+sandbox lets it loop for ever and fill the memory: so it runs in a process of its own, with limits of both.
 
 A turn begins after the generation prompt, or with its content if the template has no such prompt at this place. Its end
 is found by writing the chat once more with a placeholder as its content. The token that ends the turn is learned too.
@@ -11,16 +12,22 @@ is found by writing the chat once more with a placeholder as its content. The to
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
+import signal
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.learn.tokenizer import Marked
+from p2ptrain.learn.tokenizer_trial import MEMORY_BYTES, PROCESSOR_SECONDS, limit_memory, limit_time
 
 TEMPLATE_NAME, SETTINGS_NAME = "chat_template.jinja", "tokenizer_config.json"  # where Hugging Face's models have it
 NAMES_IN = SETTINGS_NAME, "special_tokens_map.json"  # which have the names of special tokens
@@ -30,6 +37,8 @@ PLACEHOLDERS = range(0xE000, 0xF900)  # characters of private use: the first tha
 PLACEHOLDER_OTHERWISE = "\ue000" * 9  # for a text that has all of them
 FILE_BYTES_MAX = 16 * 2**20  # a guess: a template has some 10 KB, a tokenizer_config.json a few MB at most
 MESSAGES_MAX = 1_000  # the whole chat is written again for each answer; a thousand take seconds
+TEXT_MAX = 2**26  # characters of a written chat: four times the longest line
+END_SECONDS = 1.0  # for the process to end by itself
 WHY_MAX = 300  # characters kept of a template's error
 # A template may raise these besides Jinja's own errors, given a chat that its author did not think of.
 FAILURES = ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
@@ -46,11 +55,75 @@ class _Source:
 
 
 class ChatTemplate:
-    """Writes chats as text."""
+    """Writes chats as text, in a process of its own, which ends with this object."""
 
     def __init__(self, text: str, names: Mapping[str, str], tokens: Mapping[str, bool], source: str) -> None:
         """names: tokens by the names that templates use, such as bos_token; tokens: all that the tokenizer has added to
         its vocabulary, and whether they are special."""
+        self.source = source
+        self.digest = digest("chat template", json.dumps([text, dict(names)], sort_keys=True).encode()).hex()
+        spawn = multiprocessing.get_context("spawn")
+        self._line, others = spawn.Pipe()
+        made = others, text, dict(names), dict(tokens), source
+        process = spawn.Process(target=_write_chats, args=made, daemon=True)
+        process.start()
+        others.close()
+        weakref.finalize(self, _end, self._line, process)
+        self._answer("a first look at it")
+
+    def write(self, messages: object, where: str) -> Marked:
+        """Returns a chat's text, and the places in it that are learned. ConfigError if the chat and the template do not
+        go together, DataError if the template takes too much."""
+        try:
+            self._line.send((messages, where))
+        except RecursionError as error:
+            raise ConfigError("nested too deeply", source=where, fix="A chat is a list of messages") from error
+        except OSError:  # the process has ended: no answer will come
+            pass
+        marked: Marked = self._answer(where)
+        return marked
+
+    def _answer(self, where: str) -> Any:
+        try:
+            answer = self._line.recv()
+        except (EOFError, OSError) as error:
+            most = f"{PROCESSOR_SECONDS} s or {MEMORY_BYTES // 2**30} GiB"
+            what = f"{self.source}: this chat template was ended, as it takes more than {most} for {where}"
+            raise DataError(f"{what}. Name another with --chat-template") from error
+        if isinstance(answer, dict):
+            raise ConfigError(**answer)
+        return answer
+
+
+def _end(line: Connection, process: multiprocessing.process.BaseProcess) -> None:
+    line.close()  # it ends by that, unless a template keeps it busy
+    process.join(END_SECONDS)
+    process.kill()
+    process.join()
+
+
+def _write_chats(line: Connection, *made: Any) -> None:
+    """The other process: writes chats for as long as there is one to ask for them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    limit_memory()
+    writer, answer = None, cast(Any, None)
+    with suppress(EOFError, MemoryError, RecursionError):  # the others see that it has ended
+        while True:
+            limit_time()
+            try:
+                if writer is None:
+                    writer = _Writer(*made)
+                else:
+                    answer = writer.write(*line.recv())
+            except ConfigError as error:
+                answer = vars(error)
+            line.send(answer)
+
+
+class _Writer:
+    """Writes chats as text."""
+
+    def __init__(self, text: str, names: Mapping[str, str], tokens: Mapping[str, bool], source: str) -> None:
         from jinja2 import TemplateError  # noqa: PLC0415  (only chats need it)
 
         self.source, self._names = source, dict(names)
@@ -60,11 +133,11 @@ class ChatTemplate:
         # too; but not in the assistant's messages, which may contain some, such as <think>.
         self._control = _any_of(name for name, is_special in tokens.items() if is_special or name in text)
         self._ends = re.compile(rf"\s*(?:{_any_of(tokens).pattern})")
-        self.digest = digest("chat template", json.dumps([text, self._names], sort_keys=True).encode()).hex()
         try:
             self._template = _environment().from_string(text)
         except (TemplateError, SyntaxError, *FAILURES) as error:
-            raise ConfigError(f"not a chat template: {str(error)[:WHY_MAX]}", source=source, fix=NEEDED) from error
+            what = f"not a chat template: {str(error)[:WHY_MAX] or type(error).__name__}"
+            raise ConfigError(what, source=source, fix=NEEDED) from error
 
     def write(self, messages: object, where: str) -> Marked:
         """Returns a chat's text, and the places in it that are learned."""
@@ -133,6 +206,8 @@ class ChatTemplate:
                 messages=chat, add_generation_prompt=prompts, tools=None, documents=None, **self._names
             )
         )
+        if len(text) > TEXT_MAX:
+            raise ValueError(f"a text of {len(text):,} characters; the limit is {TEXT_MAX:,}")
         text.encode()  # half a character would be found out only when it is stored
         return text
 

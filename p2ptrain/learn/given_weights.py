@@ -131,8 +131,9 @@ def _files(path: Path) -> list[Path]:
         names = {str(name) for name in json.loads(encoded)["weight_map"].values()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"{path / INDEX_NAME}: not an index of safetensors") from error
+    here = {each.name for each in path.iterdir() if each.is_file()}
     for name in sorted(names):
-        if Path(name).name != name or not name.endswith(".safetensors") or not (path / name).is_file():
+        if name not in here or not name.endswith(".safetensors"):
             raise DataError(f"{path / INDEX_NAME}: names {ascii(name)[:100]}, which is no safetensors file beside it")
     return [path / name for name in sorted(names)]
 

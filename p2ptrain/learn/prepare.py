@@ -221,7 +221,7 @@ def _unfinished(out: Path, call: str) -> _Unfinished:
     try:
         encoded = (out / UNFINISHED_NAME).read_bytes()
         done = msgspec.msgpack.decode(encoded, type=_Unfinished)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         done = _Unfinished(call)
     done = done if done.call == call else _Unfinished(call)
     ours = {*done.training.pieces, *done.held_out.pieces}

@@ -1,6 +1,7 @@
 """A child process that loads a tokenizer from stdin and encodes a text, within limits of memory and time.
 
-It is a separate program that imports nothing of p2ptrain: it only ends with status 0, or in another way.
+It is a separate program that imports nothing of p2ptrain: it only ends with status 0, or in another way. The process of
+a chat template (chats.py) has the same limits.
 """
 
 from __future__ import annotations
@@ -8,17 +9,35 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
+from pathlib import Path
 
 MEMORY_BYTES = 4 * 2**30  # of addresses; a vocabulary of 262,144 tokens takes under one GiB
 PROCESSOR_SECONDS = 30
 TEXT = "The quick brown fox's 12,345 jumps.\r\n\tÜber \u4e2d\u6587 \U0001f600\x00 " + "  a" * 200 + "b" * 500
 
 
+def limit_memory() -> None:
+    """Lets this process map MEMORY_BYTES more than it has mapped."""
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, mapped + MEMORY_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+
+
+def limit_time() -> None:
+    """Lets the system end this process after PROCESSOR_SECONDS more."""
+    _limit(resource.RLIMIT_CPU, int(time.process_time()) + PROCESSOR_SECONDS)
+
+
+def _limit(kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
 def main() -> None:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_SECONDS, PROCESSOR_SECONDS))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory()
+    limit_time()
     from tokenizers import Tokenizer  # noqa: PLC0415  # under the limits, too
 
     tokenizer = Tokenizer.from_buffer(sys.stdin.buffer.read())

@@ -6,14 +6,21 @@ user and by the peer itself. Hearsay costs nothing to make up, and is dropped fi
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from random import Random
 
+from p2ptrain.net.addresses import address_range
+
 ADDRESSES_MAX = 8  # per peer; an announcement fits eight of the longest
+TELL_SECONDS = 60.0  # between two log lines about the same problem with an address
+TOLD_MAX = 64
 ANSWERS_KEPT = 5  # latencies kept: few, so that their median covers the last minutes
+
+log = logging.getLogger("p2ptrain.net")
 
 
 class Origin(IntEnum):
@@ -54,6 +61,16 @@ class KnownPeer:
         found.sort(key=lambda address: (address != self.worked, -self.origins[address]))
         return found
 
+    @property
+    def best(self) -> str:
+        """The best address; empty if none is known."""
+        return next(iter(self.addresses), "")
+
+    @property
+    def range(self) -> str:
+        """The range of the best address; empty if that is not known."""
+        return address_range(self.best)
+
     def add(self, address: str, origin: Origin) -> None:
         known = self.origins.pop(address, origin)
         self.origins[address] = max(known, origin)
@@ -78,3 +95,13 @@ class Unmet:
 
     next_at: float  # when it may be asked again
     tries: int = 0
+
+
+def tell(told: dict[str, float], problem: str, now: float) -> None:
+    """Logs a problem: at once if it is new, and then from time to time."""
+    if now < told.get(problem, now):
+        return
+    told[problem] = now + TELL_SECONDS
+    while len(told) > TOLD_MAX:
+        del told[next(iter(told))]
+    log.warning("%s; the node keeps trying", problem)

@@ -106,6 +106,12 @@ def _host_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
     return host
 
 
+def name_in(route: str) -> str:
+    """Returns the host name in a route, or nothing."""
+    _, kind, host, *_ = route.split("/")
+    return host.lower() if kind.startswith("dns") else ""
+
+
 def relay_of(route: str) -> bytes | None:
     """Returns the relay that a route goes through, or None."""
     before, found, _ = route.partition("/p2p-circuit")

@@ -40,8 +40,8 @@ import msgspec
 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import questions
-from p2ptrain.net.address_book import ADDRESSES_MAX, KnownPeer, Origin, Priority, Unmet
-from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, Reach, address_range, met_in, reach_of, split
+from p2ptrain.net.address_book import ADDRESSES_MAX, KnownPeer, Origin, Priority, Unmet, tell
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, Reach, address_range, met_in, name_in, reach_of, split
 from p2ptrain.net.tasks import pauses
 from p2ptrain.net.told_dials import ToldDials
 from p2ptrain.net.transport import Transport, TransportError
@@ -68,8 +68,6 @@ HINT_SECONDS = 1_800.0  # how long such an announcement is valid
 SEARCH_SECONDS = 2.0  # between searches in the DHT; doubles
 SEARCH_SECONDS_MAX = 60.0
 ASKED = 3  # peers asked for other peers in each search
-TELL_SECONDS = 60.0  # between two log lines about the same problem with an address
-TOLD_MAX = 64
 
 log = logging.getLogger("p2ptrain.net")
 _HINT_ENCODER = msgspec.msgpack.Encoder()
@@ -112,7 +110,7 @@ class Connections:
         """Adds an address, which ends with the peer's id; one that leads into a narrower network than that of whoever
         told it is ignored. TransportError if it is not an address."""
         peer, route = split(address)
-        name = _name_in(route)
+        name = name_in(route)
         if name and origin is Origin.USER:
             self.named.add(name)
         if peer == self.transport.me:
@@ -131,7 +129,9 @@ class Connections:
         dropped: if possible those that were never reached."""
         if peer not in self.known:
             if len(self.known) >= KNOWN_MAX:
-                for each in sorted(self.known, key=self._use)[:FORGOTTEN_AT_ONCE]:
+                busy = self.dialling | self.meeting  # a new record of one would have no addresses
+                least = [each for each in sorted(self.known, key=self._use) if each not in busy]
+                for each in least[:FORGOTTEN_AT_ONCE]:
                     del self.known[each]
             self.known[peer] = KnownPeer()
         return self.known[peer]
@@ -190,14 +190,15 @@ class Connections:
             group.create_task(self._search_for_ever(), name="searching peers")
 
     async def _look_for_ever(self, group: asyncio.TaskGroup) -> None:
+        contained = self.transport.boundary.contained
         while True:
             self.changed.clear()
-            with contextlib.suppress(TransportError):
+            with self.transport.boundary.contain("a look at who is connected"), contextlib.suppress(TransportError):
                 for peer in await self.look():
                     self.meeting.add(peer)
-                    group.create_task(self._meet(peer), name="meeting")
+                    group.create_task(contained("a meeting with a peer", peer, self._meet, peer), name="meeting")
                 for peer in self._connected_anew():
-                    group.create_task(self._learn_addresses(peer), name="asking a peer that came again")
+                    group.create_task(contained("asking a peer anew", peer, self._learn_addresses, peer))
                 await self._keep()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -211,12 +212,12 @@ class Connections:
         self.met = {peer: met_in(addresses) for peer, addresses in connected.items()}
         for peer in [peer for peer in self.linked if peer not in connected]:
             del self.linked[peer]
+            self.lost(peer)
             known = self.known.get(peer)
             if known is not None and now - known.linked_at >= STEADY_SECONDS:
                 known.tries, known.next_at = 0, now
             elif known is not None:  # a peer that accepts and hangs up waits like one that does not answer
                 known.next_at = max(known.next_at, now + DIAL_SECONDS)
-            self.lost(peer)
         self.unmet = {peer: each for peer, each in self.unmet.items() if peer in connected}
         come = [peer for peer in connected if peer not in self.linked and peer not in self.meeting]
         unmet = {peer: self.unmet.setdefault(peer, Unmet(now)) for peer in come}
@@ -266,9 +267,9 @@ class Connections:
             await self._is_stranger(peer)
             return
         self.unmet.pop(peer, None)
-        self.linked[peer] = None
         known = self._of(peer)
         known.was_reached, known.linked_at = True, asyncio.get_running_loop().time()
+        self.linked[peer] = None
         self.seen(peer)
         await self._learn_addresses(peer)
 
@@ -298,14 +299,15 @@ class Connections:
         unmet.tries += 1
         known = self.known.get(peer)
         if known is not None and known.is_bootstrap and unmet.tries == STRANGER_TRIES:
-            log.warning("%s is reachable, but %s", known.addresses[0], await questions.why_not(self.transport, peer))
+            log.warning("%s is reachable, but %s", known.best, await questions.why_not(self.transport, peer))
 
     async def _dial_for_ever(self, group: asyncio.TaskGroup) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            for peer in self._placed(self._due(loop.time()), self.dialling, DIALS_AT_ONCE):
-                self.dialling.add(peer)
-                group.create_task(self._dial(peer), name="dial")
+            with self.transport.boundary.contain("the choice of whom to dial"):
+                for peer in self._placed(self._due(loop.time()), self.dialling, DIALS_AT_ONCE):
+                    self.dialling.add(peer)
+                    group.create_task(self.transport.boundary.contained("a dial", peer, self._dial, peer), name="dial")
             await asyncio.sleep(0.2)
 
     def _due(self, now: float) -> list[bytes]:
@@ -320,10 +322,10 @@ class Connections:
             and busy[self._standing(peer)] < DIALS_AT_ONCE  # ranking a thousand waiting peers would take 20 ms
         ]  # fmt: skip
         ranges = {place for peer in self.linked if (place := self._range_of(peer))}
-        ranges |= {address_range(self.known[peer].addresses[0]) for peer in self.dialling if peer in self.known}
+        ranges |= {self.known[peer].range for peer in self.dialling if peer in self.known}
 
         def is_elsewhere(peer: bytes) -> bool:
-            place = address_range(self.known[peer].addresses[0])
+            place = self.known[peer].range
             return len(ranges) < RANGES_KEPT and bool(place) and place not in ranges
 
         def rank(peer: bytes) -> tuple[bool, bool, bool, float]:
@@ -340,10 +342,10 @@ class Connections:
         chosen, rest = wanted[:room], wanted[room:]
         places = LINKS_MAX - sum(map(self._is_needed, [*self.linked, *self.dialling, *chosen]))
         chosen += [peer for peer in rest if self._is_needed(peer)][: max(0, places)]
-        ranges |= {address_range(self.known[peer].addresses[0]) for peer in chosen}
+        ranges |= {self.known[peer].range for peer in chosen}
         for peer in rest:
             if is_elsewhere(peer):
-                ranges.add(address_range(self.known[peer].addresses[0]))
+                ranges.add(self.known[peer].range)
                 chosen.append(peer)
         return chosen
 
@@ -368,12 +370,14 @@ class Connections:
         return found
 
     async def _dial(self, peer: bytes) -> None:
-        known = self.known.get(peer)
+        known, problem = self.known.get(peer), ""
         try:
             if known is None:
                 return
-            problem = await self._reach(known, self._standing(peer))
-            self._put_off(known)
+            try:
+                problem = await self._reach(known, self._standing(peer))
+            finally:
+                self._put_off(known)
             if not problem:
                 self.changed.set()
             elif known.is_bootstrap:
@@ -402,7 +406,7 @@ class Connections:
                     finally:
                         if is_told:
                             self.told_dials.ended(address, priority, _now(), is_reached=is_reached)
-        return problems[0] if problems else f"cannot connect to {known.addresses[0]}: no answer"
+        return problems[0] if problems else f"cannot connect to {known.best}: no answer"
 
     def _put_off(self, known: KnownPeer) -> None:
         """Sets when the next dial may come, should one be needed."""
@@ -412,9 +416,9 @@ class Connections:
 
     async def _announce_for_ever(self) -> None:
         while True:
-            addresses, told = self._mine(), False
-            if addresses and self.linked:
-                with contextlib.suppress(TransportError):
+            told = False
+            with self.transport.boundary.contain("announcing our addresses"), contextlib.suppress(TransportError):
+                if (addresses := self._mine()) and self.linked:
                     await self.transport.announce(topic_of(self.run_id), _HINT_ENCODER.encode(addresses), HINT_SECONDS)
                     told = True
             await asyncio.sleep(ANNOUNCE_SECONDS if told else LOOK_SECONDS)
@@ -423,10 +427,11 @@ class Connections:
         wait = SEARCH_SECONDS
         while True:
             if self.linked:
-                asked = self.rng.sample(list(self.linked), min(ASKED, len(self.linked)))
-                await asyncio.gather(*(self._ask_around(peer) for peer in asked))
-                with contextlib.suppress(TransportError):
-                    self._take_hints(await self.transport.look_up(topic_of(self.run_id)))
+                with self.transport.boundary.contain("a search for peers"):
+                    asked = self.rng.sample(list(self.linked), min(ASKED, len(self.linked)))
+                    await asyncio.gather(*(self._ask_around(peer) for peer in asked))
+                    with contextlib.suppress(TransportError):
+                        self._take_hints(await self.transport.look_up(topic_of(self.run_id)))
                 wait = min(2 * wait, SEARCH_SECONDS_MAX)
             await asyncio.sleep(wait)
 
@@ -468,24 +473,8 @@ class Connections:
             self.add(address, origin, self.met.get(teller, Reach.PUBLIC))
 
 
-def _name_in(route: str) -> str:
-    """Returns the host name in a route, or nothing."""
-    _, kind, host, *_ = route.split("/")
-    return host.lower() if kind.startswith("dns") else ""
-
-
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def tell(told: dict[str, float], problem: str, now: float) -> None:
-    """Logs a problem: at once if it is new, and then from time to time."""
-    if now < told.get(problem, now):
-        return
-    told[problem] = now + TELL_SECONDS
-    while len(told) > TOLD_MAX:
-        del told[next(iter(told))]
-    log.warning("%s; the node keeps trying", problem)
 
 
 def topic_of(run_id: bytes) -> str:

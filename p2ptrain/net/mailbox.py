@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from p2ptrain.core import wire
 from p2ptrain.core.history import HISTORY_BYTES_MAX
@@ -146,7 +146,7 @@ class Mailboxes:
         """Histories are charged to both limits without waiting: they stay in time, and pieces wait instead. `strangers`
         limits the messages of who is not admitted."""
         self.protocol = f"/p2ptrain/2/{run_id.hex()}/line"
-        self._transport = transport
+        self._transport, self._boundary = transport, transport.boundary
         self._hear, self._malformed, self._history, self._no_history = hear, malformed, history, no_history
         self._upload, self._download = upload or TokenBucket(0), download or TokenBucket(0)
         self._is_admitted, self._strangers, where = is_admitted, strangers, transport.range_of
@@ -198,7 +198,7 @@ class Mailboxes:
             return
         question = self._questions[peer] = PendingHistory(asyncio.get_running_loop().time())
         self.post(peer, HistoryQuery(branch, number))
-        self._start(self._await_answer(peer, question))
+        self._start(peer, lambda why: self._give_up(peer, why), self._await_answer, question)
 
     def forget(self, peer: bytes) -> None:
         """Drops the queue of a peer that has gone."""
@@ -208,7 +208,8 @@ class Mailboxes:
     async def is_spoken_by(self, peer: bytes) -> bool:
         """Returns whether a connected peer takes part in this run."""
         try:
-            stream = await self._transport.open(peer, self.protocol)
+            with self._boundary.guard("a look at a peer's protocol", peer):
+                stream = await self._transport.open(peer, self.protocol)
         except TransportError:
             return False
         stream.abort()
@@ -232,7 +233,7 @@ class Mailboxes:
             if len(self._outgoing) >= PEERS_MAX // (1 if self._is_admitted(peer) else 2):
                 return None
             outgoing = self._outgoing[peer] = Outgoing()
-            self._start(self._talk(peer, outgoing))
+            self._start(peer, lambda _: self._let_go(peer), self._talk, outgoing)
         return outgoing
 
     def _queue(self, peer: bytes, outgoing: Outgoing, frames: list[bytes]) -> bool:
@@ -267,6 +268,10 @@ class Mailboxes:
     def _drop(self) -> bool:
         self._counters["dropped"] += 1
         return False
+
+    def _let_go(self, peer: bytes) -> None:
+        if (outgoing := self._outgoing.pop(peer, None)) is not None:
+            self._clear(outgoing)
 
     def _clear(self, outgoing: Outgoing) -> None:
         self._counters["dropped"] += len(outgoing.frames) + bool(outgoing.history)
@@ -434,6 +439,10 @@ class Mailboxes:
             del self._questions[peer]
             self._history(peer, bytes(question.parts))
 
+    def _give_up(self, peer: bytes, why: str) -> None:
+        if self._questions.pop(peer, None) is not None:
+            self._no_history(peer, why)
+
     def _progress(self, question: PendingHistory) -> None:
         question.until = asyncio.get_running_loop().time() + QUESTION_SECONDS
         question.moved.set()
@@ -458,7 +467,8 @@ class Mailboxes:
             so_far = f"after {len(question.parts)} of {question.size} bytes" if question.size else "at all"
             self._no_history(peer, f"no answer {so_far}")
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = self._group.create_task(work)
+    def _start(self, peer: bytes, failed: Callable[[str], None], work: Callable[..., Awaitable[None]], of: Any) -> None:
+        talk = self._boundary.contained("mail to a peer", peer, work, peer, of, failed=failed)
+        task = self._group.create_task(talk)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -13,9 +13,12 @@ net/libp2p/p2pd.py implements it with go-libp2p, tests/helpers/memory_network.py
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from p2ptrain.errors import P2ptrainError
+
+if TYPE_CHECKING:
+    from p2ptrain.net.boundary import Boundary
 
 MESSAGE_BYTES_MAX = 1_000_000  # of a gossip message: above 1,048,446 libp2p silently drops it and everything after it
 STRANGERS = "gossip of strangers"  # the counter of messages by publishers that are not heard
@@ -76,6 +79,7 @@ class Transport(Protocol):
     """A node's access to the network."""
 
     me: bytes
+    boundary: Boundary  # around every exchange with a peer
 
     def addresses(self) -> list[str]:
         """Returns the known addresses at which others may reach this node, with its id."""

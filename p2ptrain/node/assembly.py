@@ -113,7 +113,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     persistence = Persistence(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
     stack.push_async_callback(asyncio.to_thread, persistence.close)  # in a thread, so that signals are still handled
     strangers = messages_of_strangers(view.is_welcome, launch.transport.range_of)
-    intake = Intake(signer, device, view.is_in, strangers, persistence.put)
+    intake = Intake(signer, device, view.is_in, strangers, persistence.put, launch.transport.boundary)
     edges = await _connect(stack, launch, store, states, persistence, intake, view, strangers)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
     events = EventFile(store.directory / "events", signer, header, lambda: view.state.round)

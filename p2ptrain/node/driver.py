@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any
 
 from p2ptrain.core import events as ev
@@ -51,6 +52,8 @@ SHUN_SECONDS = 60.0  # before a peer that we disconnected from is dialled again
 DATA_SECONDS = 120.0  # to fetch a round's training data
 CATCH_UP_SECONDS = 3_600.0  # to fetch a state; a stalled fetch ends sooner
 
+TO_PEERS = ev.Publish, ev.Send, ev.Ask, ev.AskHistory, ev.SendHistory, ev.Disconnect
+
 OnEvent = Callable[[float, ev.Event, Sequence[ev.Effect] | None], None]  # effects is None if the core crashed
 
 log = logging.getLogger("p2ptrain.node")
@@ -65,7 +68,8 @@ class Driver:
         self.counters = intake.counters
         self.pauses = Pauses()
         self.progress = ModelProgress(device, edges.fetching)
-        self._outbox = Outbox(edges.gossip, self.counters)
+        self._boundary = edges.transport.boundary
+        self._outbox = Outbox(edges.gossip, self.counters, self._boundary)
         self.effects: EffectQueue[ev.Effect] = EffectQueue()
         self.disk_trouble = ""  # the error, while the disk cannot be written
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -162,7 +166,11 @@ class Driver:
                 self.effects.written()
 
     def _act(self, effect: ev.Effect) -> None:
-        self._actions[type(effect)](effect)
+        if isinstance(effect, TO_PEERS):
+            with self._boundary.contain("what the core says to peers"):
+                self._actions[type(effect)](effect)
+        else:
+            self._actions[type(effect)](effect)
 
     async def _write(self, records: Sequence[ev.Record]) -> None:
         """Writes the records with one sync, and retries until the disk accepts them."""
@@ -193,7 +201,8 @@ class Driver:
         is_member = self.node.view().is_in(effect.peer)
         if effect.peer not in self._told and (is_member or len(self._told) < HISTORIES_MAX):
             self._told.add(effect.peer)
-            self._spawn(self._send_history(effect), "history")
+            work = self._boundary.contained("the history for a peer", effect.peer, self._send_history, effect)
+            self._spawn(work, "history")
 
     async def _send_history(self, effect: ev.SendHistory) -> None:
         """Encodes a history in a thread, one at a time: it may have 64 MiB."""
@@ -215,15 +224,22 @@ class Driver:
 
     def _fetch(self, effect: ev.Fetch) -> None:
         if effect.payload_bytes != self.device.payload_bytes:
-            for source in effect.sources:
-                self.give(ev.FetchFailed(effect.payload, source, f"no contribution has {effect.payload_bytes} bytes"))
+            self._fetch_failed(effect, f"no contribution has {effect.payload_bytes} bytes")
             return
         fetches = self._fetching.setdefault(effect.payload, {})
         asked = {source for sources in fetches.values() for source in sources}
         fresh = tuple(source for source in effect.sources if source not in asked)
-        task = self._spawn(self._fetch_beside(list(fetches), fresh, effect), "fetch")
+        work = self._boundary.contained(
+            "the fetch of a payload", b"", self._fetch_beside, list(fetches), fresh, effect,
+            failed=partial(self._fetch_failed, effect),
+        )  # fmt: skip
+        task = self._spawn(work, "fetch")
         fetches[task] = fresh
         task.add_done_callback(lambda task: self._forget_fetch(effect.payload, task))
+
+    def _fetch_failed(self, effect: ev.Fetch, why: str) -> None:
+        for source in effect.sources:
+            self.give(ev.FetchFailed(effect.payload, source, why))
 
     def _forget_fetch(self, payload: bytes, task: asyncio.Task[None]) -> None:
         del self._fetching[payload][task]
@@ -285,7 +301,7 @@ class Driver:
         except PrivacySpentError as error:  # from now on this node is one that never finishes its training
             self.pauses.begin(complaint(Code.PRIVACY_SPENT, spent=f"{error.spent:.2f}", budget=f"{error.budget:g}"))
             return
-        except (TrainingError, MemoryShortError, DataError, FetchError, TimeoutError) as error:
+        except (TrainingError, MemoryShortError, DataError, FetchError, TransportError, TimeoutError) as error:
             if (failed := self.device.take_failed()) is not None:
                 await self.edges.persistence.note(failed)
             why = str(error) or "timed out fetching the training data"
@@ -305,7 +321,8 @@ class Driver:
     async def _fetch_data(self, number: int, place: int, places: int) -> None:
         if self._is_data_shared and self.device.reads_data:
             positions = await asyncio.to_thread(self.device.trainer.positions_for, number, place, places)
-            await self.edges.fetching.data(positions)
+            with self._boundary.guard("the fetch of training data"):
+                await self.edges.fetching.data(positions)
 
     @property
     def _is_data_shared(self) -> bool:
@@ -326,8 +343,14 @@ class Driver:
                 positions = await asyncio.to_thread(
                     self.device.trainer.positions_for, effect.round + 1, effect.place, effect.places
                 )
-                await self.edges.fetching.ahead(positions, goes_on)
-        except (DataError, FetchError, TimeoutError) as error:  # then the next training fetches it, and tells
+                with self._boundary.guard("the fetch of the next data"):
+                    await self.edges.fetching.ahead(positions, goes_on)
+        except (
+            DataError,
+            FetchError,
+            TransportError,
+            TimeoutError,
+        ) as error:  # the next training tells
             log.debug("no data ahead of round %d: %s", effect.round + 1, error)
 
     async def _repeat(self) -> None:
@@ -337,7 +360,12 @@ class Driver:
                 try:
                     async with asyncio.timeout(DATA_SECONDS):
                         await self._fetch_data(each.round, each.place, each.places)
-                except (DataError, FetchError, TimeoutError) as error:  # the device tells what cannot be repeated
+                except (
+                    DataError,
+                    FetchError,
+                    TransportError,
+                    TimeoutError,
+                ) as error:  # the device will tell
                     log.info("no data to repeat the training of round %d: %s", each.round, error)
                 if not await self.device.repeat_next():
                     return
@@ -369,8 +397,9 @@ class Driver:
         """Fetches a payload that was stored here but has been lost. Any connected peer may still have it."""
         size, sources = self.device.payload_bytes, list(self.edges.connections.linked)
         try:
-            self.edges.persistence.put(name, await self.edges.fetching.payload(name, size, sources, ignore))
-        except FetchError as error:
+            with self._boundary.guard("the fetch of a lost payload"):
+                self.edges.persistence.put(name, await self.edges.fetching.payload(name, size, sources, ignore))
+        except (FetchError, TransportError) as error:
             log.warning("%s; trying again", error)
             await asyncio.sleep(DISK_SECONDS)
 
@@ -396,10 +425,11 @@ class Driver:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
                     like = await self.device.state_of({number for number, _ in effect.roots})
-                    fetched = self.edges.fetching.state(effect.roots, effect.sources, self.device.state_bytes, like)
-                    number, root, state = await stack.enter_async_context(fetched)
+                    with self._boundary.guard("the fetch of a state"):
+                        fetched = self.edges.fetching.state(effect.roots, effect.sources, self.device.state_bytes, like)
+                        number, root, state = await stack.enter_async_context(fetched)
                 await self.device.adopt(number, verified(state), self.node.view().is_quarantined)
-        except (FetchError, DataError, RemoteProtocolError, TimeoutError) as error:
+        except (FetchError, DataError, RemoteProtocolError, TransportError, TimeoutError) as error:
             log.info("cannot fetch the state yet: %s", error)
             self.give(ev.CatchUpFailed(str(error), effect.attempt))
             return
@@ -413,7 +443,8 @@ class Driver:
     def _disconnect(self, effect: ev.Disconnect) -> None:
         log.info("disconnecting from %s: %s", effect.peer.hex()[:16], effect.why)
         self.edges.connections.shun(effect.peer, asyncio.get_running_loop().time() + SHUN_SECONDS)
-        self._spawn(self._let_go(effect.peer), "disconnect")
+        work = self._boundary.contained("parting from a peer", effect.peer, self._let_go, effect.peer)
+        self._spawn(work, "disconnect")
 
     async def _let_go(self, peer: bytes) -> None:
         try:

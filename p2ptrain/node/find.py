@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
@@ -15,15 +15,15 @@ import msgspec
 
 from p2ptrain.config import PROTOCOL_VERSION, NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError, TooLargeError
 from p2ptrain.files import forget
 from p2ptrain.learn.adapters import Base, base_file, read_base
 from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.net import questions
+from p2ptrain.net.address_book import tell
 from p2ptrain.net.addresses import kind_of_address, split
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import FetchError
-from p2ptrain.net.connections import tell
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.directories import bases_directory, data_directory, dataset_directory, run_directory
@@ -42,6 +42,26 @@ log = logging.getLogger("p2ptrain.node")
 T = TypeVar("T")
 
 Found = dict[bytes, tuple[questions.RunInfo, list[bytes]]]  # by run id: the run, and the peers that reported it
+
+
+class OfferError(P2ptrainError):
+    """The bootstraps offer nothing that this node can join now; at the next start they may."""
+
+
+@contextmanager
+def as_offered(config: NodeConfig, wanted: str | None) -> Iterator[None]:
+    """Turns what the owner has to mend into an OfferError, unless the owner has named the run.
+
+    Otherwise a bootstrap chooses it, and with it the error: it could end a node for good, as no supervisor starts it
+    again after the exit status of a wrong config or of a run that is too large.
+    """
+    try:
+        yield
+    except (ConfigError, TooLargeError) as error:
+        if len(wanted or "") == RUN_ID_DIGITS or not config.network.bootstrap:
+            raise
+        what = "The bootstrap nodes choose the run, as no --run has all of its id: the next start asks them again"
+        raise OfferError(f"{error}. {what}") from error
 
 
 @dataclass(slots=True)
@@ -81,13 +101,14 @@ async def ask_around(
         for info in runs:
             found.setdefault(info.run_id, (info, []))[1].append(peer)
 
-    tasks = {asyncio.create_task(ask(address), name=f"asking {address}") for address in addresses}
+    tasks = {asyncio.create_task(ask(address), name=address) for address in addresses}
     try:
         waiting = tasks
         while waiting and not found:
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if waiting:
-            await asyncio.wait(waiting, timeout=rest_seconds)
+            _, waiting = await asyncio.wait(waiting, timeout=rest_seconds)
+        problems += sorted(f"{task.get_name()}: no answer yet" for task in waiting)
     finally:
         for task in tasks:
             task.cancel()
@@ -142,11 +163,18 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
                 f"there are {len(stored)} runs on this disk: {names}", key="--run", fix="Name one of them"
             )
         if found and not matching:
-            names = ", ".join(f"{run_id.hex()[:16]} ({info.name})" for run_id, (info, _) in sorted(found.items()))
-            what = f"the bootstrap nodes do not know run {wanted}, only {names}"
-            raise ConfigError(what, key="--run", fix="Name one of them")
+            tell(told, _without_wanted(found, wanted, have_all_answered=not problems), now)
         await asyncio.sleep(wait)
         wait = min(2 * wait, FIND_SECONDS_MAX)
+
+
+def _without_wanted(found: Found, wanted: str | None, *, have_all_answered: bool) -> str:
+    """Returns what to say of bootstraps that do not know the named run; raises OfferError if there are no others."""
+    names = ", ".join(f"{run_id.hex()[:16]} ({info.name})" for run_id, (info, _) in sorted(found.items()))
+    what = f"the bootstrap nodes do not know run {wanted}, only {names}"
+    if have_all_answered:
+        raise OfferError(f"--run: {what}. Name one of them")
+    return what
 
 
 def _keep_stored_run(offered: Found, mine: Sequence[RunConfig], stored: Sequence[RunConfig]) -> RunConfig:

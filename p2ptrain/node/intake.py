@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from p2ptrain.core import events as ev
@@ -30,6 +31,7 @@ from p2ptrain.core.messages import (
 )
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.mail import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.net.rate_limit import PeerLimits
 from p2ptrain.net.transport import IsAdmitted
@@ -57,7 +59,9 @@ class Intake:
         is_admitted: IsAdmitted,
         strangers: PeerLimits,
         keep: Callable[[bytes, bytes], None],
+        boundary: Boundary,
     ) -> None:
+        self._boundary = boundary
         self.counters: Counter[str] = Counter()
         self.events: deque[tuple[ev.Event, bytes]] = deque()  # each with the peer that caused it, if any
         self.dropped_last = b""  # the peer whose event was dropped last
@@ -187,7 +191,12 @@ class Intake:
                 self._checking[sender, announcement.author] += 1
                 self._waiting += 1
                 self._shares[sender] += 1
-                self._spawn(self._check_attachment(sender, received, announcement), "check")
+                event = ev.MessageReceived(sender, bare(received))
+                work = self._boundary.contained(
+                    "the check of a payload", sender, self._check_attachment, sender, received, announcement,
+                    failed=lambda _: self.give(event, sender),
+                )  # fmt: skip
+                self._spawn(work, "check")
 
     def _may_be_of_stranger(self, sender: bytes, message: Message) -> bool:
         """Whether a stranger says such things. A member that is kept away says what it signed: a vote counts."""
@@ -225,7 +234,11 @@ class Intake:
 
     def history_came(self, peer: bytes, encoded: bytes) -> None:
         if self._spawn is not None:  # before that, no peer has been asked
-            self._spawn(self._read_history(peer, encoded), "history")
+            failed = partial(self.history_failed, peer)
+            work = self._boundary.contained(
+                "the reading of a history", peer, self._read_history, peer, encoded, failed=failed
+            )
+            self._spawn(work, "history")
 
     async def _read_history(self, peer: bytes, encoded: bytes) -> None:
         """Decodes a history in a thread: it may have 64 MiB."""

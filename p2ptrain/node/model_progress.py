@@ -23,6 +23,7 @@ from p2ptrain.core.events import Train
 from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.learn.sample import SampleRequest
 from p2ptrain.learn.trainer import EVALUATED_SEQUENCES
+from p2ptrain.net.transport import TransportError
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.fetching import Fetching
 from p2ptrain.visible import one_line
@@ -118,7 +119,10 @@ class ModelProgress:
         began = self._clock()
         if self.seconds > TIME_SHARE * (began - self._began):
             return 0
-        with suppress(TimeoutError):
+        with (
+            suppress(TimeoutError, TransportError),
+            self._fetching.transport.boundary.guard("the fetch of held-out data"),
+        ):
             async with asyncio.timeout(FETCH_SECONDS):
                 await self._fetching.held_out(count)
         self._spent(began)

@@ -7,6 +7,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.transport import TransportError
 
 OUTBOX_MAX = 1_024
@@ -18,8 +19,8 @@ log = logging.getLogger("p2ptrain.node")
 class Outbox:
     """Publishes messages one after the other, and counts lost ones in `counters`."""
 
-    def __init__(self, publish: Callable[[bytes], Awaitable[None]], counters: Counter[str]) -> None:
-        self._publish, self._counters = publish, counters
+    def __init__(self, publish: Callable[[bytes], Awaitable[None]], counters: Counter[str], boundary: Boundary) -> None:
+        self._publish, self._counters, self._boundary = publish, counters, boundary
         self._waiting: deque[bytes] = deque()
         self._has_any = asyncio.Event()
 
@@ -36,7 +37,8 @@ class Outbox:
             self._has_any.clear()
             while self._waiting:
                 try:
-                    await self._publish(self._waiting[0])
+                    with self._boundary.guard("gossiping a message"):
+                        await self._publish(self._waiting[0])
                 except TransportError as error:
                     self._counters[LOST] += 1
                     log.debug("not published: %s", error)

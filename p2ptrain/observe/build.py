@@ -159,6 +159,7 @@ def complaints_of(daemon: Running) -> list[Complaint]:
     }
     found = [complaint(code, why=why) for code, why in disk.items() if why]
     found += [machine_limits.over_memory] if machine_limits.over_memory else []
+    found += daemon.edges.transport.boundary.complaints
     return by_gravity([*found, *driver.node.view().complaints, *driver.pauses, *driver.device.complaints])
 
 

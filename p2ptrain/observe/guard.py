@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import os
 import re
 import stat
 from collections.abc import Iterable
@@ -77,12 +78,15 @@ def read_token(path: Path) -> bytes:
     """Reads the token from a file; only the owner may have access to it."""
     fix = f"Make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
     try:
-        with path.open("rb") as file:
-            mode, content = stat.S_IMODE(path.stat().st_mode), file.read(TOKEN_BYTES_MAX + 2)
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
+            found = os.fstat(file.fileno())  # of what is read, whatever the path is by now
+            content = file.read(TOKEN_BYTES_MAX + 2) if stat.S_ISREG(found.st_mode) else b""
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"cannot be read: {reason}", source=str(path), key="http.token_file", fix=fix) from error
-    if mode & 0o077:
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigError("belongs to another user", source=str(path), key="http.token_file", fix=fix)
+    if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
         raise ConfigError(
             f"other users can read it (mode {mode:04o})",
             source=str(path),

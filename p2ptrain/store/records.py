@@ -331,7 +331,10 @@ def _opened_to_read(path: Path) -> sqlite3.Connection:
 def _versions_of(connection: sqlite3.Connection, path: Path) -> tuple[int, int]:
     """Returns the versions in the header and the table, 0 if missing. Raises DataError if both are newer."""
     header: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    has_table = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'format'").fetchone()
+    try:
+        has_table = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'format'").fetchone()
+    except UnicodeDecodeError as error:  # sqlite says what is wrong with the names in the file, and quotes them
+        raise sqlite3.DatabaseError("its tables have damaged names") from error
     row = connection.execute("SELECT version FROM format").fetchone() if has_table else None
     table = row[0] if row and isinstance(row[0], int) else 0
     if min(header, table) > VERSION:

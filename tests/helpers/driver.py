@@ -357,7 +357,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
 
     transport.publish = published  # type: ignore[method-assign]
     strangers = messages_of_strangers(node.view().is_welcome, transport.range_of)
-    intake = Intake(FakeSigner(ME), device, node.view().is_in, strangers, persistence.put)
+    intake = Intake(FakeSigner(ME), device, node.view().is_in, strangers, persistence.put, transport.boundary)
     handled: list[tuple[ev.Event, Any]] = []
     driver = Driver(node, device, intake, edges, lambda now, *each: handled.append(each))  # type: ignore[arg-type]
     started = ev.Started(store.saved(None))

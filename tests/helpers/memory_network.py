@@ -16,6 +16,7 @@ from random import Random
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.identity import PeerIdError, key_of, peer_id_of
 from p2ptrain.net.addresses import address_range
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.transport import (
     FRAME_BYTES_MAX,
     MESSAGE_BYTES_MAX,
@@ -112,6 +113,7 @@ class MemoryTransport:
 
     def __init__(self, network: Network, key: bytes) -> None:
         self.me = key
+        self.boundary = Boundary(self.range_of)
         self.heard: dict[str, Hear] = {}
         self._is_heard: dict[str, IsAdmitted] = {}
         self.left: set[str] = set()

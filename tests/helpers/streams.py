@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from p2ptrain.identity import ID_PREFIX
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.frames import FrameStream
 from p2ptrain.net.libp2p import streams
 from p2ptrain.net.libp2p.streams import Streams
@@ -36,7 +37,8 @@ class Incoming:
         self.counters: Counter[str] = Counter()
         self.tasks = Tasks(report_crash)
         self.ranges: dict[bytes, str] = {}  # of addresses, by peer
-        self.streams = Streams(self.counters, self.tasks, read_opening, lambda peer: self.ranges.get(peer, ""))
+        self.boundary = Boundary(lambda peer: self.ranges.get(peer, ""))
+        self.streams = Streams(self.counters, self.tasks, read_opening, self.boundary)
         self.streams.handlers[PROTOCOL] = echo
         self._path, self._opened = path, list[FrameStream]()
 

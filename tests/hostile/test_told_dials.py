@@ -7,20 +7,23 @@ cloud's secrets, a cluster's services, and a name.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from p2ptrain.core import wire
-from p2ptrain.identity import peer_id_of
+from p2ptrain.identity import id_bytes_of, peer_id_of
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import Origin
 from p2ptrain.net.addresses import Reach, met_in, reach_of
 from p2ptrain.net.connections import DIALS_AT_ONCE
+from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.told_dials import FAILED_PER_MINUTE_MAX, PLACES_MAX
-from p2ptrain.net.transport import Stream
+from p2ptrain.net.transport import Stream, TransportError
 from tests.helpers.connections import A, B, C, Seen, address, key, now
 from tests.helpers.memory_network import MemoryTransport, Network
 from tests.helpers.net import at, skipping_time, until
+from tests.helpers.p2pd import SECONDS, connected, echo, echoed, nodes_in
 
 RELAY = f"/tcp/4001/p2p/{peer_id_of(B)}/p2p-circuit"
 TARGETS = [
@@ -152,3 +155,23 @@ def test_who_comes_through_a_relay_may_be_anyone() -> None:
     assert met_in([address(C)]) is Reach.LOOPBACK
     assert met_in([]) is Reach.PUBLIC
     assert reach_of(f"/ip4/203.0.113.7{RELAY}/p2p/{peer_id_of(C)}") is Reach.PUBLIC
+
+
+async def _ask_who_has_gone(nodes: list[P2pd]) -> None:
+    await nodes[0].serve("/echo/1", echo)
+    assert await echoed(nodes[1], nodes[0].me, b"connected") == b"connected"
+    await nodes[1].disconnect(nodes[0].me)
+    while await nodes[1].peers():
+        pass
+    with pytest.raises(TransportError, match="it is not connected"):
+        await nodes[1].open(nodes[0].me, "/echo/1")
+    with pytest.raises(TransportError, match="it is not connected"):
+        assert nodes[1]._dht is not None
+        await nodes[1]._dht._calls.call(id_bytes_of(nodes[0].me), "DHTProtocol.rpc_ping", b"", SECONDS)
+    assert await nodes[1].peers() == {}
+
+
+async def test_nobody_is_dialled_by_asking(tmp_path: Path) -> None:
+    """p2pd would dial whom it is asked to open a stream to, at any address that it was told of."""
+    async with nodes_in(tmp_path) as make:
+        await _ask_who_has_gone(await connected(make, 2))

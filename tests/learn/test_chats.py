@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import resource
+import signal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from p2ptrain.errors import ConfigError
-from p2ptrain.learn.chats import ChatTemplate, load_template
+from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.learn.chats import TEXT_MAX, ChatTemplate, load_template
 from p2ptrain.learn.corpus import Reading, documents, file_sources
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.prepare import prepare
@@ -58,7 +62,11 @@ def template(text: str) -> ChatTemplate:
 
 
 def learned(text: str, chat: list[dict[str, Any]] = CHAT) -> list[str]:
-    marked = template(text).write(chat, "here")
+    return learned_of(template(text), chat)
+
+
+def learned_of(made: ChatTemplate, chat: list[dict[str, Any]] = CHAT) -> list[str]:
+    marked = made.write(chat, "here")
     return [marked.text[first:last] for first, last in marked.learned]
 
 
@@ -266,6 +274,52 @@ def test_a_template_that_says_more_of_a_message_is_refused() -> None:
 def test_a_template_with_a_mistake_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="the template: not a chat template: "):
         template(text)
+
+
+NEVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+NEVER += "{% endfor %}"  # the sandbox limits each of these
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{{ "a" * 10**10 }}',  # worked out as the template is read
+        '{{ "%10000000000d" % 1 }}',
+        '{{ "%10000000000d" % messages | length }}',
+        "{{ messages[0].content * 10**10 }}",
+        f"{{{{ messages[0].role * {TEXT_MAX} }}}}",  # a text that nobody would read
+    ],
+)
+def test_a_template_that_fills_the_memory_is_told_as_such(text: str) -> None:
+    with pytest.raises((ConfigError, DataError), match="the template") as caught:
+        template(text + CHATML).write(CHAT, "here")
+    assert "--chat-template" in str(caught.value)
+
+
+def test_a_template_that_takes_for_ever_is_ended() -> None:
+    before = {each.pid for each in multiprocessing.active_children()}
+    limited = template(CHATML + "{% if messages[0].content == 'x' %}" + NEVER + "{% endif %}")
+    (child,) = (each for each in multiprocessing.active_children() if each.pid not in before)
+    assert child.pid is not None
+    assert learned_of(limited) == ["Four.<|im_end|>", "Four.<|im_end|>\n"]
+    (usual, hard), used = resource.prlimit(child.pid, resource.RLIMIT_CPU), psutil.Process(child.pid).cpu_times()
+    assert used.user < usual <= used.user + used.system + 31, "for each chat"
+    resource.prlimit(child.pid, resource.RLIMIT_CPU, (2, hard))
+    expected = r"^the template: this chat template was ended, as it takes more than 30 s or 4 GiB for line 7\. Name"
+    for _ in range(2):  # also with --skip-bad: it is not the chat that is bad
+        with pytest.raises(DataError, match=expected):
+            limited.write([{"role": "user", "content": "x"}, CHAT[1]], "line 7")
+    child.join()
+    assert child.exitcode == -signal.SIGXCPU
+
+
+def test_the_process_of_a_template_ends_with_it() -> None:
+    before = {each.pid for each in multiprocessing.active_children()}
+    made = template(CHATML)
+    (child,) = (each for each in multiprocessing.active_children() if each.pid not in before)
+    del made
+    child.join()
+    assert child.exitcode == 0
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from p2ptrain.loop.channel import Done, NodeAnswer, NodeFailed, NodeNote, NodeRe
 from p2ptrain.loop.world import Session, WorldLink
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import Reach
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.region import RegionDevice
 
@@ -120,7 +121,7 @@ async def test_only_members_are_asked_and_only_addresses_that_they_may_tell_are_
         linked=[*PEERS, *strangers], met={PEERS[0]: Reach.PUBLIC, PEERS[1]: Reach.LOOPBACK, PEERS[2]: Reach.LOOPBACK}
     )
     view = SimpleNamespace(is_in=lambda peer: peer in PEERS)
-    edges = SimpleNamespace(connections=connections, transport=None, view=view)
+    edges = SimpleNamespace(connections=connections, transport=SimpleNamespace(boundary=Boundary()), view=view)
     found = await link._ask_around(cast(Any, edges))
     assert sorted(found) == sorted([at("8.8.8.8"), *(at(f"9.9.9.{number}") for number in range(module.TOLD))])
 

@@ -13,7 +13,7 @@ import pytest
 from p2ptrain.core import wire
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import questions
-from p2ptrain.net.address_book import ADDRESSES_MAX, Origin
+from p2ptrain.net.address_book import ADDRESSES_MAX, TELL_SECONDS, Origin
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
 from p2ptrain.net.connections import (
     DIAL_SECONDS_MAX,
@@ -21,7 +21,6 @@ from p2ptrain.net.connections import (
     KNOWN_MAX,
     LINKS_MAX,
     STEADY_SECONDS,
-    TELL_SECONDS,
     Connections,
     topic_of,
 )

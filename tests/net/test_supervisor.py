@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.libp2p import supervisor
 from p2ptrain.net.libp2p.supervisor import Supervisor
 from p2ptrain.net.transport import TransportError
@@ -46,7 +47,7 @@ class Watched:
         self._is_done = asyncio.Event()
         self.launched: list[FakeProcess] = []
         self.counters: Counter[str] = Counter()
-        self.supervisor = Supervisor(self._launch, self.counters)
+        self.supervisor = Supervisor(self._launch, self.counters, Boundary())
         self.on_look: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
 
     async def _launch(self, stack: AsyncExitStack) -> FakeProcess:
@@ -127,5 +128,5 @@ async def test_a_start_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError
 
     with pytest.raises(TransportError, match="p2pd was not ready"):
-        await Supervisor(launch, Counter()).start()
+        await Supervisor(launch, Counter(), Boundary()).start()
     assert undone == ["undone"]

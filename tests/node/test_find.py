@@ -14,7 +14,7 @@ import pytest
 from p2ptrain.config import RunConfig
 from p2ptrain.config.node import NetworkConfig, NodeConfig, StorageConfig
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, DataError, TooLargeError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest
 from p2ptrain.net import questions
@@ -26,7 +26,9 @@ from p2ptrain.node import limits
 from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import (
     FIND_SECONDS_MAX,
+    OfferError,
     RunSources,
+    as_offered,
     fetch_dataset,
     find_dataset,
     find_run,
@@ -196,6 +198,41 @@ async def test_a_config_that_is_not_the_runs_is_refused_and_the_next_is_asked(
         await questions.serve(each.network.nodes[LIAR], answer)
         assert (await find_run(each.me, each.config, None))[0] == each.run
         assert f"{LIAR.hex()[:16]} sent a config that is not the run's" in caplog.text
+
+
+@skipping_time
+async def test_a_bootstrap_without_the_named_run_does_not_speak_for_those_that_have_not_answered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with swarm(tmp_path) as each:
+
+        def answer(peer: bytes, question: questions.Question) -> questions.Answer:
+            return questions.Runs((questions.RunInfo(bytes(32), "another", 1, 1),))
+
+        each.network.nodes[LIAR]._handlers.pop(questions.PROTOCOL)
+        await questions.serve(each.network.nodes[LIAR], answer)
+        run, sources = await find_run(each.me, each.config, each.run.run_id)
+        assert (run, sources.peers) == (each.run, [GOOD])
+        assert f"do not know run {each.run.run_id}, only 0000000000000000 (another); the node keeps" in caplog.text
+        with pytest.raises(OfferError, match=r"^--run: the bootstrap nodes do not know run 12, only 0000"):
+            await find_run(each.me, each.config, "12")  # all of them have answered
+
+
+def test_only_of_the_run_that_its_owner_names_a_mistake_is_the_owners() -> None:
+    asks = NodeConfig(network=NetworkConfig(bootstrap=("/ip4/192.0.2.1/tcp/4001/p2p/" + peer_id_of(GOOD),)))
+    erred, too_large = ConfigError("x", key="y", fix="Do z"), TooLargeError("much", fix="Take less")
+    for error in (erred, too_large):
+        for wanted in (None, "ab", "ab" * 31):  # whoever makes runs can make one whose id begins like that
+            with (
+                pytest.raises(OfferError, match=f"^{error}. The bootstrap nodes choose the run"),
+                as_offered(asks, wanted),
+            ):
+                raise error
+        for config, wanted in ((asks, "ab" * 32), (NodeConfig(), None)):
+            with pytest.raises(type(error), match=f"^{error}$"), as_offered(config, wanted):
+                raise error
+    with pytest.raises(DataError, match=r"^damaged$"), as_offered(asks, None):
+        raise DataError("damaged")
 
 
 @skipping_time

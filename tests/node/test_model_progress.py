@@ -15,6 +15,7 @@ from p2ptrain.core.events import Train
 from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.learn.data import TokenDataset
 from p2ptrain.learn.sample import SampleRequest
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.model_progress import (
     TEXT_LENGTH_MAX,
@@ -71,6 +72,7 @@ class Data:
         recipe = SimpleNamespace(round_sequences=80)
         self.run = SimpleNamespace(recipe=recipe, model=SimpleNamespace(kind="builtin", sequence_length=256))
         self.dataset = self
+        self.transport = SimpleNamespace(boundary=Boundary())
 
     def held_out_sequences(self, length: int) -> int:
         return self.sequences

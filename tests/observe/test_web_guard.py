@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.cookies
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,30 @@ def test_a_file_without_a_token_is_told_with_the_way_to_make_one(content: bytes,
     path.chmod(0o600)
     with pytest.raises(ConfigError, match=r"http\.token_file: a token must be 16 to 1024 ASCII .* Make one: .*base64"):
         read_token(path)
+
+
+def test_the_file_that_is_read_is_the_one_that_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, private = tmp_path / "token", os.stat_result([0o100600, *tmp_path.stat()[1:]])
+    path.write_bytes(TOKEN)
+    path.chmod(0o644)
+    monkeypatch.setattr(Path, "stat", lambda path: private)  # another file has its name by now
+    with pytest.raises(ConfigError, match=r"other users can read it \(mode 0644\)"):
+        read_token(path)
+
+
+def test_a_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, look = tmp_path / "token", os.fstat
+    path.write_bytes(TOKEN)
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "fstat", lambda file: os.stat_result([*look(file)[:4], 12_345, *look(file)[5:10]]))
+    with pytest.raises(ConfigError, match=r"http\.token_file: belongs to another user\. Make one: "):
+        read_token(path)
+
+
+def test_a_pipe_is_no_token_file_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token", 0o600)
+    with pytest.raises(ConfigError, match=r"http\.token_file: a token must be 16 to 1024 ASCII"):
+        read_token(tmp_path / "token")
 
 
 def test_a_token_file_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.core.complaints import MEANINGS
 from p2ptrain.core.node import Node
-from tests.project.test_house_rules import MODULES, Finding, Rule, dotted, layer, parsed
+from tests.project.test_house_rules import BOUNDARY, MODULES, Finding, Rule, dotted, layer, parsed
 
 HEADS = re.compile("|".join(re.escape(re.split("[:,]", each.text)[0]) for each in MEANINGS.values()))
 
@@ -142,3 +142,87 @@ def test_a_broken_rule_is_reported_and_a_look_alike_is_not(rule: Rule) -> None:
     broken, harmless = RULES[rule]
     assert [source for path, source in broken if not list(rule(PurePosixPath(path), ast.parse(source)))] == []
     assert [source for path, source in harmless if list(rule(PurePosixPath(path), ast.parse(source)))] == []
+
+
+# ---------------------------------------------------------------------------------------------------
+# The boundary around exchanges with peers
+
+
+def places_of_the_boundary() -> dict[str, list[str]]:
+    """Returns where the package has a boundary, by file: each place as it is told to an owner."""
+    found: dict[str, list[str]] = {}
+    for path in MODULES:
+        if path.parts[0] != "p2ptrain" or path == PurePosixPath(BOUNDARY):
+            continue
+        for node in ast.walk(parsed(path)):
+            called = node.func if isinstance(node, ast.Call) else None
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if isinstance(node, ast.Call) and name in ("guard", "contain", "contained"):
+                place = node.args[0]
+                assert isinstance(place, ast.Constant), "a place is named where it is"
+                found.setdefault("/".join(path.parts[1:]), []).append(str(place.value))
+    return {name: sorted(told) for name, told in found.items()}
+
+
+PLACES = {
+    "daemon.py": ["the addresses to remember", "the last addresses to remember", "the node's status"],
+    "loop/world.py": ["a question about the world's run"],
+    "net/blobs/fetch.py": ["a fetch", "a source"],
+    "net/blobs/swarm_fetch.py": ["a source of pieces"],
+    "net/connections.py": [
+        "a dial",
+        "a look at who is connected",
+        "a meeting with a peer",
+        "a search for peers",
+        "announcing our addresses",
+        "asking a peer anew",
+        "the choice of whom to dial",
+    ],
+    "net/libp2p/dht_protocol.py": ["a request of the DHT", "an answer to a search in the DHT"],
+    "net/libp2p/p2pd.py": [
+        "a connection to an address",
+        "a disconnection",
+        "a list of the connected peers",
+        "a publication",
+        "a search in the DHT",
+        "an announcement in the DHT",
+        "keeping the DHT",
+        "the choice of peers to keep",
+        "the start of the DHT",
+    ],
+    "net/libp2p/pubsub.py": ["a gossiped message", "a subscription"],
+    "net/libp2p/reconnect.py": ["a reconnection", "an introduction to the DHT"],
+    "net/libp2p/streams.py": ["a stream's opening", "an incoming stream"],
+    "net/libp2p/subscription.py": ["gossip as it arrives"],
+    "net/libp2p/supervisor.py": [
+        "a watch over p2pd",
+        "another start of p2pd",
+        "the end of p2pd",
+        "the reconnections after a start of p2pd",
+    ],
+    "net/libp2p/unary.py": ["a message of the DHT's connection", "the DHT's connection"],
+    "net/mailbox.py": ["a look at a peer's protocol", "mail to a peer"],
+    "net/questions.py": ["a question to a peer"],
+    "node/driver.py": [
+        "parting from a peer",
+        "the fetch of a lost payload",
+        "the fetch of a payload",
+        "the fetch of a state",
+        "the fetch of the next data",
+        "the fetch of training data",
+        "the history for a peer",
+        "what the core says to peers",
+    ],
+    "node/intake.py": ["the check of a payload", "the reading of a history"],
+    "node/model_progress.py": ["the fetch of held-out data"],
+    "node/outbox.py": ["gossiping a message"],
+    "node/strangers.py": ["a look at the run's topic"],
+}
+
+
+def test_the_boundary_is_where_this_list_says() -> None:
+    """A new exchange with a peer needs one, and nothing of our own state may be below it."""
+    places = places_of_the_boundary()
+    assert places == PLACES
+    told = [each for of_file in places.values() for each in of_file]
+    assert len(told) == len(set(told)), "an owner's report could mean two places"

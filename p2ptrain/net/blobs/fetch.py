@@ -100,10 +100,14 @@ class Fetcher:
                     self._left[name.kind] = name, kept, asyncio.get_running_loop().time() + LEFT_SECONDS
                 raise
         wanted = [source for source in dict.fromkeys(sources) if source != self._sources.transport.me]
-        if name.is_tree and not (name.kind == "payload" and size <= PIECE_BYTES):
-            await self._fetch_tree(name, size, wanted, sink, failed)
-        else:
-            await self._fetch_whole(name, size, wanted, sink, check, failed)
+        try:
+            with self._sources.transport.boundary.guard("a fetch"):
+                if name.is_tree and not (name.kind == "payload" and size <= PIECE_BYTES):
+                    await self._fetch_tree(name, size, wanted, sink, failed)
+                else:
+                    await self._fetch_whole(name, size, wanted, sink, check, failed)
+        except TransportError as error:
+            raise FetchError(name, dict.fromkeys(wanted, str(error))) from error
         return sink
 
     async def _fetch_tree(
@@ -136,7 +140,8 @@ class Fetcher:
         is_missing = True
         for peer in sources:
             try:
-                data, leaves = await self._whole(peer, name, size, check)
+                with self._sources.transport.boundary.guard("a source", peer):
+                    data, leaves = await self._whole(peer, name, size, check)
             except (RemoteProtocolError, TransportError, TimeoutError, SourceError) as error:
                 failures[peer] = str(error) or "no answer in time"
                 is_missing = is_missing and isinstance(error, MissingError)

@@ -308,15 +308,15 @@ class SwarmFetch:
     # ---------------------------------------------------------------------------------------------------
     # One source
 
-    async def _work(self, peer: bytes, lease: Lease) -> None:
-        why = ""
+    async def _work(self, peer: bytes, lease: Lease, why: str = "") -> None:
         try:
-            async with self.sources.opened(peer, self.name) as source:
-                lease.source = source
-                try:
-                    await self._pull(source, lease)
-                finally:
-                    self._land(source)
+            with self.sources.transport.boundary.guard("a source of pieces", peer):
+                async with self.sources.opened(peer, self.name) as source:
+                    lease.source = source
+                    try:
+                        await self._pull(source, lease)
+                    finally:
+                        self._land(source)
         except RemoteProtocolError as error:
             why, self.is_missing = error.why, False
             self.sources.blame(peer, why)

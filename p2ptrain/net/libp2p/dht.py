@@ -11,17 +11,16 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
 from p2ptrain.identity import Identity, id_bytes_of
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.libp2p.dht_protocol import BoundedProtocol
 from p2ptrain.net.libp2p.dht_records import Validator, sign_record, strip_record
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
-from p2ptrain.net.libp2p.unary import UnaryCalls
-from p2ptrain.net.transport import IsAdmitted
+from p2ptrain.net.libp2p.unary import RefuseUnconnected, UnaryCalls
 
 with parts_of_hivemind():
     from hivemind.dht.node import DHTNode
@@ -104,12 +103,12 @@ class Dht:
         me: bytes,
         validator: RecordValidator,
         storage: Storage,
-        is_admitted: IsAdmitted,
-        range_of: Callable[[bytes], str],
         counters: Counter[str],
+        boundary: Boundary,
+        refuse_unconnected: RefuseUnconnected,
     ) -> Self:
-        calls = await UnaryCalls.start(control)
-        protocol = BoundedProtocol(calls, me, validator, storage, Storage(keys_max=0), is_admitted, range_of, counters)
+        calls = await UnaryCalls.start(control, boundary, refuse_unconnected)
+        protocol = BoundedProtocol(calls, me, validator, storage, Storage(keys_max=0), counters, boundary)
         node = await DHTNode.create(
             p2p=SimpleNamespace(peer_id=PeerID(id_bytes_of(me))),
             node_id=protocol.node_id,

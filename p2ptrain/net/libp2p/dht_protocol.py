@@ -22,13 +22,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from p2ptrain.core.wire import decode
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.identity import PeerIdError, id_bytes_of, key_of_bytes
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.libp2p.dht_records import VALUE_BYTES_MAX
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.libp2p.unary import UnaryCalls
 from p2ptrain.net.rate_limit import PeerLimits
-from p2ptrain.net.transport import IsAdmitted, TransportError
+from p2ptrain.net.transport import TransportError
 
 with parts_of_hivemind():
     from google.protobuf.message import DecodeError
@@ -101,9 +103,8 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         validator: RecordValidatorBase,
         storage: DHTLocalStorage,
         cache: DHTLocalStorage,
-        is_admitted: IsAdmitted,
-        range_of: Callable[[bytes], str],
         counters: Counter[str],
+        boundary: Boundary,
     ) -> None:
         super().__init__(_initialized_with_create=True)
         self.node_id = place_of(id_bytes_of(me))
@@ -113,9 +114,12 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         self.routing_table = RoutingTable(self.node_id, BUCKET_SIZE, DEPTH_MODULO)
         self.rpc_semaphore = asyncio.Semaphore(SEARCHING_MAX)
         self._limits = PeerLimits(
-            is_admitted, range_of, each=PEER_BYTES_PER_SECOND, strangers=STRANGERS_DHT_BYTES_PER_SECOND
+            boundary.is_admitted,
+            boundary.range_of,
+            each=PEER_BYTES_PER_SECOND,
+            strangers=STRANGERS_DHT_BYTES_PER_SECOND,
         )
-        self._calls, self._counters = calls, counters
+        self._calls, self._counters, self._boundary = calls, counters, boundary
 
     # -----------------------------------------------------------------------------------------------
     # Requests of others
@@ -125,15 +129,20 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
             await self._calls.serve(name, partial(self._answer, work))
 
     def _answer(self, work: Callable[[bytes, bytes], Any], peer_id: bytes, request: bytes) -> bytes:
-        """Answers a peer's request. RemoteProtocolError or DecodeError if it gets no answer."""
+        """Answers a peer's request. RemoteProtocolError or TransportError if it gets no answer."""
         try:
             key = key_of_bytes(peer_id)
         except PeerIdError as error:
             raise RemoteProtocolError(str(error)) from error
-        if len(request) > REQUEST_BYTES_MAX or not self._limits.take_now(key, REQUEST_COST):
+        is_refused = len(request) > REQUEST_BYTES_MAX or self._boundary.is_tired_of(key)
+        if is_refused or not self._limits.take_now(key, REQUEST_COST):
             self._counters["DHT requests refused"] += 1
             raise RemoteProtocolError("too large or too many")
-        answer: bytes = work(peer_id, request).SerializeToString()
+        try:
+            with self._boundary.guard("a request of the DHT", key):
+                answer: bytes = work(peer_id, request).SerializeToString()
+        except DecodeError as error:
+            raise RemoteProtocolError(str(error)) from error
         if not self._limits.take_now(key, len(answer)):
             raise RemoteProtocolError("too much")
         return answer
@@ -198,19 +207,27 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         """Asks a peer for the entries of a key and for the nearest peers, of which those that we know count. None if
         there is no valid answer."""
         [key] = keys
+        try:
+            with self._boundary.guard("an answer to a search in the DHT"):
+                found = await self._find(peer, key)
+        except (TransportError, RemoteProtocolError):
+            await self.update_routing_table(None, peer, responded=False)
+            return None
+        await self.update_routing_table(None, peer, responded=True)
+        return {key: found}
+
+    async def _find(self, peer: PeerID, key: DHTID) -> tuple[Any, dict[DHTID, PeerID]]:
         request = dht_pb2.FindRequest(keys=[key.to_bytes()], peer=self.node_info)
         try:
             async with self.rpc_semaphore:
                 answer = await self.get_stub(peer).rpc_find(request)
-            result = _only(answer.results)
-            entries = _decoded(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
-        except (TransportError, RemoteProtocolError, DecodeError, msgspec.MsgspecError):
-            await self.update_routing_table(None, peer, responded=False)
-            return None
-        await self.update_routing_table(None, peer, responded=True)
+        except DecodeError as error:
+            raise RemoteProtocolError(str(error)) from error
+        result = _only(answer.results)
+        entries = _decoded(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
         places = map(place_of, result.nearest_peer_ids[:BUCKET_SIZE])
         nearest = {place: peer for place in places if (peer := self.routing_table.get(node_id=place)) is not None}
-        return {key: (await self._valid(key.to_bytes(), entries), nearest)}
+        return await self._valid(key.to_bytes(), entries), nearest
 
     async def _valid(self, key: bytes, entries: list[_ENTRY]) -> Any:
         """Returns the entries up to the first invalid one, which an honest peer would not have stored."""
@@ -244,7 +261,7 @@ def _encoded(entries: Any) -> bytes:
 
 
 def _decoded(raw: bytes) -> list[_ENTRY]:
-    extension = _EXTENSION.decode(raw)
+    extension = decode(_EXTENSION, raw, "the entries of a key")
     if extension.code != DICTIONARY_CODE:
         raise RemoteProtocolError("not the entries of a key")
-    return _DICTIONARY.decode(extension.data)[2]
+    return decode(_DICTIONARY, bytes(extension.data), "the entries of a key")[2]

@@ -26,6 +26,7 @@ from typing import Any, Self
 from p2ptrain.config.node import NetworkConfig
 from p2ptrain.identity import Identity, id_bytes_of, peer_id_of
 from p2ptrain.net import addresses as multiaddrs
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.frames import BUFFER_BYTES, FrameStream, read_message, write_message
 from p2ptrain.net.libp2p.autorelay import RelayLoss, relays_to_use
 from p2ptrain.net.libp2p.dht import STORED_KEYS_MAX, Dht, RecordValidator, Storage
@@ -68,8 +69,8 @@ class _RefusedError(TransportError):
 class _Control:
     """Requests to p2pd, each on a connection of its own."""
 
-    def __init__(self, sockets: Sockets) -> None:
-        self._sockets = sockets
+    def __init__(self, sockets: Sockets, boundary: Boundary) -> None:
+        self._sockets, self._boundary = sockets, boundary
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
@@ -85,7 +86,7 @@ class _Control:
         except TimeoutError as error:
             raise TransportError("no answer") from error
         if response.type == pb.Response.ERROR:
-            raise _RefusedError(multiaddrs.reason(response.error.msg))
+            raise _RefusedError(multiaddrs.reason(_text(response.error.msg)))
         return response
 
     async def _ask(self, kind: int, **content: Any) -> Any:
@@ -126,6 +127,11 @@ class _Control:
         """Returns one entry per connection."""
         return [(each.id, _texts(each.addrs)) for each in (await self._ask(pb.Request.LIST_PEERS)).peers]
 
+    async def refuse_unconnected(self, peer_id: bytes) -> None:
+        """Raises TransportError if a peer is not connected: p2pd would dial it, at any address that it once told."""
+        if not any(each.id == peer_id for each in (await self._ask(pb.Request.LIST_PEERS)).peers):
+            raise TransportError("it is not connected")
+
     async def publish(self, topic: str, data: bytes) -> None:
         content = pb.PSRequest(type=pb.PSRequest.PUBLISH, topic=topic, data=data)
         await self._ask(pb.Request.PUBSUB, pubsub=content)
@@ -133,7 +139,7 @@ class _Control:
     async def listen(self, queue: TopicQueue) -> None:
         """Fills a topic's queue until p2pd hangs up."""
         loop = asyncio.get_running_loop()
-        subscription = subscription_of(queue)
+        subscription = subscription_of(queue, self._boundary)
         try:
             await loop.create_unix_connection(lambda: subscription, str(self._sockets.control))
         except OSError as error:
@@ -149,6 +155,7 @@ class _Control:
         reader, writer = await self._open()
         is_open = False
         try:
+            await self.refuse_unconnected(content.peer)
             await self._ask_on(reader, writer, pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=content))
             is_open = True
         finally:
@@ -163,13 +170,13 @@ class _Control:
         await self._ask(pb.Request.STREAM_HANDLER, streamHandler=content)
 
 
-def subscription_of(queue: TopicQueue) -> Subscription:
+def subscription_of(queue: TopicQueue, boundary: Boundary) -> Subscription:
     """Returns the subscription that fills a topic's queue."""
 
     def answered(answer: bytes) -> None:
         response = pb.Response.FromString(answer)
         if response.type == pb.Response.ERROR:
-            raise TransportError(f"p2pd refused the subscription: {multiaddrs.reason(response.error.msg)}")
+            raise TransportError(f"p2pd refused the subscription: {multiaddrs.reason(_text(response.error.msg))}")
         queue.is_subscribed.set()
 
     def put(publisher: bytes, message: bytes) -> None:
@@ -177,13 +184,18 @@ def subscription_of(queue: TopicQueue) -> Subscription:
 
     content = pb.PSRequest(type=pb.PSRequest.SUBSCRIBE, topic=queue.topic)
     request = pb.Request(type=pb.Request.PUBSUB, pubsub=content).SerializeToString()
-    return Subscription(request, answered, queue.hears, put, queue.counters)
+    return Subscription(request, answered, queue.hears, put, queue.counters, boundary)
 
 
 async def _read_opening(reader: asyncio.StreamReader) -> tuple[bytes, str]:
     """Reads what p2pd sends first on an incoming stream: the peer's id and the protocol."""
     info = pb.StreamInfo.FromString(await read_message(reader, RESPONSE_BYTES_MAX))
-    return info.peer, info.proto
+    return info.peer, _text(info.proto)
+
+
+def _text(told: str | bytes) -> str:
+    """Returns a string of p2pd's, which quotes peers: protobuf gives the bytes of one that is not UTF-8."""
+    return told.decode(errors="replace") if isinstance(told, bytes) else told
 
 
 def _raw(route: str) -> bytes:
@@ -199,7 +211,7 @@ def _texts(raw: Iterable[bytes]) -> list[str]:
     for each in raw:
         try:
             found.append(str(Multiaddr(each)))
-        except MultiaddrError as error:
+        except (MultiaddrError, ValueError, LookupError, TypeError, OverflowError) as error:
             logger.debug("an address of an unknown kind: %s", error)
     return found
 
@@ -216,18 +228,19 @@ class P2pd:
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
         self._validator, self._storage = RecordValidator(identity, self._counters), Storage(STORED_KEYS_MAX)
         self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the second set ends with this p2pd
-        self._streams = Streams(self._counters, self._tasks, _read_opening, self.range_of)
+        self.boundary = Boundary(self.range_of, self._is_admitted)
+        self._streams = Streams(self._counters, self._tasks, _read_opening, self.boundary)
         self._sockets = Sockets(directory, self._streams.accept)
-        self._control = _Control(self._sockets)
+        self._control = _Control(self._sockets, self.boundary)
         self._registered: set[str] = set()  # protocols that this p2pd forwards to us
         self._registering = asyncio.Lock()
-        self._gossip = Gossip(self.me, self._control, self._counters)
+        self._gossip = Gossip(self.me, self._control, self._counters, self.boundary)
         self._routes: list[str] = []  # routes to us
         relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
         self._relay_loss = RelayLoss(relays)
         self._kept: set[bytes] = set()
-        self._supervisor = Supervisor(self._launch, self._counters)
-        self._peers = Routes(self.me, self._control, self._meet, self._supervisor.up, self._tasks)
+        self._supervisor = Supervisor(self._launch, self._counters, self.boundary)
+        self._peers = Routes(self.me, self._control, self._meet, self._supervisor.up, self._tasks, self.boundary)
         self._closing = AsyncExitStack()
         self._dht: Dht | None = None
 
@@ -281,7 +294,7 @@ class P2pd:
         while missing := self._streams.handlers.keys() - self._registered:  # more may be added meanwhile
             await self._register(missing.pop())
         self._gossip.listen(self._session_tasks)
-        self._session_tasks.spawn(self._keep_dht(self._dht))
+        self._session_tasks.spawn(self.boundary.contained("keeping the DHT", b"", self._keep_dht, self._dht))
         # Pushed last so that p2pd stops first, with its subscriptions open: for each that ends earlier it leaves the
         # topic's mesh, and peers keep it out for a minute, in which messages arrive late, with the 1 s heartbeats.
         stack.push_async_callback(process.stop)
@@ -302,9 +315,9 @@ class P2pd:
             self.me,
             self._validator,
             self._storage,
-            self._is_admitted,
-            self.range_of,
             self._counters,
+            self.boundary,
+            self._control.refuse_unconnected,
         )
 
     def _is_admitted(self, peer: bytes) -> bool:
@@ -317,9 +330,10 @@ class P2pd:
             await asyncio.sleep(BACKOFF_SECONDS)  # if p2pd itself has ended, this task is cancelled here
             logger.warning("the DHT lost its connection to p2pd and is being restarted")
             try:
-                await dht.stop()
-                self._dht = dht = await self._start_dht()
-                await self._peers.meet_all()
+                with self.boundary.guard("the start of the DHT"):
+                    await dht.stop()
+                    self._dht = dht = await self._start_dht()
+                    await self._peers.meet_all()
             except TransportError as error:
                 logger.warning("%s", error)
 
@@ -361,13 +375,16 @@ class P2pd:
         return [multiaddrs.join(route, self.me) for route in multiaddrs.worth_telling(self._routes)]
 
     async def connect(self, address: str) -> bytes:
-        return await self._peers.connect(address)
+        with self.boundary.guard("a connection to an address"):
+            return await self._peers.connect(address)
 
     async def disconnect(self, peer: bytes) -> None:
-        await self._peers.disconnect(peer)
+        with self.boundary.guard("a disconnection", peer):
+            await self._peers.disconnect(peer)
 
     async def peers(self) -> dict[bytes, list[str]]:
-        return await self._peers.connected()
+        with self.boundary.guard("a list of the connected peers"):
+            return await self._peers.connected()
 
     def range_of(self, peer: bytes) -> str:
         return self._peers.range_of(peer)
@@ -377,12 +394,13 @@ class P2pd:
 
     async def keep(self, peers: Collection[bytes]) -> None:
         await self._supervisor.up()
-        for peer in self._kept - set(peers):
-            await self._control.tag(peer, 0)
-            self._kept.discard(peer)
-        for peer in peers:  # also those tagged before: p2pd forgets a tag with the connection
-            self._kept.add(peer)
-            await self._control.tag(peer, TAG_WEIGHT)
+        with self.boundary.guard("the choice of peers to keep"):
+            for peer in self._kept - set(peers):
+                await self._control.tag(peer, 0)
+                self._kept.discard(peer)
+            for peer in peers:  # also those tagged before: p2pd forgets a tag with the connection
+                self._kept.add(peer)
+                await self._control.tag(peer, TAG_WEIGHT)
 
     # -------------------------------------------------------------------------------------------------
     # Traffic
@@ -404,7 +422,8 @@ class P2pd:
     async def publish(self, topic: str, data: bytes) -> None:
         assert len(data) <= MESSAGE_BYTES_MAX, f"{len(data)} bytes: libp2p would drop them silently"
         await self._supervisor.up()
-        await self._gossip.publish(topic, data)
+        with self.boundary.guard("a publication"):
+            await self._gossip.publish(topic, data)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         assert protocol not in self._streams.handlers, f"{protocol} already has a handler"
@@ -436,8 +455,9 @@ class P2pd:
         assert len(value) <= VALUE_BYTES_MAX and 0 < seconds <= ANNOUNCE_SECONDS_MAX
         node = await self._node_for(key)
         try:
-            async with asyncio.timeout(SEARCH_SECONDS):
-                is_stored = await node.store(key, value, time.time() + seconds, subkey=self.me)
+            with self.boundary.guard("an announcement in the DHT"):
+                async with asyncio.timeout(SEARCH_SECONDS):
+                    is_stored = await node.store(key, value, time.time() + seconds, subkey=self.me)
         except TimeoutError as error:
             raise TransportError(f"{key} was not announced in {SEARCH_SECONDS:.0f} s") from error
         if not is_stored:
@@ -446,12 +466,13 @@ class P2pd:
     async def look_up(self, key: str) -> dict[bytes, bytes]:
         node = await self._node_for(key)
         try:
-            async with asyncio.timeout(SEARCH_SECONDS):
-                found = await node.get(key, latest=True)
+            with self.boundary.guard("a search in the DHT"):
+                async with asyncio.timeout(SEARCH_SECONDS):
+                    found = await node.get(key, latest=True)
+                now, entries = time.time(), found.value.items() if found else ()
+                records = [(peer, entry.value) for peer, entry in entries if entry.expiration_time > now]
         except TimeoutError as error:
             raise TransportError(f"{key} was not looked up in {SEARCH_SECONDS:.0f} s") from error
-        now, entries = time.time(), found.value.items() if found else ()
-        records = [(peer, entry.value) for peer, entry in entries if entry.expiration_time > now]
         return dict(random.SystemRandom().sample(records, min(len(records), FOUND_MAX)))
 
     async def _node_for(self, key: str) -> Any:

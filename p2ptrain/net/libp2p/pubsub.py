@@ -11,6 +11,7 @@ import logging
 from collections import Counter, deque
 from typing import Protocol
 
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.tasks import BACKOFF_SECONDS, Tasks
 from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Hear, IsAdmitted, TransportError
 
@@ -25,8 +26,10 @@ logger = logging.getLogger("p2ptrain.net")
 class TopicQueue:
     """The queue of received messages of one topic, and its listener."""
 
-    def __init__(self, topic: str, me: bytes, hear: Hear, is_heard: IsAdmitted, counters: Counter[str]) -> None:
-        self.topic, self.counters = topic, counters
+    def __init__(
+        self, topic: str, me: bytes, hear: Hear, is_heard: IsAdmitted, counters: Counter[str], boundary: Boundary
+    ) -> None:
+        self.topic, self.counters, self._boundary = topic, counters, boundary
         self._me, self._hear, self._is_heard = me, hear, is_heard
         self.is_subscribed = asyncio.Event()
         self._queue: deque[tuple[bytes, bytes]] = deque()
@@ -58,7 +61,8 @@ class TopicQueue:
             while self._queue:
                 publisher, data = self._queue.popleft()
                 self._queued_bytes -= len(data)
-                self._hear(publisher, data)
+                with self._boundary.contain("a gossiped message", publisher):
+                    self._hear(publisher, data)
                 await asyncio.sleep(0)
             self._is_filled.clear()
 
@@ -73,8 +77,8 @@ class Publisher(Protocol):
 class Gossip:
     """All topics that a node is subscribed to."""
 
-    def __init__(self, me: bytes, control: Publisher, counters: Counter[str]) -> None:
-        self._me, self._control, self._counters = me, control, counters
+    def __init__(self, me: bytes, control: Publisher, counters: Counter[str], boundary: Boundary) -> None:
+        self._me, self._control, self._counters, self._boundary = me, control, counters, boundary
         self._queues: dict[str, TopicQueue] = {}
         self._listening: dict[str, asyncio.Task[None]] = {}
         self._left: set[str] = set()
@@ -85,7 +89,7 @@ class Gossip:
     ) -> None:
         """Subscribes. Without a session, when p2pd is down, the topic is subscribed to in the next session."""
         assert topic not in self._queues, f"{topic} already has a listener"
-        queue = self._queues[topic] = TopicQueue(topic, self._me, hear, is_heard, self._counters)
+        queue = self._queues[topic] = TopicQueue(topic, self._me, hear, is_heard, self._counters, self._boundary)
         tasks.spawn(queue.deliver())
         if session:
             self._listen_to(queue, session)
@@ -119,7 +123,8 @@ class Gossip:
     async def _listen(self, queue: TopicQueue) -> None:
         while True:
             try:
-                await self._control.listen(queue)
+                with self._boundary.guard("a subscription"):
+                    await self._control.listen(queue)
             except TransportError as error:
                 logger.debug("the subscription to %s broke: %s", queue.topic, error)
             await asyncio.sleep(BACKOFF_SECONDS)

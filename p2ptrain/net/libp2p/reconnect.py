@@ -11,6 +11,7 @@ from typing import Protocol
 
 from p2ptrain.identity import PeerIdError, key_of_bytes
 from p2ptrain.net import addresses as multiaddrs
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.tasks import Tasks, pauses
 from p2ptrain.net.transport import TransportError
 
@@ -40,7 +41,9 @@ class Routes:
         meet: Callable[[bytes], Awaitable[None]],
         up: Callable[[], Awaitable[None]],
         tasks: Tasks,
+        boundary: Boundary,
     ) -> None:
+        self._boundary = boundary
         self._me, self._control, self._introduce, self._up, self._tasks = me, control, meet, up, tasks
         self._meeting = asyncio.Semaphore(MEETING_MAX)
         self._unmet = 0
@@ -95,9 +98,10 @@ class Routes:
     def come_back(self) -> None:
         """Reconnects to all known peers."""
         for peer, routes in self._routes.items():
-            self._tasks.spawn(self._reach([multiaddrs.join(route, peer) for route in routes]))
+            self._tasks.spawn(self._boundary.contained("a reconnection", peer, self._reach, peer, routes))
 
-    async def _reach(self, addresses: list[str]) -> None:
+    async def _reach(self, peer: bytes, routes: list[str]) -> None:
+        addresses = [multiaddrs.join(route, peer) for route in routes]
         for pause in itertools.islice(pauses(), RECONNECTS_MAX):
             for address in addresses:
                 try:
@@ -121,7 +125,7 @@ class Routes:
     def _meet(self, peer: bytes) -> None:
         self._unmet += 1
         self._all_met.clear()
-        self._tasks.spawn(self._meeting_of(peer))
+        self._tasks.spawn(self._boundary.contained("an introduction to the DHT", peer, self._meeting_of, peer))
 
     async def _meeting_of(self, peer: bytes) -> None:
         try:

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.identity import PeerIdError, key_of_bytes, peer_id_of
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.frames import FrameStream
 from p2ptrain.net.tasks import Tasks
 from p2ptrain.net.transport import Handler, IsAdmitted, TransportError
@@ -32,11 +33,15 @@ class Streams:
     """All open streams, and the handlers of incoming ones."""
 
     def __init__(
-        self, counters: Counter[str], tasks: Tasks, read_opening: ReadOpening, range_of: Callable[[bytes], str]
+        self,
+        counters: Counter[str],
+        tasks: Tasks,
+        read_opening: ReadOpening,
+        boundary: Boundary,
     ) -> None:
         self.handlers: dict[str, Handler] = {}
         self._counters, self._tasks, self._read_opening = counters, tasks, read_opening
-        self._range_of = range_of
+        self._range_of, self._boundary = boundary.range_of, boundary
         self.is_admitted: IsAdmitted = lambda peer: False
         self._open: set[FrameStream] = set()
         self._incoming = 0
@@ -60,7 +65,9 @@ class Streams:
         """Accepts an incoming stream, which is a connection from p2pd."""
         if self._incoming < STREAMS_MAX + OPENINGS_MAX:
             self._incoming += 1
-            self._tasks.spawn(self._answer(reader, writer))
+            self._tasks.spawn(
+                self._boundary.contained("a stream's opening", b"", self._answer, reader, writer)
+            )
         else:
             self._refuse(writer, f"{self._incoming} are open")
 
@@ -86,6 +93,8 @@ class Streams:
 
         A peer that has to give one up loses its newest: the first one it opens is that of its mailbox.
         """
+        if self._boundary.is_tired_of(peer):
+            return f"{peer_id_of(peer)} has caused too many faults"
         mine = len(self._incoming_of.get(peer, ()))
         if mine >= STREAMS_OF_PEER_MAX:
             return f"{peer_id_of(peer)} has {mine}"
@@ -119,9 +128,10 @@ class Streams:
     async def _handle(self, stream: FrameStream) -> None:
         self._incoming_of.setdefault(stream.peer, []).append(stream)
         try:
-            await self.handlers[stream.protocol](stream)
-            await stream.close()
-        except (RemoteProtocolError, TransportError) as error:
+            with self._boundary.guard("an incoming stream", stream.peer):
+                await self.handlers[stream.protocol](stream)
+                await stream.close()
+        except (RemoteProtocolError, TransportError, TimeoutError) as error:
             logger.debug("a stream %s of %s ended: %s", stream.protocol, peer_id_of(stream.peer), error)
         finally:
             stream.abort()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import cast
 
 from p2ptrain.identity import ID_PREFIX, KEY_BYTES
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.frames import length_at, with_length
 from p2ptrain.net.transport import STRANGERS, TransportError
 
@@ -37,8 +38,9 @@ class Subscription(asyncio.Protocol):
         is_heard: Callable[[bytes], bool],
         put: Callable[[bytes, bytes], None],
         counters: Counter[str],
+        boundary: Boundary,
     ) -> None:
-        self._request, self._answered = request, answered
+        self._request, self._answered, self._boundary = request, answered, boundary
         self._is_heard, self._put, self._counters = is_heard, put, counters
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -59,25 +61,28 @@ class Subscription(asyncio.Protocol):
             self._skip -= len(data)
             self._pile()
             return
-        data, at, junk = self._rest + data[self._skip :] if self._rest or self._skip else data, 0, 0
-        self._skip, size = 0, len(data)
         try:
-            while (head := length_at(data, at, BYTES_MAX)) is not None:
-                start, end = head
-                if size < min(end, start + KEY_END):
-                    break
-                if self._is_answered and not self._hears(data[start : start + KEY_END]):
-                    junk += 1
-                    self._skip, at = max(0, end - size), min(end, size)
-                    continue
-                if size < end:
-                    break
-                self._take(data[start:end])
-                at = end
+            with self._boundary.guard("gossip as it arrives"):
+                self._receive(data)
         except TransportError as error:
             self._end(str(error))
             self.abort()
-            return
+
+    def _receive(self, data: bytes) -> None:
+        data, at, junk = self._rest + data[self._skip :] if self._rest or self._skip else data, 0, 0
+        self._skip, size = 0, len(data)
+        while (head := length_at(data, at, BYTES_MAX)) is not None:
+            start, end = head
+            if size < min(end, start + KEY_END):
+                break
+            if self._is_answered and not self._hears(data[start : start + KEY_END]):
+                junk += 1
+                self._skip, at = max(0, end - size), min(end, size)
+                continue
+            if size < end:
+                break
+            self._take(data[start:end])
+            at = end
         self._rest = data[at:]
         if junk:
             self._counters[STRANGERS] += junk

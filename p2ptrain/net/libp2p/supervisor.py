@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.libp2p.process import Process
 from p2ptrain.net.tasks import pauses
 from p2ptrain.net.transport import TransportError
@@ -28,8 +29,10 @@ logger = logging.getLogger("p2ptrain.net")
 class Supervisor:
     """Restarts p2pd forever. `launch` starts and sets up a p2pd, and pushes the cleanup onto the stack."""
 
-    def __init__(self, launch: Callable[[AsyncExitStack], Awaitable[Process]], counters: Counter[str]) -> None:
-        self._launch, self._counters = launch, counters
+    def __init__(
+        self, launch: Callable[[AsyncExitStack], Awaitable[Process]], counters: Counter[str], boundary: Boundary
+    ) -> None:
+        self._launch, self._counters, self._boundary = launch, counters, boundary
         self._session = AsyncExitStack()
         self._is_up = asyncio.Event()
         self._is_closed = False
@@ -57,19 +60,22 @@ class Supervisor:
             if not self._is_ended:
                 logger.warning("p2pd ended (status %d) and is being restarted: %s", status, self.process.last_words())
             self._is_ended = False
-            await self._session.aclose()
+            with self._boundary.contain("the end of p2pd"):
+                await self._session.aclose()
             if time.monotonic() - started_at > STEADY_SECONDS:
                 waits = pauses()
             for pause in waits:
                 await asyncio.sleep(pause)
                 try:
-                    await self.start()
+                    with self._boundary.guard("another start of p2pd"):
+                        await self.start()
                     break
                 except (TransportError, ConfigError) as error:
                     logger.warning("p2pd cannot be started, will retry: %s", error)
             started_at = time.monotonic()
             self._counters["p2pd restarts"] += 1
-            came_back()
+            with self._boundary.contain("the reconnections after a start of p2pd"):
+                came_back()
 
     async def watch(self, look: Callable[[], Awaitable[None]], why_end: Callable[[], str]) -> None:
         """Kills a p2pd that hangs, or one for whose end `why_end` gives a reason; `run` then restarts it.
@@ -80,20 +86,21 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             process, was_up, why = self.process, self.is_up, ""
-            try:
-                await look()
-                failed = 0
-            except TransportError as error:
-                logger.debug("cannot ask p2pd for addresses: %s", error)
-                failed, why = failed + 1, f"no answer to {LOOKS_MAX} requests in a row; the last: {error}"
-            if not (was_up and self.is_up and process is self.process):
-                failed = 0  # it has ended on its own
-            elif reason := why_end():
-                failed = 0
-                self._end(reason)
-            elif failed >= LOOKS_MAX:
-                failed = 0
-                self._end(why)
+            with self._boundary.contain("a watch over p2pd"):
+                try:
+                    await look()
+                    failed = 0
+                except TransportError as error:
+                    logger.debug("cannot ask p2pd for addresses: %s", error)
+                    failed, why = failed + 1, f"no answer to {LOOKS_MAX} requests in a row; the last: {error}"
+                if not (was_up and self.is_up and process is self.process):
+                    failed = 0  # it has ended on its own
+                elif reason := why_end():
+                    failed = 0
+                    self._end(reason)
+                elif failed >= LOOKS_MAX:
+                    failed = 0
+                    self._end(why)
 
     def _end(self, why: str) -> None:
         logger.warning("killing p2pd to restart it: %s", why)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.frames import BUFFER_BYTES, read_bytes, read_length, read_message, with_length, write_message
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.transport import TransportError
@@ -29,22 +31,31 @@ CALL_ID_BYTES = 16
 CALL_ID_START = bytes([0x0A, CALL_ID_BYTES])  # in protobuf: field 1, 16 bytes
 DISCARD_BYTES = 2**16  # read and thrown away at a time
 
+REFUSALS = RemoteProtocolError, DecodeError, TransportError
 Answer: TypeAlias = Callable[[bytes, bytes], bytes]  # gets the peer's id and its request
+RefuseUnconnected: TypeAlias = Callable[[bytes], Awaitable[None]]  # TransportError for an id that is not connected
 logger = logging.getLogger("p2ptrain.net")
 
 
 class UnaryCalls:
     """Calls to peers, and theirs to us. Make it with `start`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        boundary: Boundary,
+        refuse_unconnected: RefuseUnconnected,
+    ) -> None:
+        self._reader, self._writer, self._boundary = reader, writer, boundary
+        self._refuse_unconnected = refuse_unconnected
         self._answers: dict[str, Answer] = {}
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}  # by call id
         self._is_closed = False
         self.reading = asyncio.create_task(self._read())  # answers come only while this runs
 
     @classmethod
-    async def start(cls, control: Path) -> Self:
+    async def start(cls, control: Path, boundary: Boundary, refuse_unconnected: RefuseUnconnected) -> Self:
         """Connects to p2pd."""
         try:
             reader, writer = await asyncio.open_unix_connection(control, limit=BUFFER_BYTES)
@@ -55,15 +66,15 @@ class UnaryCalls:
             await write_message(writer, pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE).SerializeToString())
             response = pb.Response.FromString(await read_message(reader, UNARY_BYTES_MAX))
             if response.type == pb.Response.ERROR:
-                raise TransportError(f"p2pd takes no calls: {response.error.msg}")
+                raise TransportError("p2pd takes no calls")
             is_up = True
         finally:
             if not is_up:
                 writer.transport.abort()
-        return cls(reader, writer)
+        return cls(reader, writer, boundary, refuse_unconnected)
 
     async def serve(self, name: str, answer: Answer) -> None:
-        """Takes the calls of peers to this name. `answer` may raise RemoteProtocolError or DecodeError."""
+        """Takes the calls of peers to this name. `answer` may raise one of REFUSALS."""
         self._answers[name] = answer
         await self._ask(addUnaryHandler=pb.AddUnaryHandlerRequest(proto=name, balanced=False))
 
@@ -71,6 +82,7 @@ class UnaryCalls:
         """Returns a peer's answer. TransportError if there is none, or the peer refuses."""
         try:
             async with asyncio.timeout(seconds):
+                await self._refuse_unconnected(peer_id)
                 return await self._ask(callUnary=pb.CallUnaryRequest(peer=peer_id, proto=name, data=request))
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:.0f} s") from error
@@ -95,19 +107,24 @@ class UnaryCalls:
         self._writer.write(with_length(message))
 
     async def _read(self) -> None:
-        try:
-            while True:
-                size = await read_length(self._reader, CONTROL_BYTES_MAX)
-                if size <= UNARY_BYTES_MAX:
-                    message = await read_bytes(self._reader, size)
-                    self._take(pb.PersistentConnectionResponse.FromString(message))
-                else:
-                    await self._discard(size)
-                await asyncio.sleep(0)  # what has arrived is read without waiting, and others need the loop too
-        except TransportError as error:
-            logger.debug("calls end: %s", error)
-        finally:
-            self._end()
+        with self._boundary.contain("the DHT's connection"):
+            try:
+                while True:
+                    await self._read_one()
+                    await asyncio.sleep(0)  # what has arrived is read without waiting, and others need the loop too
+            except TransportError as error:
+                logger.debug("calls end: %s", error)
+            finally:
+                self._end()
+
+    async def _read_one(self) -> None:
+        size = await read_length(self._reader, CONTROL_BYTES_MAX)
+        if size <= UNARY_BYTES_MAX:
+            message = await read_bytes(self._reader, size)
+            with self._boundary.contain("a message of the DHT's connection"):
+                self._take(pb.PersistentConnectionResponse.FromString(message))
+        else:
+            await self._discard(size)
 
     async def _discard(self, size: int) -> None:
         """Throws a message away and fails its call."""
@@ -138,10 +155,9 @@ class UnaryCalls:
             waiting.set_result(b"")
 
     def _handle(self, call_id: bytes, request: Any) -> None:
-        try:
+        response = pb.CallUnaryResponse(error=b"refused")
+        with suppress(*REFUSALS):
             response = pb.CallUnaryResponse(response=self._answers[request.proto](request.peer, request.data))
-        except (RemoteProtocolError, DecodeError):
-            response = pb.CallUnaryResponse(error=b"refused")
         self._respond(call_id, response)
 
     def _respond(self, call_id: bytes, response: Any) -> None:
