@@ -65,9 +65,7 @@ class Streams:
         """Accepts an incoming stream, which is a connection from p2pd."""
         if self._incoming < STREAMS_MAX + OPENINGS_MAX:
             self._incoming += 1
-            self._tasks.spawn(
-                self._boundary.contained("a stream's opening", b"", self._answer, reader, writer)
-            )
+            self._tasks.spawn(self._boundary.contained("a stream's opening", b"", self._answer, reader, writer))
         else:
             self._refuse(writer, f"{self._incoming} are open")
 
