@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
-from p2ptrain.errors import ConfigError, DataError, P2ptrainError
+from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.learn.begin import GivenWeights, begin, begin_again
 from p2ptrain.learn.data import TokenDataset
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
+NO_MEMORY = "the system refused this process memory; it continues from its disk when it is started again"
 HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node that you trust"
 
 
@@ -192,6 +193,8 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
                 return runner.run(life())
         except* P2ptrainError as group:
             raise _first(group) from group
+        except* MemoryError as group:
+            raise MemoryShortError(NO_MEMORY) from group
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:

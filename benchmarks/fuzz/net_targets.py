@@ -410,7 +410,7 @@ def net_targets(stack: ExitStack) -> list[Target]:
         blobs.Nothing("not here"),
     )  # fmt: skip
     pings, stores, finds = dht_requests()
-    dht = {"errors": (RemoteProtocolError, DecodeError), "kind": "protobuf"}
+    dht = {"errors": (RemoteProtocolError,), "kind": "protobuf"}
     key, subkey, stored, expires_at = record()
 
     def packed(*each: object) -> tuple[bytes, ...]:

@@ -233,7 +233,7 @@ class Mailboxes:
             if len(self._outgoing) >= PEERS_MAX // (1 if self._is_admitted(peer) else 2):
                 return None
             outgoing = self._outgoing[peer] = Outgoing()
-            self._start(peer, lambda _: self._let_go(peer), self._talk, outgoing)
+            self._start(peer, lambda _: self._outgoing.pop(peer, None), self._talk, outgoing)
         return outgoing
 
     def _queue(self, peer: bytes, outgoing: Outgoing, frames: list[bytes]) -> bool:
@@ -268,10 +268,6 @@ class Mailboxes:
     def _drop(self) -> bool:
         self._counters["dropped"] += 1
         return False
-
-    def _let_go(self, peer: bytes) -> None:
-        if (outgoing := self._outgoing.pop(peer, None)) is not None:
-            self._clear(outgoing)
 
     def _clear(self, outgoing: Outgoing) -> None:
         self._counters["dropped"] += len(outgoing.frames) + bool(outgoing.history)
@@ -467,7 +463,9 @@ class Mailboxes:
             so_far = f"after {len(question.parts)} of {question.size} bytes" if question.size else "at all"
             self._no_history(peer, f"no answer {so_far}")
 
-    def _start(self, peer: bytes, failed: Callable[[str], None], work: Callable[..., Awaitable[None]], of: Any) -> None:
+    def _start(
+        self, peer: bytes, failed: Callable[[str], object], work: Callable[..., Awaitable[None]], of: Any
+    ) -> None:
         talk = self._boundary.contained("mail to a peer", peer, work, peer, of, failed=failed)
         task = self._group.create_task(talk)
         self._tasks.add(task)

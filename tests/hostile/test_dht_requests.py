@@ -111,6 +111,7 @@ async def test_whatever_a_stranger_asks_of_the_dht_costs_no_more_than_one_key(
             assert cost.longest_seconds < 0.05, what
             assert cost.memory_bytes < 8 * 2**20 + 2 * len(request), what  # the stranger's copies are in this process
     assert await nodes[2].look_up("run") == {nodes[0].me: b"here"}
+    assert not nodes[0].boundary.counts  # all of this is foreseen
 
 
 async def test_a_flood_of_a_stranger_is_refused_and_others_are_answered(make: Make) -> None:

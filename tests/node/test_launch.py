@@ -16,7 +16,7 @@ import pytest
 
 from p2ptrain import launch
 from p2ptrain.config import NodeConfig, RunConfig, load_node_config, with_options
-from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.errors import ConfigError, DataError, MemoryShortError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash
 from tests.helpers.net import key
@@ -33,6 +33,20 @@ def test_a_crash_in_the_network_ends_the_daemon_with_its_error() -> None:
 
     with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
         launch._run(life())
+
+
+def test_a_lack_of_memory_ends_the_daemon_with_its_line() -> None:
+    async def fail() -> None:
+        raise MemoryError
+
+    async def life() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+
+    with pytest.raises(MemoryShortError, match="the system refused this process memory"):
+        launch._run(life())
+    with pytest.raises(MemoryShortError, match="the system refused this process memory"):
+        launch._run(fail())
 
 
 def test_what_else_asyncio_is_told_of_ends_nothing() -> None:

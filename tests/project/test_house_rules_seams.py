@@ -190,7 +190,7 @@ PLACES = {
         "the choice of peers to keep",
         "the start of the DHT",
     ],
-    "net/libp2p/pubsub.py": ["a gossiped message", "a subscription"],
+    "net/libp2p/pubsub.py": ["a gossiped message", "a subscription", "listening to a topic"],
     "net/libp2p/reconnect.py": ["a reconnection", "an introduction to the DHT"],
     "net/libp2p/streams.py": ["a stream's opening", "an incoming stream"],
     "net/libp2p/subscription.py": ["gossip as it arrives"],

@@ -87,7 +87,7 @@ class _Stub:
         raw = await self._calls.call(self._peer, name, request.SerializeToString(), ANSWER_SECONDS)
         if name != FIND and len(raw) > SHORT_BYTES_MAX:
             raise RemoteProtocolError(f"an answer of {len(raw)} bytes")
-        answer = kind.FromString(raw)
+        answer = _parsed(kind, raw)
         if answer.peer.node_id not in (b"", self._place):
             raise RemoteProtocolError("a place in the DHT that is not the peer's")
         return answer
@@ -138,21 +138,18 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         if is_refused or not self._limits.take_now(key, REQUEST_COST):
             self._counters["DHT requests refused"] += 1
             raise RemoteProtocolError("too large or too many")
-        try:
-            with self._boundary.guard("a request of the DHT", key):
-                answer: bytes = work(peer_id, request).SerializeToString()
-        except DecodeError as error:
-            raise RemoteProtocolError(str(error)) from error
+        with self._boundary.guard("a request of the DHT", key):
+            answer: bytes = work(peer_id, request).SerializeToString()
         if not self._limits.take_now(key, len(answer)):
             raise RemoteProtocolError("too much")
         return answer
 
     def _pinged(self, peer_id: bytes, raw: bytes) -> Any:
-        self._met(peer_id, dht_pb2.PingRequest.FromString(raw).peer.node_id)
+        self._met(peer_id, _parsed(dht_pb2.PingRequest, raw).peer.node_id)
         return dht_pb2.PingResponse(peer=self.node_info, dht_time=get_dht_time(), available=False)
 
     def _asked_to_store(self, peer_id: bytes, raw: bytes) -> Any:
-        request = dht_pb2.StoreRequest.FromString(raw)
+        request = _parsed(dht_pb2.StoreRequest, raw)
         record = _only(request.keys), _only(request.subkeys), _only(request.values), _only(request.expiration_time)
         self._met(peer_id, request.peer.node_id)
         is_stored = len(record[0]) == DHTID.HASH_NBYTES and self.record_validator.validate(DHTRecord(*record))
@@ -164,7 +161,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         return dht_pb2.StoreResponse(store_ok=[is_stored], peer=self.node_info)
 
     def _asked_to_find(self, peer_id: bytes, raw: bytes) -> Any:
-        request = dht_pb2.FindRequest.FromString(raw)
+        request = _parsed(dht_pb2.FindRequest, raw)
         wanted = _only(request.keys)
         if len(wanted) != DHTID.HASH_NBYTES:
             raise RemoteProtocolError("not a key of the DHT")
@@ -218,11 +215,8 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
 
     async def _find(self, peer: PeerID, key: DHTID) -> tuple[Any, dict[DHTID, PeerID]]:
         request = dht_pb2.FindRequest(keys=[key.to_bytes()], peer=self.node_info)
-        try:
-            async with self.rpc_semaphore:
-                answer = await self.get_stub(peer).rpc_find(request)
-        except DecodeError as error:
-            raise RemoteProtocolError(str(error)) from error
+        async with self.rpc_semaphore:
+            answer = await self.get_stub(peer).rpc_find(request)
         result = _only(answer.results)
         entries = _decoded(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
         places = map(place_of, result.nearest_peer_ids[:BUCKET_SIZE])
@@ -239,6 +233,13 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
                 break
             found.store(author, value, expires_at)
         return ValueWithExpiration(found, found.latest_expiration_time) if found else None
+
+
+def _parsed(kind: Any, raw: bytes) -> Any:
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise RemoteProtocolError(str(error)) from error
 
 
 def _only(repeated: Any) -> Any:

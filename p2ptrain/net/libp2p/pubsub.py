@@ -118,7 +118,9 @@ class Gossip:
             self._listen_to(self._queues[topic], session)
 
     def _listen_to(self, queue: TopicQueue, session: Tasks) -> None:
-        self._listening[queue.topic] = session.spawn(self._listen(queue))
+        self._listening[queue.topic] = session.spawn(
+            self._boundary.contained("listening to a topic", b"", self._listen, queue)
+        )
 
     async def _listen(self, queue: TopicQueue) -> None:
         while True:

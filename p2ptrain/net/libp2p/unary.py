@@ -22,7 +22,6 @@ from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.transport import TransportError
 
 with parts_of_hivemind():
-    from google.protobuf.message import DecodeError
     from hivemind.proto import p2pd_pb2 as pb
 
 UNARY_BYTES_MAX = 24 * 1_024  # of a message: parsing the worst takes half a millisecond
@@ -31,7 +30,6 @@ CALL_ID_BYTES = 16
 CALL_ID_START = bytes([0x0A, CALL_ID_BYTES])  # in protobuf: field 1, 16 bytes
 DISCARD_BYTES = 2**16  # read and thrown away at a time
 
-REFUSALS = RemoteProtocolError, DecodeError, TransportError
 Answer: TypeAlias = Callable[[bytes, bytes], bytes]  # gets the peer's id and its request
 RefuseUnconnected: TypeAlias = Callable[[bytes], Awaitable[None]]  # TransportError for an id that is not connected
 logger = logging.getLogger("p2ptrain.net")
@@ -74,7 +72,7 @@ class UnaryCalls:
         return cls(reader, writer, boundary, refuse_unconnected)
 
     async def serve(self, name: str, answer: Answer) -> None:
-        """Takes the calls of peers to this name. `answer` may raise one of REFUSALS."""
+        """Takes the calls of peers to this name. `answer` may raise RemoteProtocolError or TransportError."""
         self._answers[name] = answer
         await self._ask(addUnaryHandler=pb.AddUnaryHandlerRequest(proto=name, balanced=False))
 
@@ -156,7 +154,7 @@ class UnaryCalls:
 
     def _handle(self, call_id: bytes, request: Any) -> None:
         response = pb.CallUnaryResponse(error=b"refused")
-        with suppress(*REFUSALS):
+        with suppress(RemoteProtocolError, TransportError):
             response = pb.CallUnaryResponse(response=self._answers[request.proto](request.peer, request.data))
         self._respond(call_id, response)
 
