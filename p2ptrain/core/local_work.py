@@ -32,6 +32,7 @@ RETRY_SECONDS = 1.0
 RETRY_SECONDS_MAX = 30.0
 CERTIFIED_MAX = 256  # roots that may be fetched: more states than any peer keeps
 SOURCES_MAX = 8  # peers that a state is fetched from at once
+AGAIN_SECONDS, AGAIN_SECONDS_MAX = 5.0, 60.0  # until a failed training is tried again; doubled each time
 PASSED_TIMES = 2.0  # times a round's usual length without any contribution: then there may be nobody else
 
 
@@ -62,6 +63,8 @@ class LocalWork:
         self.passed = (b"", 0)  # branch and round that we skipped last, because we would have been too late
         self.passed_until = 0.0  # until then, skip it even if nobody else has contributed
         self.look_at: float | None = None  # when to reconsider training
+        self.failed_for = (b"", 0)  # branch and round of our last training, if it failed
+        self.again_at = self.again_seconds = 0.0  # when it is tried again, and how long that is after it failed
         self.outstanding: dict[int, Received] = {}  # our announcements that may still be taken
         self.announced: dict[bytes, int] = {}  # by branch: the last round that we announced for
         self.is_astray = not applied_root  # the applied state is not on our chain, or there is none
@@ -258,6 +261,9 @@ class LocalWork:
         number = max(free, self.announced.get(state.branch, 0) + 1)
         if number > state.round + 1 + overlap or not context.may_speak(state.branch, number):
             return
+        if self.failed_for == (state.branch, number) and context.now < self.again_at:
+            self.look_at = self.again_at
+            return
         if self._lets_pass(number):
             return
         self.training = Training(number, self.applied_round, self.roots[self.applied_round], context.now)
@@ -370,13 +376,15 @@ class LocalWork:
         here.offer_held(context.me)
 
     def failed(self, number: int) -> None:
-        """Gives up on a contribution for this round; the next round is a new try."""
+        """Tries again after a while, if the round is still open then: it may wait for a contribution of ours alone."""
         if self.training is None or self.training.round != number:
             return
         self.training = None
-        branch = self.chain.state.branch
-        self.announced[branch] = max(number, self.announced.get(branch, 0))
-        self.context.counters["trainings failed"] += 1
+        context, failed = self.context, (self.chain.state.branch, number)
+        seconds = 2.0 * self.again_seconds if failed == self.failed_for else AGAIN_SECONDS
+        self.failed_for, self.again_seconds = failed, min(seconds, AGAIN_SECONDS_MAX)
+        self.again_at = context.now + self.again_seconds
+        context.counters["trainings failed"] += 1
 
     def restore(self, announcements: list[Received]) -> None:
         """Restores our announcements after a restart."""

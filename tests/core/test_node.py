@@ -96,6 +96,22 @@ def test_a_contribution_is_on_the_disk_before_it_is_announced() -> None:
     assert bench.train() == bench.said(announced(ME))
 
 
+def test_a_failed_training_is_tried_again_while_its_round_is_open() -> None:
+    """Or a run whose only member, or all of whose members, failed once would stand still for good."""
+    bench = Bench(1)
+    assert bench.started == [ev.Train(1, 0, 0, 1)]
+    for seconds in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
+        assert bench.do(ev.TrainingFailed(1, "no data"), bench.now) == []
+        assert bench.node.deadline is not None and bench.node.deadline <= bench.now + seconds
+        began = bench.now
+        assert [each for each in bench.wait(seconds - 0.1) if isinstance(each, ev.Train)] == []
+        assert bench.tick(began + seconds)[-1] == ev.Train(1, 0, 0, 1)
+    assert bench.train() != []
+    assert bench.do(ev.Applied(RUN, 1, root_of(1))) == [ev.Train(2, 1, 0, 1)]
+    assert bench.do(ev.TrainingFailed(2, "no data")) == []
+    assert bench.tick(bench.now + 5.0)[-1] == ev.Train(2, 1, 0, 1), "another round begins with a short wait"
+
+
 def test_a_small_payload_rides_along() -> None:
     bench = Bench(4, me=1)
     bench.now = 10.0

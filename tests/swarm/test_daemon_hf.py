@@ -106,7 +106,7 @@ def _refuses_without_transformers(swarm: Swarm, address: str) -> None:
     (place / "sitecustomize.py").write_text(WITHOUT)
     path = ":".join([str(place), *sys.path])
     poor = swarm.joiner("poor", address, PYTHONPATH=path).start()
-    assert poor.until_ended() == 2
+    assert poor.until_ended() == 1  # a bootstrap chose the run: the next start asks again
     assert "model.kind: this run trains a transformers model: pip install 'p2ptrain[hf]'" in poor.text
     assert not list(poor.directory.glob("**/manifest*")), "nothing was fetched"
     assert not list(poor.directory.glob("runs/*/checkpoints"))
