@@ -83,7 +83,9 @@ class Node:
         view = SimpleNamespace(run=run, me=key, is_quarantined=False)
         self.told: list[Any] = []
         parts: Any = SimpleNamespace(view=lambda: view)
-        intake: Any = SimpleNamespace(give=self.told.append, counters=Counter())
+        intake: Any = SimpleNamespace(
+            give=self.told.append, counters=Counter(), refusal=lambda peer, payload: device.check(payload)
+        )
         edges: Any = SimpleNamespace(
             transport=self.transport, gossip=None, tell=None, fetching=fetching, persistence=self.persistence
         )

@@ -294,6 +294,8 @@ async def save_last(daemon: Daemon) -> None:
     entry, root = view.entry(number), view.roots.get(number)
     if entry is not None and root and not view.is_quarantined:
         await daemon.edges.persistence.checkpoint(device, entry.manifest, root, now=True)
+    addresses: list[str] = []
     with daemon.edges.transport.boundary.contain("the last addresses to remember"):
-        await _save_addresses(daemon.edges, daemon.edges.connections.remembered())
+        addresses = daemon.edges.connections.remembered()
+    await _save_addresses(daemon.edges, addresses)
     await daemon.records.save(all_of_it=True)

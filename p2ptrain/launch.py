@@ -15,7 +15,7 @@ import stat
 import tempfile
 from asyncio import Future
 from collections.abc import Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -284,25 +284,26 @@ async def _join(
         owner = await _answer_owner(stack, config, daemon)
         http = await _show(stack, config, daemon)
         transport = await _open_with_relays(stack, config, wanted, owner.sockets)
-        if loop is None:  # a script is told what it is
-            stack.enter_context(as_offered(config, wanted))
-        run, sources = await find_run(transport, config, wanted)
-        await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
-        refuse_trust_in_the_start(trust, run)
-        await asyncio.to_thread(refuse_too_large, run, config)
-        if given is not None and run.data.source == "shared":
-            what = f"the nodes of run {run.name} share their training data, and do not bring their own"
-            raise ConfigError(what, key="--data", fix="Leave it out")
-        own = await asyncio.to_thread(_own_data, run, config, given, identity, loop)
-        if not await takes_part(transport, run, sources, config, asks):
-            return
-        directory = find_dataset(config, run.data.manifest)
-        data = open_dataset(directory, run.data.manifest)
-        if data is None:
-            data = await fetch_dataset(transport, config, run, directory, sources)
-        else:
-            await asyncio.to_thread(keep_data_within, run, config, data)
-        base = await find_base(transport, config, run, sources)
+        # A script gets the error itself: no supervisor reads its status.
+        offered = as_offered(config, wanted) if loop is None else nullcontext()
+        with offered:
+            run, sources = await find_run(transport, config, wanted)
+            await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
+            refuse_trust_in_the_start(trust, run)
+            await asyncio.to_thread(refuse_too_large, run, config)
+            if given is not None and run.data.source == "shared":
+                what = f"the nodes of run {run.name} share their training data, and do not bring their own"
+                raise ConfigError(what, key="--data", fix="Leave it out")
+            own = await asyncio.to_thread(_own_data, run, config, given, identity, loop)
+            if not await takes_part(transport, run, sources, config, asks):
+                return
+            directory = find_dataset(config, run.data.manifest)
+            data = open_dataset(directory, run.data.manifest)
+            if data is None:
+                data = await fetch_dataset(transport, config, run, directory, sources)
+            else:
+                await asyncio.to_thread(keep_data_within, run, config, data)
+            base = await find_base(transport, config, run, sources)
         claim = claim_for(read, identity, run.run_id) if read else b""
         launch = Launch(run, config, identity, transport, data, base, claim=claim, trust=trust, own=own)
         await _serve(stack, launch, daemon, http, loop)

@@ -148,7 +148,7 @@ MEANINGS: dict[Code, Meaning] = {
     ),
     Code.EXCHANGE_FAULT: Meaning(
         "warning", False, "an exchange with a peer failed in a way that is a fault of p2ptrain: please report "
-        "({count} since the start; the last was {error} in {place}, with {whom} of {range})",
+        "({count} since the start, {of_whom} with {whom} ({range}), the last one's peer; that was {error} in {place})",
         "p2ptrain has a fault",
         "A peer sent or did something that p2ptrain does not handle. That exchange was ended, and the node goes on. "
         "The log has the traceback: please report it.",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,16 +30,6 @@ BLOCK = 2**22  # numbers of a flat tensor at a time
 # Matrices of one shape are orthogonalised together up to this size: small products are slow, and on a GPU each takes
 # longer to begin than to compute.
 BATCH_ELEMENTS, DEVICE_BATCH_ELEMENTS = 2**20, 2**23
-
-
-class InnerOptimizer(Protocol):
-    """The interface of an inner optimizer; its constructor takes (config, live)."""
-
-    def step(self, rate: float) -> None:
-        """Moves the weights by the gradient, which it overwrites."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns the tensors that the next step depends on, not copied."""
 
 
 class AdamW:

@@ -170,11 +170,7 @@ class WorldLink:
         found: dict[str, None] = {}
         members = [peer for peer in edges.connections.linked if edges.view.is_in(peer)]
         for peer in sample(members, min(ASKED, len(members))):
-            boundary = edges.transport.boundary
-            with (
-                suppress(TransportError, RemoteProtocolError),
-                boundary.guard("a question about the world's run", peer),
-            ):
+            with suppress(TransportError, RemoteProtocolError), edges.transport.boundary.guard("the world's run", peer):
                 told = await questions.ask_peers(edges.transport, peer, bytes.fromhex(self._launch.run.world.run))
                 met = edges.connections.met.get(peer, Reach.PUBLIC)
                 found |= dict.fromkeys([each for each in told if _is_address(each) and is_within(each, met)][:TOLD])

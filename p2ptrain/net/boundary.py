@@ -1,4 +1,4 @@
-"""The boundary around every exchange with a peer: what nobody foresaw in it ends the exchange, and never the node.
+"""The boundary around every exchange with a peer: an unforeseen error ends the exchange, and never the node.
 
 Bytes of a peer pass through our code, hivemind, protobuf and p2pd, and any of these may have a mistake that only a
 hostile peer finds. Inside the boundary such a surprise becomes a `FaultError`, which is a TransportError: handled like
@@ -6,7 +6,7 @@ a peer that hung up. It is counted by peer and address range, logged with its tr
 for by the peer: one that causes many is not answered for a while.
 
 What concerns our own state (core, store, replica, root) lies outside, and still ends the node: it must not go on wrong.
-So does a lack of memory, after which nobody knows what is missing.
+So does a lack of memory: after it any object may be half made.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.identity import peer_id_of
-from p2ptrain.net.rate_limit import PeerLimits
 from p2ptrain.net.transport import IsAdmitted, TransportError
 
 LOG_SECONDS = 60.0  # between tracebacks, for each place
 SHOWN_SECONDS = 3_600.0  # after the last fault the complaint ends
-FAULT_COST, BURST = 60, 600  # ten faults of strangers at once, some of one range
-EACH_A_SECOND, STRANGERS_A_SECOND = 1, 4  # paid off: a fault a minute of one stranger, four of all of them
-PEERS_MAX = 256  # whose faults are counted; the one with the fewest is forgotten
+KEY_SECONDS, RANGE_SECONDS = 60.0, 15.0  # until a stranger's key has paid for a fault, and its range of addresses
+OWED_SECONDS = 600.0  # who owes as much is not answered, and nobody owes more: ten faults of a key, forty of a range
+PEERS_MAX = 256  # whose faults are remembered; those with the fewest are forgotten
 
 log = logging.getLogger("p2ptrain.net")
+
+
+Failed: TypeAlias = Callable[[str], object]
 
 
 class FaultError(TransportError):
@@ -56,9 +58,7 @@ class Boundary:
         self, range_of: Callable[[bytes], str] = lambda peer: "", is_admitted: IsAdmitted = lambda peer: False
     ) -> None:
         self.range_of, self.is_admitted = range_of, is_admitted
-        self._limits = PeerLimits(
-            is_admitted, range_of, each=EACH_A_SECOND, strangers=STRANGERS_A_SECOND, burst=BURST
-        )  # members' faults are counted alone: what an honest one sets off must not part the swarm
+        self._owes_until: dict[bytes | str, float] = {}  # strangers, by key and by range: never one for another
         self._logged_at: dict[str, float] = {}
         self.last: ExchangeFault | None = None
         self.counts: Counter[str] = Counter()  # by place
@@ -71,38 +71,38 @@ class Boundary:
             yield
         except (P2ptrainError, TimeoutError):
             raise
-        except Exception as error:  # nothing else in the package does: see above
+        except Exception as error:  # only this module catches all
             raise self._note(place, peer, error) from error
 
     @contextmanager
-    def contain(self, place: str, peer: bytes = b"") -> Iterator[None]:
-        """Ends an exchange here, whatever it raises; an error that should have been handled inside is a fault, too."""
+    def contain(self, place: str, peer: bytes = b"", failed: Failed = lambda why: None) -> Iterator[None]:
+        """Ends an exchange here, whatever it raises, and calls `failed` with the reason. An error that should have been
+        handled inside is a fault, too."""
         try:
             yield
-        except FaultError:
-            pass  # noted where it happened
-        except Exception as error:  # noqa: BLE001  # nothing else in the package does: see above
-            self._note(place, peer, error)
+        except Exception as error:  # noqa: BLE001  # only this module catches all
+            fault = error if isinstance(error, FaultError) else self._note(place, peer, error)
+            with self.contain(place, peer):
+                failed(str(fault))
 
     async def contained(
         self,
         place: str,
         peer: bytes,
-        work: Callable[..., Awaitable[None]],
+        work: Callable[..., Awaitable[object]],
         *arguments: Any,
-        failed: Callable[[str], object] = str,
+        failed: Failed = lambda why: None,
     ) -> None:
-        """Does the work of a task, which ends here whatever it raises; `failed` is then called with the reason."""
-        with self.contain(place, peer):
-            try:
-                with self.guard(place, peer):
-                    await work(*arguments)
-            except FaultError as error:
-                failed(str(error))
+        """Does the work of a task inside `contain`."""
+        with self.contain(place, peer, failed):
+            await work(*arguments)
 
     def is_tired_of(self, peer: bytes) -> bool:
         """Whether a stranger has caused so many faults that it is not answered for a while."""
-        return not self.is_admitted(peer) and self._limits.seconds_until(peer, FAULT_COST) > 0.0
+        if self.is_admitted(peer):  # what an honest member sets off must not part the swarm
+            return False
+        almost = time.monotonic() + OWED_SECONDS - KEY_SECONDS
+        return any(self._owes_until.get(each, 0.0) > almost for each in (peer, self.range_of(peer)))
 
     @property
     def complaints(self) -> list[Complaint]:
@@ -112,7 +112,8 @@ class Boundary:
         whom = peer_id_of(fault.peer) if fault.peer else "a peer"
         count, where = self.counts.total(), fault.range or "an unknown range"
         what = {"place": fault.place, "error": fault.error, "whom": whom, "range": where}
-        return [complaint(Code.EXCHANGE_FAULT, count=count, **what)]
+        of_whom = self.by_peer[fault.peer, fault.range]
+        return [complaint(Code.EXCHANGE_FAULT, count=count, of_whom=of_whom, **what)]
 
     def _note(self, place: str, peer: bytes, error: Exception) -> FaultError:
         """Notes a fault; raises it if it is a lack of memory."""
@@ -133,12 +134,21 @@ class Boundary:
     def _charge(self, peer: bytes) -> str:
         """Has a stranger pay for a fault; returns the address range that the peer is connected from."""
         try:
+            where = self.range_of(peer)
             if not self.is_admitted(peer):
-                self._limits.spend(peer, FAULT_COST)
-            return self.range_of(peer)
+                self._owe(peer, KEY_SECONDS)
+                if where:
+                    self._owe(where, RANGE_SECONDS)
+            return where
         except Exception as error:  # noqa: BLE001  # it may be what is broken
             log.debug("the range of %s is not known: %r", peer.hex()[:16], error)
             return ""
+
+    def _owe(self, who: bytes | str, seconds: float) -> None:
+        now, owes = time.monotonic(), self._owes_until
+        owes[who] = min(max(owes.get(who, now), now) + seconds, now + OWED_SECONDS)
+        if len(owes) > 2 * PEERS_MAX:
+            del owes[min(owes, key=owes.__getitem__)]
 
 
 def _is_of_memory(error: Exception) -> bool:

@@ -257,6 +257,8 @@ class Connections:
     async def _meet(self, peer: bytes) -> None:
         """Asks a connected peer whether it takes part in the run; as a task, so that a silent peer delays nobody."""
         takes_part = False
+        now = asyncio.get_running_loop().time()
+        self.unmet.setdefault(peer, Unmet(now)).next_at = now + SPEAKS_SECONDS  # should all of this fail
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(MEETING_SECONDS):
@@ -266,10 +268,10 @@ class Connections:
         if not takes_part:
             await self._is_stranger(peer)
             return
-        self.unmet.pop(peer, None)
         known = self._of(peer)
         known.was_reached, known.linked_at = True, asyncio.get_running_loop().time()
         self.linked[peer] = None
+        self.unmet.pop(peer, None)
         self.seen(peer)
         await self._learn_addresses(peer)
 
@@ -370,20 +372,15 @@ class Connections:
         return found
 
     async def _dial(self, peer: bytes) -> None:
-        known, problem = self.known.get(peer), ""
+        known = self.known[peer]  # who is being dialled is not forgotten
         try:
-            if known is None:
-                return
-            try:
-                problem = await self._reach(known, self._standing(peer))
-            finally:
-                self._put_off(known)
-            if not problem:
+            if not (problem := await self._reach(known, self._standing(peer))):
                 self.changed.set()
             elif known.is_bootstrap:
-                tell(known.told, problem, asyncio.get_running_loop().time())
+                tell(known.told, problem, _now())
         finally:
             self.dialling.discard(peer)
+            self._put_off(known)
 
     async def _reach(self, known: KnownPeer, priority: Priority) -> str:
         """Connects to a peer at one of its addresses; on failure returns what was wrong with the best one."""
@@ -429,7 +426,8 @@ class Connections:
             if self.linked:
                 with self.transport.boundary.contain("a search for peers"):
                     asked = self.rng.sample(list(self.linked), min(ASKED, len(self.linked)))
-                    await asyncio.gather(*(self._ask_around(peer) for peer in asked))
+                    contained = self.transport.boundary.contained
+                    await asyncio.gather(*(contained("asking around", peer, self._ask_around, peer) for peer in asked))
                     with contextlib.suppress(TransportError):
                         self._take_hints(await self.transport.look_up(topic_of(self.run_id)))
                 wait = min(2 * wait, SEARCH_SECONDS_MAX)

@@ -96,9 +96,10 @@ class FrameStream:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LINGER_SECONDS):
                         await self._read_on()
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    self._writer.write_eof()
-                    await self._read_on()
+                if not self._writer.is_closing():  # it may have been aborted meanwhile
+                    async with asyncio.timeout(CLOSE_SECONDS):
+                        self._writer.write_eof()
+                        await self._read_on()
         except (TimeoutError, ConnectionError):
             pass  # the peer does not read or is gone: nothing left to wait for
         finally:

@@ -197,8 +197,8 @@ class Mailboxes:
             asyncio.get_running_loop().call_soon(self._no_history, peer, "too many requests are open already")
             return
         question = self._questions[peer] = PendingHistory(asyncio.get_running_loop().time())
-        self.post(peer, HistoryQuery(branch, number))
         self._start(peer, lambda why: self._give_up(peer, why), self._await_answer, question)
+        self.post(peer, HistoryQuery(branch, number))
 
     def forget(self, peer: bytes) -> None:
         """Drops the queue of a peer that has gone."""
@@ -432,8 +432,8 @@ class Mailboxes:
         self._download.charge(len(data))  # not for unrequested answers: any stranger can send those
         self._progress(question)
         if len(data) == missing:
-            del self._questions[peer]
             self._history(peer, bytes(question.parts))
+            del self._questions[peer]
 
     def _give_up(self, peer: bytes, why: str) -> None:
         if self._questions.pop(peer, None) is not None:
@@ -454,14 +454,13 @@ class Mailboxes:
                 async with asyncio.timeout_at(deadline):
                     await question.moved.wait()
         if self._questions.get(peer) is question:
-            del self._questions[peer]
             if question.stream is not None and question.end > 0:
                 if self._is_admitted(peer):
                     self._unasked[question.stream] = question.size - len(question.parts)
                 else:  # the rest would be read for nothing
                     question.stream.abort()
             so_far = f"after {len(question.parts)} of {question.size} bytes" if question.size else "at all"
-            self._no_history(peer, f"no answer {so_far}")
+            self._give_up(peer, f"no answer {so_far}")
 
     def _start(
         self, peer: bytes, failed: Callable[[str], object], work: Callable[..., Awaitable[None]], of: Any

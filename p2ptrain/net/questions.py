@@ -158,7 +158,7 @@ class _Seen:
                 self._listed_at = now
                 with suppress(TransportError):
                     self._peers = await self._transport.peers()
-        address = next(iter(self._peers.get(peer, ())), "")  # p2pd may see it at one of a kind that we cannot write
+        address = next(iter(self._peers.get(peer, ())), "")  # none, if hivemind can parse none of its addresses
         if len(address) > ADDRESS_CHARACTERS_MAX:
             address = ""
         return Seen(int(time.time() * 1_000), address)  # clock read last: the asker assumes equal latency both ways
@@ -172,31 +172,21 @@ async def _ask(
     took: Callable[[float], None] | None = None,
 ) -> A:
     """Asks one question. `took` gets the seconds from opening the stream to the answer, about one round trip."""
+    clock = asyncio.get_running_loop().time
     try:
         with transport.boundary.guard("a question to a peer", peer):
-            return await _ask_in_time(transport, peer, question, kind, took)
+            async with asyncio.timeout(SECONDS):
+                asked_at = clock()  # an answer that does not depend on the question could be sent as the stream opens
+                stream = await transport.open(peer, PROTOCOL)
+                try:
+                    await stream.send(wire.encode(question))
+                    answer = wire.decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX), "an answer")
+                    if took is not None:
+                        took(clock() - asked_at)
+                finally:
+                    stream.abort()
     except TimeoutError as error:
         raise TransportError(f"no answer within {SECONDS:.0f} s") from error
-
-
-async def _ask_in_time(
-    transport: Transport,
-    peer: bytes,
-    question: Question | AskSeen,
-    kind: type[A],
-    took: Callable[[float], None] | None,
-) -> A:
-    async with asyncio.timeout(SECONDS):
-        clock = asyncio.get_running_loop().time
-        asked_at = clock()  # an answer that does not depend on the question could be sent as the stream opens
-        stream = await transport.open(peer, PROTOCOL)
-        try:
-            await stream.send(wire.encode(question))
-            answer = wire.decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX), "an answer")
-            if took is not None:
-                took(clock() - asked_at)
-        finally:
-            stream.abort()
     if not isinstance(answer, kind):
         raise RemoteProtocolError("an answer to another question")
     return answer

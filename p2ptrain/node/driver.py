@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
-from functools import partial
 from typing import Any
 
 from p2ptrain.core import events as ev
@@ -52,7 +51,7 @@ SHUN_SECONDS = 60.0  # before a peer that we disconnected from is dialled again
 DATA_SECONDS = 120.0  # to fetch a round's training data
 CATCH_UP_SECONDS = 3_600.0  # to fetch a state; a stalled fetch ends sooner
 
-TO_PEERS = ev.Publish, ev.Send, ev.Ask, ev.AskHistory, ev.SendHistory, ev.Disconnect
+TO_A_PEER = ev.Send, ev.Ask, ev.AskHistory, ev.SendHistory, ev.Disconnect
 
 OnEvent = Callable[[float, ev.Event, Sequence[ev.Effect] | None], None]  # effects is None if the core crashed
 
@@ -166,8 +165,8 @@ class Driver:
                 self.effects.written()
 
     def _act(self, effect: ev.Effect) -> None:
-        if isinstance(effect, TO_PEERS):
-            with self._boundary.contain("what the core says to peers"):
+        if isinstance(effect, TO_A_PEER):
+            with self._boundary.contain("what the core says to a peer", effect.peer):
                 self._actions[type(effect)](effect)
         else:
             self._actions[type(effect)](effect)
@@ -229,11 +228,7 @@ class Driver:
         fetches = self._fetching.setdefault(effect.payload, {})
         asked = {source for sources in fetches.values() for source in sources}
         fresh = tuple(source for source in effect.sources if source not in asked)
-        work = self._boundary.contained(
-            "the fetch of a payload", b"", self._fetch_beside, list(fetches), fresh, effect,
-            failed=partial(self._fetch_failed, effect),
-        )  # fmt: skip
-        task = self._spawn(work, "fetch")
+        task = self._spawn(self._fetch_beside(list(fetches), fresh, effect), "fetch")
         fetches[task] = fresh
         task.add_done_callback(lambda task: self._forget_fetch(effect.payload, task))
 
@@ -261,8 +256,9 @@ class Driver:
                 self.give(ev.FetchFailed(effect.payload, peer, why))
 
             try:
-                payload = await self.edges.fetching.payload(effect.payload, effect.payload_bytes, fresh, tell)
-            except FetchError as error:
+                with self._boundary.guard("the fetch of a payload"):
+                    payload = await self.edges.fetching.payload(effect.payload, effect.payload_bytes, fresh, tell)
+            except (FetchError, TransportError) as error:
                 if others:
                     await asyncio.wait(others)
                 for source in failed:
@@ -271,7 +267,7 @@ class Driver:
             for other in others:
                 other.cancel()
             self.edges.persistence.put(effect.payload, payload)
-        why = await self.device.check(payload)
+        why = await self.intake.refusal(author_of(payload), payload)
         if why is not None:
             log.info("contribution rejected: %s", why)
         self.give(ev.PayloadArrived(effect.payload, why is None, author_of(payload), len(payload)))
@@ -345,12 +341,7 @@ class Driver:
                 )
                 with self._boundary.guard("the fetch of the next data"):
                     await self.edges.fetching.ahead(positions, goes_on)
-        except (
-            DataError,
-            FetchError,
-            TransportError,
-            TimeoutError,
-        ) as error:  # the next training tells
+        except (DataError, FetchError, TransportError, TimeoutError) as error:  # the next training tells
             log.debug("no data ahead of round %d: %s", effect.round + 1, error)
 
     async def _repeat(self) -> None:
@@ -360,12 +351,7 @@ class Driver:
                 try:
                     async with asyncio.timeout(DATA_SECONDS):
                         await self._fetch_data(each.round, each.place, each.places)
-                except (
-                    DataError,
-                    FetchError,
-                    TransportError,
-                    TimeoutError,
-                ) as error:  # the device will tell
+                except (DataError, FetchError, TransportError, TimeoutError) as error:  # the device tells it, too
                     log.info("no data to repeat the training of round %d: %s", each.round, error)
                 if not await self.device.repeat_next():
                     return
@@ -398,10 +384,12 @@ class Driver:
         size, sources = self.device.payload_bytes, list(self.edges.connections.linked)
         try:
             with self._boundary.guard("the fetch of a lost payload"):
-                self.edges.persistence.put(name, await self.edges.fetching.payload(name, size, sources, ignore))
+                payload = await self.edges.fetching.payload(name, size, sources, ignore)
         except (FetchError, TransportError) as error:
             log.warning("%s; trying again", error)
             await asyncio.sleep(DISK_SECONDS)
+            return
+        self.edges.persistence.put(name, payload)
 
     async def _payload_of(self, taken: Taken, adopted: int) -> bytes | None:
         """Returns a payload of an agreed round, and fetches it again if the disk has lost it.

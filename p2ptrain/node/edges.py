@@ -43,9 +43,13 @@ class Edges:
     def tell(self, envelope: bytes) -> bool:
         """Sends a message of ours to each admitted peer that we are connected to. Returns whether that is everyone who
         is there; if not, it has to be gossiped as well."""
-        place, message = self.view.state.place, Deliver((envelope,))
-        are_told = [self.mailboxes.post(peer, message) for peer in self.connections.linked if peer in place]
-        return all(are_told) and self.reaches_all()
+        place, message, missed = self.view.state.place, Deliver((envelope,)), 0
+        for peer in [peer for peer in self.connections.linked if peer in place]:
+            is_told = False
+            with self.transport.boundary.contain("a message for a peer", peer):
+                is_told = self.mailboxes.post(peer, message)
+            missed += not is_told
+        return not missed and self.reaches_all()
 
     def reaches_all(self) -> bool:
         """Whether we are connected to all who are admitted, but for those whom nobody has heard lately."""

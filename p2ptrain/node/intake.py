@@ -34,7 +34,7 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.mail import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.net.rate_limit import PeerLimits
-from p2ptrain.net.transport import IsAdmitted
+from p2ptrain.net.transport import IsAdmitted, TransportError
 from p2ptrain.node.device import Device
 
 EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
@@ -191,12 +191,7 @@ class Intake:
                 self._checking[sender, announcement.author] += 1
                 self._waiting += 1
                 self._shares[sender] += 1
-                event = ev.MessageReceived(sender, bare(received))
-                work = self._boundary.contained(
-                    "the check of a payload", sender, self._check_attachment, sender, received, announcement,
-                    failed=lambda _: self.give(event, sender),
-                )  # fmt: skip
-                self._spawn(work, "check")
+                self._spawn(self._check_attachment(sender, received, announcement), "check")
 
     def _may_be_of_stranger(self, sender: bytes, message: Message) -> bool:
         """Whether a stranger says such things. A member that is kept away says what it signed: a vote counts."""
@@ -206,7 +201,7 @@ class Intake:
     async def _check_attachment(self, sender: bytes, received: Received, announcement: Announcement) -> None:
         payload, place = announcement.payload, (sender, announcement.author)
         if (check := self._checks.get(payload)) is None:
-            check = self._checks[payload] = asyncio.ensure_future(self._check(payload, received.attachment))
+            check = self._checks[payload] = asyncio.ensure_future(self._check(sender, payload, received.attachment))
             check.add_done_callback(lambda _: self._checks.pop(payload))
         try:
             is_good = await check
@@ -218,12 +213,20 @@ class Intake:
             self._free(sender)
         self.give(ev.MessageReceived(sender, received, is_good), sender)
 
-    async def _check(self, payload: bytes, content: bytes) -> bool:
+    async def _check(self, sender: bytes, payload: bytes, content: bytes) -> bool:
         """Has the device check a payload, once for all copies that come meanwhile."""
-        is_good = await self._device.check(content) is None
+        is_good = await self.refusal(sender, content) is None
         if is_good:
             self._keep(payload, content)
         return is_good
+
+    async def refusal(self, peer: bytes, payload: bytes) -> str | None:
+        """Returns why a peer's payload is refused, or None if it is good."""
+        try:
+            with self._boundary.guard("the check of a payload", peer):
+                return await self._device.check(payload)
+        except TransportError as error:  # every node comes to the same
+            return str(error)
 
     def blame(self, peer: bytes, why: str) -> None:
         if self._may_say(peer, 1):

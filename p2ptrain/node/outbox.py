@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.transport import TransportError
 
 OUTBOX_MAX = 1_024
 LOST = "messages not published"
-
-log = logging.getLogger("p2ptrain.node")
 
 
 class Outbox:
@@ -36,12 +34,11 @@ class Outbox:
             await self._has_any.wait()
             self._has_any.clear()
             while self._waiting:
-                try:
-                    with self._boundary.guard("gossiping a message"):
-                        await self._publish(self._waiting[0])
-                except TransportError as error:
-                    self._counters[LOST] += 1
-                    log.debug("not published: %s", error)
+                is_lost = True
+                with self._boundary.contain("gossiping a message"), suppress(TransportError):
+                    await self._publish(self._waiting[0])
+                    is_lost = False
+                self._counters[LOST] += is_lost
                 self._waiting.popleft()
 
     async def drain(self, others: Callable[[], int]) -> None:

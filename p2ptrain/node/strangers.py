@@ -56,12 +56,6 @@ class Topic:
 
     async def watch(self) -> None:
         """Runs until cancelled."""
-        while True:
-            with self._transport.boundary.contain("a look at the run's topic"):
-                await self._watch()
-            await asyncio.sleep(LOOK_SECONDS)
-
-    async def _watch(self) -> None:
         loop, pause = asyncio.get_running_loop(), PAUSE_SECONDS
         while True:
             calm_at = loop.time() + CALM_SECONDS
@@ -71,12 +65,10 @@ class Topic:
             seconds = pause * self._rng.uniform(0.5, 1.5)
             log.info("strangers flood the topic: left for %.0f s; members are heard by stream", seconds)
             self._transport.leave(self._name)
-            try:
-                until = loop.time() + seconds
-                while loop.time() < until and not self._is_needed():  # noqa: ASYNC110  # connections tell no event
-                    await asyncio.sleep(LOOK_SECONDS)
-            finally:
-                self._transport.come_back(self._name)
+            until = loop.time() + seconds
+            while loop.time() < until and not self._is_needed():  # noqa: ASYNC110  # connections tell no event
+                await asyncio.sleep(LOOK_SECONDS)
+            self._transport.come_back(self._name)
             pause = min(2 * pause, PAUSE_SECONDS_MAX)
 
     async def _until_flooded(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from p2ptrain.core.complaints import Code
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.net import boundary as module
-from p2ptrain.net.boundary import BURST, FAULT_COST, PEERS_MAX, Boundary, FaultError
+from p2ptrain.net.boundary import KEY_SECONDS, OWED_SECONDS, PEERS_MAX, Boundary, FaultError
 from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.transport import Stream, TransportError
 from tests.helpers.net import key
@@ -124,15 +124,61 @@ async def test_an_owner_is_told_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> 
     assert boundary.complaints == []
 
 
-async def test_a_stranger_pays_for_faults_and_a_member_does_not() -> None:
+async def test_a_stranger_pays_for_faults_and_a_member_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     members: set[bytes] = set()
     boundary = Boundary(lambda peer: RANGE, members.__contains__)
     while not boundary.is_tired_of(PEER):
         with boundary.contain("a place", PEER):
             raise KeyError
-    assert 3 <= boundary.counts.total() < BURST // FAULT_COST  # its range leaves some to others
+    assert boundary.counts.total() == OWED_SECONDS / KEY_SECONDS
+    assert not boundary.is_tired_of(key(2)), "another of its range"
     members.add(PEER)
     assert not boundary.is_tired_of(PEER)
+    members.clear()
+    assert boundary.is_tired_of(PEER)
+    now[0] += KEY_SECONDS
+    assert not boundary.is_tired_of(PEER)
+
+
+async def test_no_stranger_pays_for_another_of_another_range() -> None:
+    boundary = Boundary(lambda peer: f"{peer[0]}.0.0.0/16")
+    for _ in range(1_000):
+        with boundary.contain("a place", b"\1" * 32):
+            raise KeyError
+    assert boundary.is_tired_of(b"\1" * 32)
+    assert boundary.is_tired_of(b"\1" + bytes(31)), "a new key of a range that has caused as many"
+    assert not boundary.is_tired_of(b"\2" * 32)
+
+
+async def test_many_peers_of_no_known_range_do_not_pay_for_one_another() -> None:
+    boundary = Boundary()
+    for _ in range(1_000):
+        with boundary.contain("a place", PEER):
+            raise KeyError
+    assert boundary.is_tired_of(PEER) and not boundary.is_tired_of(key(2))
+    for number in range(3 * PEERS_MAX):
+        with boundary.contain("a place", number.to_bytes(32, "big")):
+            raise KeyError
+    assert boundary.is_tired_of(PEER), "keys that cost nothing do not make it forgotten"
+
+
+@pytest.mark.parametrize("error", [KeyError(), TransportError("gone"), TimeoutError(), ConfigError("no")])
+async def test_whoever_waits_for_a_task_learns_that_it_failed(error: Exception) -> None:
+    boundary, told = Boundary(), list[str]()
+
+    async def fail() -> None:
+        raise error
+
+    await boundary.contained("a place", PEER, fail, failed=told.append)
+    assert told == [f"a fault of p2ptrain in a place: {type(error).__name__}"]
+
+    def broken(why: str) -> None:
+        raise IndexError
+
+    await boundary.contained("a place", PEER, fail, failed=broken)
+    assert boundary.counts == {"a place": 3}
 
 
 async def test_faults_of_many_peers_are_counted_within_bounds() -> None:
@@ -166,7 +212,7 @@ async def _cause_many(nodes: list[P2pd]) -> None:
         with pytest.raises(TransportError):
             await asyncio.wait_for(stream.receive(1), SECONDS)
         stream.abort()
-    assert 3 <= nodes[0].boundary.counts["an incoming stream"] < BURST // FAULT_COST
+    assert nodes[0].boundary.counts["an incoming stream"] == OWED_SECONDS / KEY_SECONDS
     nodes[0].prefer(lambda peer: peer == nodes[1].me)  # what an honest member sets off must not part the swarm
     assert not nodes[0].boundary.is_tired_of(nodes[1].me)
 

@@ -289,6 +289,22 @@ async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() ->
 
 
 @skipping_time
+async def test_a_question_that_cannot_be_sent_ends_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or no other would ever be put to that peer."""
+    async with pair(Network()) as (mailboxes, _, ear, _):
+
+        def broken(*_: object) -> bool:
+            raise IndexError
+
+        with monkeypatch.context() as patch, pytest.raises(IndexError):
+            patch.setattr(mailboxes, "post", broken)
+            mailboxes.ask_history(B, bytes(32), 3)
+        await until(lambda: bool(ear.none))
+        mailboxes.ask_history(B, bytes(32), 3)
+        await until(lambda: len(ear.none) == 2)
+
+
+@skipping_time
 async def test_a_question_without_an_answer_ends_after_eight_seconds() -> None:
     async with pair(Network()) as (mailboxes, _, ear, other_ear):
         mailboxes.ask_history(B, bytes(32), 3)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from p2ptrain.net.libp2p import streams
 from p2ptrain.net.transport import Stream
@@ -68,3 +70,31 @@ async def test_a_stream_that_was_given_up_and_ends_late_takes_no_place_from_othe
         mine = incoming.streams._incoming_of[key(1)]
         assert len(mine) == 1
         assert sum(map(len, incoming.streams._incoming_of.values())) <= 8
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("is_all", [True, False])
+def test_a_stream_that_is_given_up_while_its_last_frame_is_read_is_no_fault(
+    is_all: bool, new_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    """It was with uvloop: a stranger who opened streams and did not hang up had honest ones pay."""
+
+    async def answered_once(stream: Stream) -> None:
+        await stream.send(await stream.receive(10))
+
+    async def work() -> None:
+        async with listening(tmp_path) as incoming:
+            incoming.streams.handlers[PROTOCOL] = answered_once
+            lingering = [await incoming.open(number) for number in (1, 1, 1, 1, 2, 2, 2, 2)]
+            assert [await incoming.is_answered(each) for each in lingering] == [True] * 8
+            await asyncio.sleep(0.05)
+            if is_all:
+                incoming.streams.abort()
+            else:
+                assert await incoming.is_answered(await incoming.open(3))
+                assert incoming.counters["streams given up"] == 1
+            await asyncio.sleep(0.05)
+            assert not incoming.boundary.counts
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(work())

@@ -102,6 +102,45 @@ async def test_a_payload_that_is_here_is_not_fetched(tmp_path: Path) -> None:
 
 
 @skipping_time
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_a_fault_of_our_own_store_ends_the_node_and_is_no_peer_s(
+    is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as each:
+
+        def broken(*_: object) -> None:
+            raise KeyError("our own state")
+
+        monkeypatch.setattr(each.persistence, "put", broken)
+        with pytest.raises(ExceptionGroup) as told:
+            async with each.running() as running:
+                (await each.serve(PEER)).blobs[BLOB] = MemoryBlob.tree(BODY)
+                if is_lost:
+                    each.driver._spawn(each.driver._fetch_lost(NAME), "lost")
+                else:
+                    doing(each, FETCH)
+                await running
+        assert told.value.subgroup(KeyError) is not None
+        assert not each.transport.boundary.counts
+
+
+@skipping_time
+async def test_a_payload_whose_check_fails_by_a_fault_of_ours_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as each, each.running():
+
+        def broken(payload: bytes) -> None:
+            raise IndexError
+
+        monkeypatch.setattr(each.trainer, "check", broken)
+        (await each.serve(PEER)).blobs[BLOB] = MemoryBlob.tree(BODY)
+        doing(each, FETCH)
+        await each.heard(ev.PayloadArrived(NAME, False, PEER, PAYLOAD_BYTES))
+        assert each.transport.boundary.counts == {"the check of a payload": 1}
+
+
+@skipping_time
 async def test_a_payload_that_is_no_contribution_arrives_as_a_bad_one(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running():
         body = authored(PEER, b"bad" + some_bytes(PAYLOAD_BYTES - KEY_BYTES - 3))

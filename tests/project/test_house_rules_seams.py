@@ -166,7 +166,7 @@ def places_of_the_boundary() -> dict[str, list[str]]:
 
 PLACES = {
     "daemon.py": ["the addresses to remember", "the last addresses to remember", "the node's status"],
-    "loop/world.py": ["a question about the world's run"],
+    "loop/world.py": ["the world's run"],
     "net/blobs/fetch.py": ["a fetch", "a source"],
     "net/blobs/swarm_fetch.py": ["a source of pieces"],
     "net/connections.py": [
@@ -176,21 +176,17 @@ PLACES = {
         "a search for peers",
         "announcing our addresses",
         "asking a peer anew",
+        "asking around",
         "the choice of whom to dial",
     ],
     "net/libp2p/dht_protocol.py": ["a request of the DHT", "an answer to a search in the DHT"],
     "net/libp2p/p2pd.py": [
         "a connection to an address",
-        "a disconnection",
         "a list of the connected peers",
         "a publication",
-        "a search in the DHT",
-        "an announcement in the DHT",
-        "keeping the DHT",
-        "the choice of peers to keep",
         "the start of the DHT",
     ],
-    "net/libp2p/pubsub.py": ["a gossiped message", "a subscription", "listening to a topic"],
+    "net/libp2p/pubsub.py": ["a gossiped message", "a subscription"],
     "net/libp2p/reconnect.py": ["a reconnection", "an introduction to the DHT"],
     "net/libp2p/streams.py": ["a stream's opening", "an incoming stream"],
     "net/libp2p/subscription.py": ["gossip as it arrives"],
@@ -211,12 +207,12 @@ PLACES = {
         "the fetch of the next data",
         "the fetch of training data",
         "the history for a peer",
-        "what the core says to peers",
+        "what the core says to a peer",
     ],
+    "node/edges.py": ["a message for a peer"],
     "node/intake.py": ["the check of a payload", "the reading of a history"],
     "node/model_progress.py": ["the fetch of held-out data"],
     "node/outbox.py": ["gossiping a message"],
-    "node/strangers.py": ["a look at the run's topic"],
 }
 
 

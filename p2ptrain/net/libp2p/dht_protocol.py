@@ -3,8 +3,8 @@
 hivemind's own servicer reads, answers and stores as much as a request names. Our nodes ask for one key and store one
 record at a time, so that is all we answer: a request costs a fraction of a millisecond whatever is in it, and an answer
 that we get costs no more before others have their turn. A peer's place in the DHT follows from its key, as all nodes
-choose it: else one peer could take any number of places, and lead a search on for ever. A search goes only to peers
-that we have met, as nobody but connections.py dials.
+choose it: else one peer could take any number of places, and lead a search on for ever. A search asks only peers that
+are connected at that moment (unary.py), so it dials nobody.
 
 Two things of hivemind's are left out because strangers set them off: records are not handed to a node that has just
 come (it gets them within ANNOUNCE_SECONDS), and where there is no room for a newcomer, nobody is pinged to make some.
@@ -205,7 +205,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         there is no valid answer."""
         [key] = keys
         try:
-            with self._boundary.guard("an answer to a search in the DHT"):
+            with self._boundary.guard("an answer to a search in the DHT", key_of_bytes(peer.to_bytes())):
                 found = await self._find(peer, key)
         except (TransportError, RemoteProtocolError):
             await self.update_routing_table(None, peer, responded=False)

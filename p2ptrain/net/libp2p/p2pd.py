@@ -246,12 +246,7 @@ class P2pd:
 
     @classmethod
     async def start(
-        cls,
-        identity_file: Path,
-        network: NetworkConfig,
-        directory: Path,
-        *,
-        on_crash: OnCrash = report_crash,
+        cls, identity_file: Path, network: NetworkConfig, directory: Path, *, on_crash: OnCrash = report_crash
     ) -> Self:
         """Starts p2pd and returns when others can connect. ConfigError if it cannot listen on an address.
 
@@ -294,7 +289,7 @@ class P2pd:
         while missing := self._streams.handlers.keys() - self._registered:  # more may be added meanwhile
             await self._register(missing.pop())
         self._gossip.listen(self._session_tasks)
-        self._session_tasks.spawn(self.boundary.contained("keeping the DHT", b"", self._keep_dht, self._dht))
+        self._session_tasks.spawn(self._keep_dht(self._dht))
         # Pushed last so that p2pd stops first, with its subscriptions open: for each that ends earlier it leaves the
         # topic's mesh, and peers keep it out for a minute, in which messages arrive late, with the 1 s heartbeats.
         stack.push_async_callback(process.stop)
@@ -329,13 +324,13 @@ class P2pd:
             await asyncio.wait({dht.reading})
             await asyncio.sleep(BACKOFF_SECONDS)  # if p2pd itself has ended, this task is cancelled here
             logger.warning("the DHT lost its connection to p2pd and is being restarted")
-            try:
-                with self.boundary.guard("the start of the DHT"):
+            with self.boundary.contain("the start of the DHT"):
+                try:
                     await dht.stop()
                     self._dht = dht = await self._start_dht()
                     await self._peers.meet_all()
-            except TransportError as error:
-                logger.warning("%s", error)
+                except TransportError as error:
+                    logger.warning("%s", error)
 
     async def _refresh(self) -> None:
         """Updates our own addresses and the routes to connected peers."""
@@ -375,12 +370,11 @@ class P2pd:
         return [multiaddrs.join(route, self.me) for route in multiaddrs.worth_telling(self._routes)]
 
     async def connect(self, address: str) -> bytes:
-        with self.boundary.guard("a connection to an address"):
+        with self.boundary.guard("a connection to an address", multiaddrs.split(address)[0]):
             return await self._peers.connect(address)
 
     async def disconnect(self, peer: bytes) -> None:
-        with self.boundary.guard("a disconnection", peer):
-            await self._peers.disconnect(peer)
+        await self._peers.disconnect(peer)
 
     async def peers(self) -> dict[bytes, list[str]]:
         with self.boundary.guard("a list of the connected peers"):
@@ -394,13 +388,12 @@ class P2pd:
 
     async def keep(self, peers: Collection[bytes]) -> None:
         await self._supervisor.up()
-        with self.boundary.guard("the choice of peers to keep"):
-            for peer in self._kept - set(peers):
-                await self._control.tag(peer, 0)
-                self._kept.discard(peer)
-            for peer in peers:  # also those tagged before: p2pd forgets a tag with the connection
-                self._kept.add(peer)
-                await self._control.tag(peer, TAG_WEIGHT)
+        for peer in self._kept - set(peers):
+            await self._control.tag(peer, 0)
+            self._kept.discard(peer)
+        for peer in peers:  # also those tagged before: p2pd forgets a tag with the connection
+            self._kept.add(peer)
+            await self._control.tag(peer, TAG_WEIGHT)
 
     # -------------------------------------------------------------------------------------------------
     # Traffic
@@ -455,9 +448,8 @@ class P2pd:
         assert len(value) <= VALUE_BYTES_MAX and 0 < seconds <= ANNOUNCE_SECONDS_MAX
         node = await self._node_for(key)
         try:
-            with self.boundary.guard("an announcement in the DHT"):
-                async with asyncio.timeout(SEARCH_SECONDS):
-                    is_stored = await node.store(key, value, time.time() + seconds, subkey=self.me)
+            async with asyncio.timeout(SEARCH_SECONDS):
+                is_stored = await node.store(key, value, time.time() + seconds, subkey=self.me)
         except TimeoutError as error:
             raise TransportError(f"{key} was not announced in {SEARCH_SECONDS:.0f} s") from error
         if not is_stored:
@@ -466,13 +458,12 @@ class P2pd:
     async def look_up(self, key: str) -> dict[bytes, bytes]:
         node = await self._node_for(key)
         try:
-            with self.boundary.guard("a search in the DHT"):
-                async with asyncio.timeout(SEARCH_SECONDS):
-                    found = await node.get(key, latest=True)
-                now, entries = time.time(), found.value.items() if found else ()
-                records = [(peer, entry.value) for peer, entry in entries if entry.expiration_time > now]
+            async with asyncio.timeout(SEARCH_SECONDS):
+                found = await node.get(key, latest=True)
         except TimeoutError as error:
             raise TransportError(f"{key} was not looked up in {SEARCH_SECONDS:.0f} s") from error
+        now, entries = time.time(), found.value.items() if found else ()
+        records = [(peer, entry.value) for peer, entry in entries if entry.expiration_time > now]
         return dict(random.SystemRandom().sample(records, min(len(records), FOUND_MAX)))
 
     async def _node_for(self, key: str) -> Any:

@@ -118,17 +118,15 @@ class Gossip:
             self._listen_to(self._queues[topic], session)
 
     def _listen_to(self, queue: TopicQueue, session: Tasks) -> None:
-        self._listening[queue.topic] = session.spawn(
-            self._boundary.contained("listening to a topic", b"", self._listen, queue)
-        )
+        self._listening[queue.topic] = session.spawn(self._listen(queue))
 
     async def _listen(self, queue: TopicQueue) -> None:
         while True:
-            try:
-                with self._boundary.guard("a subscription"):
+            with self._boundary.contain("a subscription"):
+                try:
                     await self._control.listen(queue)
-            except TransportError as error:
-                logger.debug("the subscription to %s broke: %s", queue.topic, error)
+                except TransportError as error:
+                    logger.debug("the subscription to %s broke: %s", queue.topic, error)
             await asyncio.sleep(BACKOFF_SECONDS)
 
     async def publish(self, topic: str, data: bytes) -> None:

@@ -32,13 +32,7 @@ logger = logging.getLogger("p2ptrain.net")
 class Streams:
     """All open streams, and the handlers of incoming ones."""
 
-    def __init__(
-        self,
-        counters: Counter[str],
-        tasks: Tasks,
-        read_opening: ReadOpening,
-        boundary: Boundary,
-    ) -> None:
+    def __init__(self, counters: Counter[str], tasks: Tasks, read_opening: ReadOpening, boundary: Boundary) -> None:
         self.handlers: dict[str, Handler] = {}
         self._counters, self._tasks, self._read_opening = counters, tasks, read_opening
         self._range_of, self._boundary = boundary.range_of, boundary

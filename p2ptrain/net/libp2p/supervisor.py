@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import P2ptrainError
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.libp2p.process import Process
 from p2ptrain.net.tasks import pauses
@@ -70,7 +70,7 @@ class Supervisor:
                     with self._boundary.guard("another start of p2pd"):
                         await self.start()
                     break
-                except (TransportError, ConfigError) as error:
+                except (P2ptrainError, TimeoutError) as error:
                     logger.warning("p2pd cannot be started, will retry: %s", error)
             started_at = time.monotonic()
             self._counters["p2pd restarts"] += 1

@@ -108,21 +108,17 @@ class UnaryCalls:
         with self._boundary.contain("the DHT's connection"):
             try:
                 while True:
-                    await self._read_one()
+                    if (size := await read_length(self._reader, CONTROL_BYTES_MAX)) > UNARY_BYTES_MAX:
+                        await self._discard(size)
+                        continue
+                    message = await read_bytes(self._reader, size)
+                    with self._boundary.contain("a message of the DHT's connection"):
+                        self._take(pb.PersistentConnectionResponse.FromString(message))
                     await asyncio.sleep(0)  # what has arrived is read without waiting, and others need the loop too
             except TransportError as error:
                 logger.debug("calls end: %s", error)
             finally:
                 self._end()
-
-    async def _read_one(self) -> None:
-        size = await read_length(self._reader, CONTROL_BYTES_MAX)
-        if size <= UNARY_BYTES_MAX:
-            message = await read_bytes(self._reader, size)
-            with self._boundary.contain("a message of the DHT's connection"):
-                self._take(pb.PersistentConnectionResponse.FromString(message))
-        else:
-            await self._discard(size)
 
     async def _discard(self, size: int) -> None:
         """Throws a message away and fails its call."""
