@@ -66,6 +66,8 @@ OWN = {
     *("Intake.give", "Intake.take", "Intake.wait", "Intake.begin", "Intake.end", "Intake._free"),
     *(f"Driver.{name}" for name in ("_act", "_spawn", "_write", "run", "_handle_for_ever", "_carry_out_for_ever")),
     *(f"Driver.{name}" for name in ("give", "_fetch", "_publish", "_fetch_failed")),
+    *("Edges.tell", "Edges.reaches_all", "Outbox.put", "Intake.refusal"),  # around the boundary, for a word of the core
+    *("Gossip._listen", "P2pd._keep_dht"),  # loops with the boundary inside
     *(
         "P2pd.counters",
         "P2pd.start",
