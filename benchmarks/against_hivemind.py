@@ -38,9 +38,9 @@ from relay import Hosts, address, hosts_on, line_of
 from wan import add_options, held_out_loss, load_run, parsed, tell, traffic
 
 from p2ptrain.config import RunConfig
-from p2ptrain.learn.begin import begin
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.model import Transformer
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.models.built_in import Transformer
+from p2ptrain.train.begin import begin
 
 PEER = Path(__file__).with_name("hivemind_peer.py")
 START_SECONDS = 120.0  # until a peer tells its address

@@ -22,13 +22,13 @@ import torch
 
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.messages import NOTHING
+from p2ptrain.data.corpus import Reading
+from p2ptrain.data.dataset import TokenDataset, manifest_digest
+from p2ptrain.data.prepare import prepare
+from p2ptrain.data.tokenizer import load_tokenizer
 from p2ptrain.digest import leaves_of
-from p2ptrain.learn.corpus import Reading
-from p2ptrain.learn.data import TokenDataset, manifest_digest
-from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.tokenizer import load_tokenizer
-from p2ptrain.learn.trainer import Trainer
 from p2ptrain.store.checkpoints import Checkpoints
+from p2ptrain.train.trainer import Trainer
 
 
 def seconds(job: Callable[[], object]) -> float:

@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 
 from p2ptrain.config import ModelConfig, RecipeConfig
-from p2ptrain.learn.aggregate import apply_votes, sum_votes
-from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
-from p2ptrain.learn.model import Transformer
-from p2ptrain.learn.recipes import Residual
-from p2ptrain.learn.schedule import Terms
-from p2ptrain.learn.transform import Layout
+from p2ptrain.exact.aggregate import apply_votes, sum_votes
+from p2ptrain.exact.codec import Contribution, PayloadFormat, pack, unpack
+from p2ptrain.exact.schedule import Terms
+from p2ptrain.exact.transform import Layout
+from p2ptrain.models.built_in import Transformer
+from p2ptrain.train.recipes import Residual
 
 TEMPLAR_BYTES = 318_335  # its payload for 10.0M parameters at k = 32, measured
 CPU = torch.device("cpu")

@@ -39,12 +39,11 @@ from p2ptrain import digest as digests
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.state import Taken, genesis
-from p2ptrain.learn import aggregate, outer
-from p2ptrain.learn.corpus import Reading
-from p2ptrain.learn.data import TokenDataset, manifest_digest
-from p2ptrain.learn.live import StepResult
-from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.tokenizer import load_tokenizer
+from p2ptrain.data.corpus import Reading
+from p2ptrain.data.dataset import TokenDataset, manifest_digest
+from p2ptrain.data.prepare import prepare
+from p2ptrain.data.tokenizer import load_tokenizer
+from p2ptrain.exact import aggregate, outer
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
@@ -57,6 +56,7 @@ from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.store.store import Store
+from p2ptrain.train.live import StepResult
 from tests.helpers.memory_network import Network
 
 HERE, PEER = b"h" * 32, b"p" * 32

@@ -20,9 +20,9 @@ from torch import nn
 from torch_inner import Inner, hidden_matrices
 
 from p2ptrain.config import ModelConfig, RecipeConfig
-from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.model import Transformer, initialise
+from p2ptrain.data.assignment import shard
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.models.built_in import Transformer, initialise
 
 CODECS = {"fp16": Float16Compression, "8bit": Uniform8BitQuantization, "fp32": NoCompression}
 AVERAGING_SECONDS = 30.0

@@ -15,10 +15,10 @@ from time import process_time
 import torch
 
 from p2ptrain.config import ModelConfig, RecipeConfig
-from p2ptrain.learn.inner import INNER_OPTIMIZERS
-from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.model import Transformer, initialise
-from p2ptrain.learn.packing import Packing
+from p2ptrain.data.packing import Packing
+from p2ptrain.models.built_in import Transformer, initialise
+from p2ptrain.train.inner import INNER_OPTIMIZERS
+from p2ptrain.train.live import LiveModel
 
 
 def measure(preset: str, sequences: int, turns: int, is_half: bool) -> dict[str, float]:

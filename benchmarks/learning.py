@@ -50,15 +50,15 @@ from rivals import RIVALS, DeMoWithFloats, LocalRival
 from simulated import FullySynchronised, RadialSwarm, Swarm, SwarmOfSpeeds, TwoLevelSwarm
 
 from p2ptrain.config import ModelConfig, PrivacyConfig, RecipeConfig
-from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.corpus import Reading, documents, embedded_sources
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.model import Transformer, initialise
-from p2ptrain.learn.packing import PLAIN, Packing
-from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.private import Privacy, SpentSteps
-from p2ptrain.learn.tokenizer import BytesTokenizer
+from p2ptrain.data.assignment import shard
+from p2ptrain.data.corpus import Reading, documents, embedded_sources
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.data.packing import PLAIN, Packing
+from p2ptrain.data.prepare import prepare
+from p2ptrain.data.tokenizer import BytesTokenizer
+from p2ptrain.models.built_in import Transformer, initialise
+from p2ptrain.train.live import LiveModel
+from p2ptrain.train.private import Privacy, SpentSteps
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-learning-{os.getpid()}"
 SHORT = "short"  # the corpus of short documents, in CACHE

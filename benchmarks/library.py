@@ -27,7 +27,7 @@ import torch
 
 import p2ptrain
 from p2ptrain.config import MODEL_PRESETS, ModelConfig
-from p2ptrain.learn.model import Transformer
+from p2ptrain.models.built_in import Transformer
 
 STEPS, SEQUENCES = 10, 8
 

@@ -34,16 +34,16 @@ import torch
 from simulated import Swarm
 
 from p2ptrain.config import ModelConfig, RecipeConfig
-from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution
-from p2ptrain.learn.corpus import Reading
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.model import Transformer, initialise
-from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.recipes import Recipe
-from p2ptrain.learn.selection import largest
-from p2ptrain.learn.tokenizer import load_tokenizer
+from p2ptrain.data.assignment import shard
+from p2ptrain.data.corpus import Reading
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.data.prepare import prepare
+from p2ptrain.data.tokenizer import load_tokenizer
+from p2ptrain.exact.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution
+from p2ptrain.exact.selection import largest
+from p2ptrain.models.built_in import Transformer, initialise
+from p2ptrain.train.live import LiveModel
+from p2ptrain.train.recipes import Recipe
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-poison-{os.getpid()}"
 MODEL = ModelConfig(dim=64, ffn_dim=192, layers=2, heads=4, kv_heads=2, sequence_length=64)

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.inner import INNER_OPTIMIZERS
-from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.schedule import inner_rate, learning_rate
-from p2ptrain.learn.transform import Layout, orthonormal_basis
+from p2ptrain.exact.schedule import inner_rate, learning_rate
+from p2ptrain.exact.transform import Layout, orthonormal_basis
+from p2ptrain.train.inner import INNER_OPTIMIZERS
+from p2ptrain.train.live import LiveModel
 
 INDEX_BITS = 12
 LEVEL_BYTES = 2

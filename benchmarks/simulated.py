@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.inner import INNER_OPTIMIZERS
-from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.outer import Outer
-from p2ptrain.learn.recipes import LocalRecipe, Residual, make_recipe
-from p2ptrain.learn.region import Region, World
-from p2ptrain.learn.schedule import inner_rate
+from p2ptrain.exact.outer import Outer
+from p2ptrain.exact.schedule import inner_rate
+from p2ptrain.train.inner import INNER_OPTIMIZERS
+from p2ptrain.train.live import LiveModel
+from p2ptrain.train.recipes import LocalRecipe, Residual, make_recipe
+from p2ptrain.train.region import Region, World
 
 
 class Swarm:
@@ -136,7 +136,7 @@ class SwarmOfSpeeds(Swarm):
 
 class TwoLevelSwarm:
     """Regions that agree by themselves, and whose movement over some of their rounds is one contribution to the world's
-    round (p2ptrain/learn/region.py). `payload_bytes` are a region's, for the world; regional: what is otherwise inside.
+    round (p2ptrain/train/region.py). `payload_bytes` are a region's, for the world; regional: what is otherwise inside.
 
     late: rounds of the regions after which a round of the world is taken in
     """

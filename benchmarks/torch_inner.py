@@ -1,4 +1,4 @@
-"""Our inner optimizers (p2ptrain/learn/inner.py) in torch's form, for others who train with a torch.optim.Optimizer."""
+"""Our inner optimizers (p2ptrain/train/inner.py) in torch's form, for others who train with a torch.optim.Optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.inner import MUON_MOMENTUM, MUON_RMS, adamw, orthogonalised
+from p2ptrain.train.inner import MUON_MOMENTUM, MUON_RMS, adamw, orthogonalised
 
 
 class Inner(torch.optim.Optimizer):

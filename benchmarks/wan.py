@@ -39,10 +39,10 @@ from relay import Hosts, add_line_options, address, hosts_on, line_of, why_impos
 from torch import Tensor
 
 from p2ptrain.config import NodeConfig, RunConfig, load_run_config
+from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.demo import DemoNode
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.export import load_model
-from p2ptrain.learn.model import Transformer
+from p2ptrain.models.built_in import Transformer
+from p2ptrain.models.export import load_model
 from p2ptrain.node.control import ask
 from p2ptrain.node.find import find_dataset
 from p2ptrain.node.saved import find_model, though_pruned

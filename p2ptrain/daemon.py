@@ -22,7 +22,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code
 from p2ptrain.errors import INTERRUPTED, ConfigError
 from p2ptrain.identity import peer_id_of
-from p2ptrain.learn.sample import SampleRequest, read_request
+from p2ptrain.models.sample import SampleRequest, read_request
 from p2ptrain.net import questions
 from p2ptrain.net.connections import topic_of
 from p2ptrain.node.assembly import Assembled, Launch, assemble

@@ -22,15 +22,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
+from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.begin import GivenWeights, begin, begin_again
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.models import check_base_bytes
-from p2ptrain.learn.own_data import PREPARE_FIX, OwnData, open_own
-from p2ptrain.learn.plugins import allow
-from p2ptrain.learn.private import open_privacy, refuse_without_own_steps
 from p2ptrain.loop.world import WorldLink
+from p2ptrain.models.kinds import check_base_bytes
+from p2ptrain.models.plugins import allow
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.assembly import Launch
@@ -67,6 +64,9 @@ from p2ptrain.observe.tensorboard import TensorBoard
 from p2ptrain.observe.tracking import Tracker, Tracking
 from p2ptrain.observe.wandb_run import WandbRun
 from p2ptrain.store.lock import Lock
+from p2ptrain.train.begin import GivenWeights, begin, begin_again
+from p2ptrain.train.own_data import PREPARE_FIX, OwnData, open_own
+from p2ptrain.train.private import open_privacy, refuse_without_own_steps
 
 if TYPE_CHECKING:
     from p2ptrain.node.device import Device

@@ -118,7 +118,7 @@ def _trained(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Returns names and shapes of the parameters that train. ConfigError if they, or a buffer, cannot be agreed on."""
     import torch  # noqa: PLC0415
 
-    from p2ptrain.learn.models import refuse_trained_buffers  # noqa: PLC0415
+    from p2ptrain.models.kinds import refuse_trained_buffers  # noqa: PLC0415
 
     refuse_trained_buffers(model)
     found = [(_plain(name), each) for name, each in model.named_parameters() if each.requires_grad]
@@ -137,7 +137,7 @@ def _trained(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def _frozen(model: torch.nn.Module) -> str:
     """Returns the digest of the parameters that do not train."""
-    from p2ptrain.learn.models import frozen_digest  # noqa: PLC0415
+    from p2ptrain.models.kinds import frozen_digest  # noqa: PLC0415
 
     return frozen_digest((_plain(name), each) for name, each in model.named_parameters() if not each.requires_grad)
 

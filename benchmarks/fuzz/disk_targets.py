@@ -15,11 +15,10 @@ from benchmarks.fuzz import Target
 from benchmarks.fuzz.core_targets import RUN, SIGNER
 from p2ptrain.core.admission import encode_invitation, make_ticket
 from p2ptrain.core.events import Observed, PeerSeen, Record, Silence
+from p2ptrain.data.dataset import PIECES_NAME
+from p2ptrain.data.prepare import UNFINISHED_NAME, _Unfinished, _unfinished
 from p2ptrain.errors import ConfigError, DataError, HardwareError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.data import PIECES_NAME
-from p2ptrain.learn.prepare import UNFINISHED_NAME, _Unfinished, _unfinished
-from p2ptrain.learn.private import Spent, SpentSteps, Told
 from p2ptrain.node.invitations import read_invitation
 from p2ptrain.replay import _ENCODER, _HEADER, _LINE, Header, _parsed
 from p2ptrain.store import segment
@@ -27,6 +26,7 @@ from p2ptrain.store.checkpoints import STAMP_NAME, FileStamp, Stamp, read_stamp
 from p2ptrain.store.diary import Trained, _encoded, read_entries
 from p2ptrain.store.mismatches import Mismatches
 from p2ptrain.store.records import OLD_PEERS_NAME, Batch, Records, remembered_peers
+from p2ptrain.train.private import Spent, SpentSteps, Told
 from tests.helpers.records import lived, row
 from tests.helpers.store import some_records
 

@@ -16,18 +16,18 @@ from p2ptrain.audit.tensors import differs
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.config.load import load_config, load_run_config
 from p2ptrain.config.text import to_toml
+from p2ptrain.data.corpus import Reading, _lines
+from p2ptrain.data.dataset import DatasetIndex, Split, TokenizerName, manifest_digest, store_manifest
+from p2ptrain.data.tokenizer import JsonTokenizer
+from p2ptrain.data.tokenizer_rules import judged, try_out
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
-from p2ptrain.learn.adapters import base_tensors
-from p2ptrain.learn.codec import PayloadFormat, pack, read_exponents, read_squares, unpack
-from p2ptrain.learn.corpus import Reading, _lines
-from p2ptrain.learn.data import DatasetIndex, Split, TokenizerName, manifest_digest, store_manifest
-from p2ptrain.learn.given_weights import _files, read_weights
-from p2ptrain.learn.models import exported_shapes
-from p2ptrain.learn.outer import Outer
-from p2ptrain.learn.tokenizer import JsonTokenizer
-from p2ptrain.learn.tokenizer_rules import judged, try_out
-from p2ptrain.learn.trainer import Trainer
-from p2ptrain.learn.transform import Layout
+from p2ptrain.exact.codec import PayloadFormat, pack, read_exponents, read_squares, unpack
+from p2ptrain.exact.outer import Outer
+from p2ptrain.exact.transform import Layout
+from p2ptrain.models.adapters import base_tensors
+from p2ptrain.models.given_weights import _files, read_weights
+from p2ptrain.models.kinds import exported_shapes
+from p2ptrain.train.trainer import Trainer
 from tests.helpers.core import run_of
 from tests.helpers.exact_numbers import contribution
 from tests.helpers.golden import FAMILY

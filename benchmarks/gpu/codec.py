@@ -17,13 +17,13 @@ from torch import Tensor
 
 from benchmarks.gpu import Peak, Report, median_ms, model_config, run_part
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.aggregate import apply_payloads
-from p2ptrain.learn.codec import Contribution, PayloadFormat, pack, unpack
-from p2ptrain.learn.model import Transformer
-from p2ptrain.learn.recipes import Residual
-from p2ptrain.learn.root import state_root
-from p2ptrain.learn.schedule import Terms
-from p2ptrain.learn.transform import Layout
+from p2ptrain.exact.aggregate import apply_payloads
+from p2ptrain.exact.codec import Contribution, PayloadFormat, pack, unpack
+from p2ptrain.exact.root import state_root
+from p2ptrain.exact.schedule import Terms
+from p2ptrain.exact.transform import Layout
+from p2ptrain.models.built_in import Transformer
+from p2ptrain.train.recipes import Residual
 
 SIZES, SIZES_SMALL = ("10m", "124m", "1b"), ("1m",)
 VOCABULARIES = {"124m": 50_304}

@@ -21,13 +21,13 @@ import torch
 from benchmarks.gpu import Report, model_config, run_part, wait_for
 from benchmarks.simulated import FullySynchronised, Swarm
 from p2ptrain.config import RECIPES, RecipeConfig
-from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.corpus import Reading
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.model import Transformer, initialise
-from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.tokenizer import load_tokenizer
+from p2ptrain.data.assignment import shard
+from p2ptrain.data.corpus import Reading
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.data.prepare import prepare
+from p2ptrain.data.tokenizer import load_tokenizer
+from p2ptrain.models.built_in import Transformer, initialise
+from p2ptrain.train.live import LiveModel
 
 PEERS, PEERS_SMALL = 8, 3
 TEXT_BYTES, TEXT_BYTES_SMALL = 48 * 2**20, 2**20

@@ -23,16 +23,16 @@ from torch.nn import functional
 from benchmarks.gpu import Peak, Report, median_ms, model_config, ratio, run_part, seconds_of, spread
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import MemoryShortError
-from p2ptrain.learn.aggregate import apply_payloads, apply_votes, sizes_of, sum_votes
-from p2ptrain.learn.codec import PayloadFormat, pack, unpack
-from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.memory import PassSettings, need_of
-from p2ptrain.learn.model import Transformer, initialise
-from p2ptrain.learn.recipes import make_recipe
-from p2ptrain.learn.root import state_root
-from p2ptrain.learn.scales import Scales
-from p2ptrain.learn.schedule import Terms
-from p2ptrain.learn.transform import Layout
+from p2ptrain.exact.aggregate import apply_payloads, apply_votes, sizes_of, sum_votes
+from p2ptrain.exact.codec import PayloadFormat, pack, unpack
+from p2ptrain.exact.root import state_root
+from p2ptrain.exact.scales import Scales
+from p2ptrain.exact.schedule import Terms
+from p2ptrain.exact.transform import Layout
+from p2ptrain.models.built_in import Transformer, initialise
+from p2ptrain.train.live import LiveModel
+from p2ptrain.train.memory import PassSettings, need_of
+from p2ptrain.train.recipes import make_recipe
 
 # Model, vocabulary, sequences of a pass, passes of a step: 65,536 tokens, which is a GPU's part of nanoGPT's batch.
 SIZES = {"124m": (50_304, 16, 4), "350m": (50_304, 8, 8)}

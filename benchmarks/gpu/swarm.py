@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.gpu import Report, model_config, run_part
 from p2ptrain.config import DeviceConfig, RunConfig
-from p2ptrain.learn.corpus import Reading
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.tokenizer import load_tokenizer
-from p2ptrain.learn.trainer import Trainer
+from p2ptrain.data.corpus import Reading
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.data.prepare import prepare
+from p2ptrain.data.tokenizer import load_tokenizer
+from p2ptrain.train.trainer import Trainer
 
 RECIPES: dict[str, dict[str, Any]] = {
     "distro": {},

@@ -1,6 +1,6 @@
 """Wheels for a machine without a network that has Python 3.12, torch, numpy and transformers: `make gpu-wheels`.
 
-All that `p2ptrain.learn`, these benchmarks and tests/gpu import besides those three; a test holds the list to it. The
+All that `p2ptrain.train`, these benchmarks and tests/gpu import besides those three; a test holds the list to it. The
 versions and hashes are those of constraints.txt, for Linux on x86-64.
 """
 

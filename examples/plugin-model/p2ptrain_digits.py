@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from p2ptrain.config import ModelConfig, Section
-from p2ptrain.learn.model import Model
+from p2ptrain.models.built_in import Model
 
 PIXELS, SHADES, BLANK, ZERO = 64, 16, ord("A"), ord("0")
 

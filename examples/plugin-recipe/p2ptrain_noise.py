@@ -12,9 +12,9 @@ from pydantic import Field
 from torch import Tensor
 
 from p2ptrain.config import Rational, RecipeConfig, Section
-from p2ptrain.learn.live import LiveModel, StepResult
-from p2ptrain.learn.recipes import LocalRecipe
-from p2ptrain.learn.transform import Layout
+from p2ptrain.exact.transform import Layout
+from p2ptrain.train.live import LiveModel, StepResult
+from p2ptrain.train.recipes import LocalRecipe
 
 
 class Noisy(LocalRecipe):

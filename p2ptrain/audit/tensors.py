@@ -16,8 +16,8 @@ from msgspec import Struct
 from torch import Tensor
 
 from p2ptrain.errors import DataError
+from p2ptrain.exact.root import FLOAT_BYTES, octets
 from p2ptrain.files import READ_BYTES, open_regular, trouble
-from p2ptrain.learn.root import FLOAT_BYTES, octets
 from p2ptrain.store.checkpoints import STATE_NAME
 
 LENGTH_BYTES = 8  # of the length that precedes the header

@@ -1,7 +1,7 @@
 """Checks payloads and checkpoints, and replays the certified rounds.
 
 The replay starts with the weights of the oldest checkpoint for which all later payloads are present. It applies the
-payloads of each certified round after it (learn/aggregate.py), and compares the resulting state root with the one that
+payloads of each certified round after it (exact/aggregate.py), and compares the resulting state root with the one that
 later manifests certify, and with every other checkpoint on the way. A single wrong bit anywhere changes the root of the
 next certified round.
 """
@@ -29,14 +29,14 @@ from p2ptrain.core.messages import KEY_BYTES, author_of, content_of, payload_dig
 from p2ptrain.core.state import Taken
 from p2ptrain.digest import DIGEST_BYTES
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
+from p2ptrain.exact.aggregate import check_exactness
+from p2ptrain.exact.outer import Outer
+from p2ptrain.exact.root import FLOAT_BYTES, covered_pieces, state_root
 from p2ptrain.files import listed, read_regular
-from p2ptrain.learn.aggregate import check_exactness
-from p2ptrain.learn.models import named_shapes
-from p2ptrain.learn.outer import Outer
-from p2ptrain.learn.root import FLOAT_BYTES, covered_pieces, state_root
-from p2ptrain.learn.saved_state import MOMENTUM_NAME, WEIGHTS_PREFIX
+from p2ptrain.models.kinds import named_shapes
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
+from p2ptrain.train.saved_state import MOMENTUM_NAME, WEIGHTS_PREFIX
 
 PAYLOAD_FIX = "Remove the file: a node fetches what it needs again"
 LARGER_FIX = "Audit it on a larger machine, or allow the container more"

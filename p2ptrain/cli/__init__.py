@@ -139,7 +139,7 @@ def check(file: ConfigFile) -> None:
         typer.echo(f"{file}: OK, a node's settings")
         return
     from p2ptrain.cli.node import node_config
-    from p2ptrain.learn.models import parameter_count
+    from p2ptrain.models.kinds import parameter_count
 
     node_config(None)  # may allow the run's plug-ins
     parameters, payload = parameter_count(config.model, config.adapt), _payload_bytes(config)
@@ -150,8 +150,8 @@ def check(file: ConfigFile) -> None:
 
 
 def _payload_bytes(run: RunConfig) -> int:
-    from p2ptrain.learn.models import shapes_of
-    from p2ptrain.learn.outer import Outer
+    from p2ptrain.exact.outer import Outer
+    from p2ptrain.models.kinds import shapes_of
 
     return Outer.of(run, shapes_of(run.model, run.adapt)).payload_bytes
 
@@ -265,10 +265,10 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
     share = _percent(held_out)
     from p2ptrain.capacity import cores
     from p2ptrain.cli.preparing import Preparing
-    from p2ptrain.learn.chats import load_template
-    from p2ptrain.learn.corpus import Reading
-    from p2ptrain.learn.prepare import prepare as make
-    from p2ptrain.learn.tokenizer import load_tokenizer
+    from p2ptrain.data.chats import load_template
+    from p2ptrain.data.corpus import Reading
+    from p2ptrain.data.prepare import prepare as make
+    from p2ptrain.data.tokenizer import load_tokenizer
 
     chosen = load_tokenizer(tokenizer)
     if chat_template is not None and not chat:

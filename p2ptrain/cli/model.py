@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from p2ptrain.config import NodeConfig
-    from p2ptrain.learn.model import Model
-    from p2ptrain.learn.sample import SampleRequest
+    from p2ptrain.models.built_in import Model
+    from p2ptrain.models.sample import SampleRequest
     from p2ptrain.node.saved import SavedModel
 
 STDIN = "-"
@@ -53,8 +53,8 @@ def export(
 
     Writes its config, weights, tokenizer and model card.
     """
-    from p2ptrain.learn.export import check_target
-    from p2ptrain.learn.export import export as write
+    from p2ptrain.models.export import check_target
+    from p2ptrain.models.export import export as write
     from p2ptrain.node.saved import find_model, reading, though_pruned  # torch takes two seconds
 
     check_target(out)
@@ -88,7 +88,7 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has many options
 
     Uses the local daemon's model, or that of the newest certified checkpoint if no daemon is running.
     """
-    from p2ptrain.learn.sample import PROMPT_BYTES_MAX, SampleRequest, check
+    from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest, check
 
     if prompt == STDIN:
         prompt = _text(sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1))
@@ -126,10 +126,10 @@ def evaluate(
             raise ConfigError("tasks bring data of their own", key="--data", fix="Leave it out")
         _run_tasks(node_config(config, data_dir), run, number, checkpoint, tasks, sequences)
         return
-    from p2ptrain.learn.evaluate import evaluate as measure
-    from p2ptrain.learn.run_data import packing_of
-    from p2ptrain.learn.trainer import open_device
+    from p2ptrain.data.run_data import packing_of
     from p2ptrain.node.saved import held_out_of
+    from p2ptrain.train.evaluate import evaluate as measure
+    from p2ptrain.train.trainer import open_device
 
     node = node_config(config, data_dir)
     device, _ = open_device(node.device)
@@ -161,10 +161,10 @@ def _run_tasks(
     node: NodeConfig, run: str | None, number: int | None, checkpoint: Path | None, tasks: str, limit: int
 ) -> None:
     """Exports the model to a place of its own, and runs the tasks on it."""
-    from p2ptrain.learn.evaluate import check_tasks, run_tasks
-    from p2ptrain.learn.export import export as write
-    from p2ptrain.learn.trainer import open_device
+    from p2ptrain.models.export import export as write
     from p2ptrain.node.saved import find_model, reading, though_pruned
+    from p2ptrain.train.evaluate import check_tasks, run_tasks
+    from p2ptrain.train.trainer import open_device
 
     check_tasks()
     device, _ = open_device(node.device)
@@ -198,7 +198,7 @@ def _measuring() -> Iterator[Callable[[int, int], None]]:
 
 def _text(content: bytes) -> str:
     """Decodes a prompt. One over the limit may have been cut within a character; its length is refused later."""
-    from p2ptrain.learn.sample import PROMPT_BYTES_MAX
+    from p2ptrain.models.sample import PROMPT_BYTES_MAX
 
     try:
         return content.decode(errors="strict" if len(content) <= PROMPT_BYTES_MAX else "replace")
@@ -236,8 +236,8 @@ def _from_checkpoint(
     request: SampleRequest,
     why_no_daemon: str,
 ) -> str:
-    from p2ptrain.learn.sample import sample
-    from p2ptrain.learn.trainer import open_device
+    from p2ptrain.models.sample import sample
+    from p2ptrain.train.trainer import open_device
     from p2ptrain.visible import duration
 
     device, _ = open_device(node.device)  # the daemon's device, for identical results
@@ -253,7 +253,7 @@ def _loaded(
     node: NodeConfig, run: str | None, number: int | None, directory: Path | None, device: torch.device
 ) -> tuple[SavedModel, Model, float]:
     """Returns a saved model, loaded, and when it was saved."""
-    from p2ptrain.learn.export import load_model
+    from p2ptrain.models.export import load_model
     from p2ptrain.node.saved import find_model, reading, though_pruned
 
     def look() -> tuple[SavedModel, Model, float]:

@@ -61,7 +61,7 @@ def node_config(
     From here on this process may use the plug-ins that they allow.
     """
     from p2ptrain.config import load_node_config, with_options
-    from p2ptrain.learn.plugins import allow
+    from p2ptrain.models.plugins import allow
 
     options = {
         ("storage", "directory"): str(data_dir) if data_dir else None,

@@ -139,12 +139,12 @@ class ModelConfig(Section):
 
     @property
     def supports_packing(self) -> bool:
-        """Whether the model can be trained with a loss mask and with documents kept apart (learn/packing.py)."""
+        """Whether the model can be trained with a loss mask and with documents kept apart (data/packing.py)."""
         return self.kind in ("builtin", "transformers")
 
     @property
     def supports_adapters(self) -> bool:
-        """Whether small matrices can be trained beside the model's own (learn/adapters.py)."""
+        """Whether small matrices can be trained beside the model's own (models/adapters.py)."""
         return self.kind in ("builtin", "transformers")
 
     @property

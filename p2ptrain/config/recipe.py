@@ -29,7 +29,7 @@ class Limit(NamedTuple):
 class RecipeSpec:
     """All that is special about a recipe; no other code looks at a recipe's name."""
 
-    kind: Literal["gradient", "local"]  # names its class in learn/recipes.py, so that no config needs torch
+    kind: Literal["gradient", "local"]  # names its class in train/recipes.py, so that no config needs torch
     is_scaled: bool  # whether its contributions carry a power-of-two scale per tensor
     defaults: Mapping[str, object] = field(default_factory=dict)  # where they differ from those of `local`
     adamw_defaults: Mapping[str, object] = field(default_factory=dict)  # and these, if the inner optimizer is AdamW
@@ -80,7 +80,7 @@ RECIPES: dict[str, RecipeSpec] = {
 MOMENTUM_MAX = Fraction(9_999, 10_000)  # a little above it rounds to 1
 SPARSE_BITS_MAX = 8  # of a number that is sent with its place: more are not worth their bytes
 SCALE_ROOM_BITS = 5  # at least: how far below the measure's root mean square votes of a round are told apart
-SCALE_TOP_BITS = 3  # and how far above it a single one counts (learn/scales.py)
+SCALE_TOP_BITS = 3  # and how far above it a single one counts (exact/scales.py)
 DENSE_TOP_BITS = 4  # the same where every weight is sent: the largest of all is further above than that of the largest
 
 

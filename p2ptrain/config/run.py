@@ -66,7 +66,7 @@ LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 REGION_BITS_MIN = 4  # in which a region's contributions carry the world's changes whole, in a round or two
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
-BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (learn/transform.py)
+BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (exact/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
 VOTES_MAX = 2**31 - 1  # a sum of votes fits 32 bits
 

@@ -10,12 +10,12 @@ from time import perf_counter
 
 from p2ptrain.doctor.findings import Diagnosis
 from p2ptrain.errors import ConfigError
+from p2ptrain.exact.shortage import mega
 from p2ptrain.files import nearest_existing
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import DiskDemand, Need
-from p2ptrain.learn.shortage import mega
 from p2ptrain.node.limits import LESS_DISK
 from p2ptrain.store.lock import FIX, LOCK_NAME, LOCK_SUFFIX, beside
+from p2ptrain.train.memory import DiskDemand, Need
 
 PROBE_BYTES = 64 * 2**20  # more than a disk's own cache takes at once; a guess
 PROBE_PART_BYTES = 2**20

@@ -28,7 +28,6 @@ from p2ptrain.errors import (
 )
 from p2ptrain.files import nearest_existing
 from p2ptrain.identity import Identity
-from p2ptrain.learn.memory import Need, demands_of, need_of
 from p2ptrain.net import questions
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node import control
@@ -37,6 +36,7 @@ from p2ptrain.node.find import ask_around, check_addresses, stored_runs
 from p2ptrain.node.limits import disk_demand
 from p2ptrain.observe.top_frame import troubles
 from p2ptrain.store.records import remembered_peers
+from p2ptrain.train.memory import Need, demands_of, need_of
 
 DAEMON_SECONDS = 5.0  # for a running daemon to answer
 QUICK_SECONDS = 10.0  # for checks that only ask the system

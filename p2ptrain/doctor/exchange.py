@@ -6,9 +6,9 @@ import math
 
 from p2ptrain.config import RunConfig
 from p2ptrain.doctor.findings import Diagnosis
-from p2ptrain.learn.memory import need_of
-from p2ptrain.learn.shortage import mega
+from p2ptrain.exact.shortage import mega
 from p2ptrain.node.consent import exchanged_bytes
+from p2ptrain.train.memory import need_of
 
 SHARE_WANTED = 0.05  # of the time
 

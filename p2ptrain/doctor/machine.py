@@ -16,12 +16,12 @@ from pathlib import Path
 from p2ptrain.config import DeviceConfig, TrackingConfig
 from p2ptrain.doctor.findings import Diagnosis, refused
 from p2ptrain.errors import ConfigError, DeviceError
-from p2ptrain.learn.memory import MemoryDemand
-from p2ptrain.learn.shortage import mega
+from p2ptrain.exact.shortage import mega
 from p2ptrain.net.libp2p.process import CONNECTIONS_HIGH, find_binary
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.limits import LESS_MEMORY
 from p2ptrain.observe.wandb_run import require_wandb
+from p2ptrain.train.memory import MemoryDemand
 
 PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 14)  # as in pyproject.toml: hivemind's pydantic.v1 blocks 3.14
 TORCH_FROM = (2, 6)
@@ -160,7 +160,7 @@ def try_device(name: str) -> None:
     """Checks that the device's arithmetic is exact, including the edge cases."""
     import torch  # noqa: PLC0415
 
-    from p2ptrain.learn.aggregate import check_exactness  # noqa: PLC0415
+    from p2ptrain.exact.aggregate import check_exactness  # noqa: PLC0415
 
     check_exactness(64, torch.device(name))
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from p2ptrain.config import HttpConfig, NetworkConfig
 from p2ptrain.doctor.findings import Diagnosis, refused
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError
-from p2ptrain.learn.shortage import mega
+from p2ptrain.exact.shortage import mega
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.blobs.blob import BlobName, all_pieces

@@ -16,12 +16,12 @@ from time import perf_counter
 
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.core.messages import authored, payload_digest
+from p2ptrain.data.assignment import Positions
 from p2ptrain.errors import ConfigError, DataError, NodeEndedError, P2ptrainError, PassedError
-from p2ptrain.learn.assignment import Positions
-from p2ptrain.learn.trainer import Trainer
 from p2ptrain.loop.channel import Memory, RoundTrained
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.store.diary import Trained
+from p2ptrain.train.trainer import Trainer
 
 AWAY_SECONDS = 60.0  # without a step, until the node says so; the first step of a compiled model takes as long
 

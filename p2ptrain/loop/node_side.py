@@ -37,11 +37,6 @@ from p2ptrain.config import (
 from p2ptrain.core.complaints import Code
 from p2ptrain.daemon import Daemon
 from p2ptrain.errors import INTERRUPTED, ConfigError, DataError, P2ptrainError
-from p2ptrain.learn.begin import GivenWeights
-from p2ptrain.learn.models import named_shapes
-from p2ptrain.learn.own_data import PREPARE_FIX
-from p2ptrain.learn.plugins import allow
-from p2ptrain.learn.trainer import EVALUATED_SEQUENCES
 from p2ptrain.loop.channel import (
     FRAME_BYTES_MAX,
     Answer,
@@ -64,10 +59,15 @@ from p2ptrain.loop.channel import (
     framed,
 )
 from p2ptrain.loop.device import LoopDevice
+from p2ptrain.models.kinds import named_shapes
+from p2ptrain.models.plugins import allow
 from p2ptrain.node.assembly import Launch
 from p2ptrain.node.device import StoppedError
 from p2ptrain.node.directories import data_directory
 from p2ptrain.observe.build import complaints_of
+from p2ptrain.train.begin import GivenWeights
+from p2ptrain.train.own_data import PREPARE_FIX
+from p2ptrain.train.trainer import EVALUATED_SEQUENCES
 
 FROZEN_FIX = (
     "Load the same ones, in the same types, or freeze the same; what each machine computes for itself is to be a buffer"

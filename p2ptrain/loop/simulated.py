@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from p2ptrain.config import RecipeConfig, exact, run_config_of
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.learn.outer import Outer
-from p2ptrain.learn.recipes import Residual
+from p2ptrain.exact.outer import Outer
+from p2ptrain.train.recipes import Residual
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import DataError, RemoteProtocolError
-from p2ptrain.learn.models import NamedShapes, named_shapes
-from p2ptrain.learn.region import Region, World
 from p2ptrain.loop import channel
 from p2ptrain.loop.channel import Begin, Memory, NodeAnswer, ScriptRequest
+from p2ptrain.models.kinds import NamedShapes, named_shapes
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import Reach, is_within, split
 from p2ptrain.net.transport import TransportError
@@ -35,6 +34,7 @@ from p2ptrain.node.assembly import Launch
 from p2ptrain.node.directories import data_directory
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.region import RegionDevice
+from p2ptrain.train.region import Region, World
 
 DIRECTORY = "world"  # of the world node, within this one's
 ASKED, TOLD = 8, 4  # members of the region that are asked for addresses of the world's run; addresses of each

@@ -17,12 +17,11 @@ from p2ptrain.core.node import Node
 from p2ptrain.core.state import genesis
 from p2ptrain.core.trust import is_on
 from p2ptrain.core.view import NodeView
+from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, UnusableError
 from p2ptrain.files import DiskError, read, write_atomically
 from p2ptrain.identity import Identity, RunSigner
-from p2ptrain.learn.adapters import Base
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.own_data import OwnData
+from p2ptrain.models.adapters import Base
 from p2ptrain.net.address_book import Origin
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
@@ -43,6 +42,7 @@ from p2ptrain.node.strangers import messages_of_strangers
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
+from p2ptrain.train.own_data import OwnData
 
 TRUST_NAME = "trust"  # the file in the run's directory with the head that this node was told to trust
 

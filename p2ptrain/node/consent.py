@@ -27,7 +27,7 @@ from p2ptrain.node.limits import disk_demand
 from p2ptrain.visible import count_of, few
 
 if TYPE_CHECKING:
-    from p2ptrain.learn.memory import Need
+    from p2ptrain.train.memory import Need
 
 WATCH_SECONDS = 5.0  # for which a run's rounds are counted: longer, and a person wonders why nothing happens
 COPIES = 16  # of a message that reach a node in a swarm that gossips: 15 with 24 nodes, and the author's own
@@ -74,8 +74,8 @@ async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, 
 
 def terms_of(run: RunConfig, config: NodeConfig, members: int, seen: RoundsSeen | None) -> dict[str, str]:
     """Returns what the run asks of this machine, by subject. `members`: of its roster, without this node; 0: unknown"""
-    from p2ptrain.learn.memory import demands_of, need_of  # noqa: PLC0415  # imports torch
-    from p2ptrain.learn.shortage import mega  # noqa: PLC0415
+    from p2ptrain.exact.shortage import mega  # noqa: PLC0415
+    from p2ptrain.train.memory import demands_of, need_of  # noqa: PLC0415  # imports torch
 
     need, demands = need_of(run), demands_of(run, config)
     disk = disk_demand(run, config, need, members=members)

@@ -36,17 +36,17 @@ from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.complaints import Complaint
 from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_digest
 from p2ptrain.core.pace import takes_another
+from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
-from p2ptrain.learn.adapters import Base
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.live import StepResult, mean_loss
-from p2ptrain.learn.own_data import OwnData
-from p2ptrain.learn.private import Privacy
-from p2ptrain.learn.root import FLOAT_BYTES
-from p2ptrain.learn.trainer import Trainer
+from p2ptrain.exact.root import FLOAT_BYTES
+from p2ptrain.models.adapters import Base
 from p2ptrain.node.fetching import PIECES_TOLD
 from p2ptrain.node.limits import rest_seconds
 from p2ptrain.store.diary import Trained
+from p2ptrain.train.live import StepResult, mean_loss
+from p2ptrain.train.own_data import OwnData
+from p2ptrain.train.private import Privacy
+from p2ptrain.train.trainer import Trainer
 
 log = logging.getLogger("p2ptrain.node")
 T = TypeVar("T")

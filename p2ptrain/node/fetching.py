@@ -21,13 +21,13 @@ from pathlib import Path
 from statistics import median
 
 from p2ptrain.config import RunConfig
+from p2ptrain.data.assignment import Positions
+from p2ptrain.data.dataset import MANIFEST_BYTES_MAX, TokenDataset, manifest_digest, piece_digest, store_manifest
+from p2ptrain.data.tokenizer import TOKENIZER_BYTES_MAX, tokenizer_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.files import entries, forget, make_directory
-from p2ptrain.learn.adapters import base_file
-from p2ptrain.learn.assignment import Positions
-from p2ptrain.learn.data import MANIFEST_BYTES_MAX, TokenDataset, manifest_digest, piece_digest, store_manifest
-from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, tokenizer_digest
+from p2ptrain.models.adapters import base_file
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import Blob, BlobName, FileSink, verified
 from p2ptrain.net.blobs.fetch import Fetcher

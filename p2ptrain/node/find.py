@@ -14,11 +14,11 @@ from typing import TypeVar
 import msgspec
 
 from p2ptrain.config import PROTOCOL_VERSION, NetworkConfig, NodeConfig, RunConfig
+from p2ptrain.data.dataset import MANIFEST_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError, TooLargeError
 from p2ptrain.files import forget
-from p2ptrain.learn.adapters import Base, base_file, read_base
-from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest, read_manifest
+from p2ptrain.models.adapters import Base, base_file, read_base
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import tell
 from p2ptrain.net.addresses import kind_of_address, split

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from p2ptrain.config import NodeConfig
-from p2ptrain.learn.begin import GivenWeights
-from p2ptrain.learn.given_weights import config_beside, read_checkpoint, read_weights
+from p2ptrain.models.given_weights import config_beside, read_checkpoint, read_weights
 from p2ptrain.node.saved import weights_in
 from p2ptrain.store.checkpoints import STAMP_NAME
+from p2ptrain.train.begin import GivenWeights
 
 
 def open_weights(config: NodeConfig, place: Path) -> tuple[GivenWeights, Callable[[], str]]:

@@ -14,7 +14,7 @@ training and goes on voting and applying. These reasons and the owner's pause ar
 lifted.
 
 Memory cannot be released on demand: it holds weights and gradients, and a limit on the address space would make torch
-fail in the middle of a round. So the need is estimated before anything is allocated (learn/memory.py), and later usage
+fail in the middle of a round. So the need is estimated before anything is allocated (train/memory.py), and later usage
 is only reported. To enforce a limit, use the system's means (systemd's MemoryMax=, a container's limit).
 """
 
@@ -41,9 +41,9 @@ from p2ptrain.files import below, nearest_existing
 from p2ptrain.node.directories import bases_directory, data_directory, run_directory
 
 if TYPE_CHECKING:
-    from p2ptrain.learn.data import TokenDataset
-    from p2ptrain.learn.memory import DiskDemand, Need
+    from p2ptrain.data.dataset import TokenDataset
     from p2ptrain.node.device import Device
+    from p2ptrain.train.memory import DiskDemand, Need
 
 LOOK_SECONDS = 5.0  # between checks of clock, battery and memory: unplugging costs a few seconds of charge
 LESS_MEMORY = "Close other programs, set device.checkpointing = true, or join a run with a smaller model"
@@ -120,8 +120,8 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
     If the memory is only taken by other programs, it only warns; also if a GPU would fit smaller passes, which training
     then takes by itself. A process that takes more main memory than there is would be ended by the system.
     """
-    from p2ptrain.learn.memory import demands_of, need_of, passes_that_fit  # noqa: PLC0415  # imports torch
-    from p2ptrain.learn.shortage import mega  # noqa: PLC0415
+    from p2ptrain.exact.shortage import mega  # noqa: PLC0415
+    from p2ptrain.train.memory import demands_of, need_of, passes_that_fit  # noqa: PLC0415  # imports torch
 
     demands = demands_of(run, config)
     disk = disk_demand(run, config, need_of(run))
@@ -147,8 +147,8 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
 def keep_data_within(run: RunConfig, config: NodeConfig, data: TokenDataset) -> None:
     """Limits the fetched data to the room that the run leaves on the disk. Raises ConfigError if the data of one round
     does not fit."""
-    from p2ptrain.learn.memory import DISK_SHARE, need_of  # noqa: PLC0415
-    from p2ptrain.learn.trainer import EVALUATED_SEQUENCES  # noqa: PLC0415
+    from p2ptrain.train.memory import DISK_SHARE, need_of  # noqa: PLC0415
+    from p2ptrain.train.trainer import EVALUATED_SEQUENCES  # noqa: PLC0415
 
     least = data.fetched_bytes_min(run.recipe.round_sequences, EVALUATED_SEQUENCES, run.model.sequence_length)
     disk = disk_demand(run, config, need_of(run), data.prepared_bytes + least, of_data=data.directory)
@@ -158,7 +158,7 @@ def keep_data_within(run: RunConfig, config: NodeConfig, data: TokenDataset) -> 
 
 
 def _refuse_disk(run: RunConfig, disk: DiskDemand) -> None:
-    from p2ptrain.learn.shortage import mega  # noqa: PLC0415
+    from p2ptrain.exact.shortage import mega  # noqa: PLC0415
 
     if disk.level == "failed":
         what = f"run {run.name} needs about {disk.takes}, and may have {mega(disk.room)}"
@@ -172,8 +172,8 @@ def disk_demand(
 
     data_bytes: of its data, which lies in the directory `of_data`
     """
-    from p2ptrain.learn.memory import CONTRIBUTORS_USUAL, DiskDemand  # noqa: PLC0415
-    from p2ptrain.learn.shortage import mega  # noqa: PLC0415
+    from p2ptrain.exact.shortage import mega  # noqa: PLC0415
+    from p2ptrain.train.memory import CONTRIBUTORS_USUAL, DiskDemand  # noqa: PLC0415
 
     contributors = min(max(members, len(run.admission.founders), CONTRIBUTORS_USUAL), run.admission.contributors_max)
     terms = config.storage.checkpoints_kept, run.agreement.history_rounds, contributors

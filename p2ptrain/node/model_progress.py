@@ -21,11 +21,11 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core.claims import LOSS_MAX, MILLION
 from p2ptrain.core.events import Train
 from p2ptrain.errors import DataError, MemoryShortError
-from p2ptrain.learn.sample import SampleRequest
-from p2ptrain.learn.trainer import EVALUATED_SEQUENCES
+from p2ptrain.models.sample import SampleRequest
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.fetching import Fetching
+from p2ptrain.train.trainer import EVALUATED_SEQUENCES
 from p2ptrain.visible import one_line
 
 TIME_SHARE, TRAINING_SHARE = 0.01, 1 / 8  # of the time since the start, and of a training

@@ -18,14 +18,14 @@ from typing import TypeVar
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.digest import leaves_of
 from p2ptrain.errors import DataError
-from p2ptrain.learn.saved_state import Capture
-from p2ptrain.learn.shortage import is_out_of_memory
+from p2ptrain.exact.shortage import is_out_of_memory
 from p2ptrain.node.device import Device
 from p2ptrain.node.served_blobs import SavedStates
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.diary import Trained
 from p2ptrain.store.records import Batch
 from p2ptrain.store.store import Store
+from p2ptrain.train.saved_state import Capture
 
 FRESH_SECONDS = 60.0  # by then the core has counted a payload that arrived, or does not need it
 LAST_CHANCE = 0.75  # share of the kept history that may pass without a checkpoint before training waits for one

@@ -1,4 +1,4 @@
-"""The device of a region's node (learn/region.py): it trains from what the world has agreed on, and says so."""
+"""The device of a region's node (train/region.py): it trains from what the world has agreed on, and says so."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.core.messages import author_of
 from p2ptrain.errors import PassedError
-from p2ptrain.learn.outer import TAIL_BYTES, Tail
-from p2ptrain.learn.region import Region, World
-from p2ptrain.learn.trainer import Trainer
+from p2ptrain.exact.outer import TAIL_BYTES, Tail
 from p2ptrain.node.device import Applying, Device
 from p2ptrain.store.diary import Trained
+from p2ptrain.train.region import Region, World
+from p2ptrain.train.trainer import Trainer
 
 AWAY_SECONDS = 60.0  # without the world's run, until the node says so
 

@@ -20,13 +20,13 @@ from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.run import CONFIG_BYTES_MAX
 from p2ptrain.core.journal import HistoryVerdict, Journal
 from p2ptrain.core.state import AgreedState
+from p2ptrain.data.dataset import TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
+from p2ptrain.data.run_data import check_tokens
+from p2ptrain.data.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.files import make_directory, read_regular, trouble, write_atomically
-from p2ptrain.learn.adapters import base_file, read_base
-from p2ptrain.learn.data import TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
-from p2ptrain.learn.export import Weights
-from p2ptrain.learn.run_data import check_tokens
-from p2ptrain.learn.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
+from p2ptrain.models.adapters import base_file, read_base
+from p2ptrain.models.export import Weights
 from p2ptrain.node.directories import bases_directory, run_directory
 from p2ptrain.node.find import choose_run, find_dataset
 from p2ptrain.store.checkpoints import LOOKS_MAX, STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp

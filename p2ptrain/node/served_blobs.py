@@ -8,11 +8,11 @@ from collections import OrderedDict
 from functools import cached_property
 
 from p2ptrain.config import RunConfig
+from p2ptrain.data.dataset import MANIFEST_BYTES_MAX, MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest
+from p2ptrain.data.tokenizer import tokenizer_digest
 from p2ptrain.digest import is_piece, leaf_digests
 from p2ptrain.errors import DataError
-from p2ptrain.learn.adapters import Base
-from p2ptrain.learn.data import MANIFEST_BYTES_MAX, MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest
-from p2ptrain.learn.tokenizer import tokenizer_digest
+from p2ptrain.models.adapters import Base
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import Blob, BlobName, Check, TreeFile, WholeFile, all_pieces
 from p2ptrain.net.blobs.fetch import Fetcher

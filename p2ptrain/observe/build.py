@@ -10,7 +10,6 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.view import PeerView
 from p2ptrain.identity import peer_id_of
-from p2ptrain.learn.private import Privacy
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.node.driver import Driver
@@ -30,6 +29,7 @@ from p2ptrain.observe.schema import (
     Status,
     Traffic,
 )
+from p2ptrain.train.private import Privacy
 
 ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than once in so many
 CONTRIBUTORS_TOLD = 20_000  # in all rounds of one answer: 1.2 MB

@@ -27,7 +27,7 @@ from p2ptrain.config.text import to_toml
 from p2ptrain.errors import DataError
 from p2ptrain.files import read
 from p2ptrain.identity import peer_id_of
-from p2ptrain.learn.models import parameter_count
+from p2ptrain.models.kinds import parameter_count
 from p2ptrain.observe import plotly_asset
 from p2ptrain.observe.app import ASSETS, INDEX, page_of
 from p2ptrain.observe.figures import figures_of

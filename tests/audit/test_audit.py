@@ -418,7 +418,7 @@ def spoil_weights(checkpoint: Checkpoint, run: RunConfig) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from p2ptrain.learn.root import state_root
+    from p2ptrain.exact.root import state_root
 
     weights = np.fromfile(checkpoint.path / STATE_NAME, dtype="<f4")
     weights[0] += 1.0
@@ -448,7 +448,7 @@ def test_a_checkpoint_that_the_rounds_do_not_lead_to_is_found_by_replaying(direc
 
 
 def _names(run: RunConfig) -> Any:
-    from p2ptrain.learn.model import Transformer
+    from p2ptrain.models.built_in import Transformer
 
     return Transformer(run.model).named_parameters()
 

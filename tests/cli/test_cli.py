@@ -154,7 +154,7 @@ def test_a_failure_of_the_world_is_told_with_status_1(
     def full(*_: object, **__: object) -> None:
         raise DataError("the disk is full")
 
-    monkeypatch.setattr("p2ptrain.learn.prepare.prepare", full)
+    monkeypatch.setattr("p2ptrain.data.prepare.prepare", full)
     assert p2ptrain(capsys, "data", "prepare", tmp_path, "--embedded") == (1, "", "the disk is full\n")
 
 
@@ -218,9 +218,9 @@ def test_a_reader_that_goes_away_is_no_bug() -> None:
 
 
 def test_check_says_what_a_run_weighs(capsys: pytest.CaptureFixture[str]) -> None:
-    from p2ptrain.learn.codec import PayloadFormat
-    from p2ptrain.learn.model import Transformer
-    from p2ptrain.learn.transform import Layout
+    from p2ptrain.exact.codec import PayloadFormat
+    from p2ptrain.exact.transform import Layout
+    from p2ptrain.models.built_in import Transformer
 
     run = load_run_config(TINY)
     shapes = [tuple(parameter.shape) for parameter in Transformer(run.model).parameters()]
@@ -319,7 +319,7 @@ def test_prepare_prints_the_lines_for_a_run_file(capsys: pytest.CaptureFixture[s
     (tmp_path / "run.toml").write_text(f'name = "a"\n{out}')
     run = load_run_config(tmp_path / "run.toml")
 
-    from p2ptrain.learn.data import TokenDataset
+    from p2ptrain.data.dataset import TokenDataset
 
     dataset = TokenDataset.open(tmp_path / "out", run.data.manifest)
     tokens = dataset.manifest.training.tokens
@@ -346,7 +346,7 @@ def test_prepare_with_a_tokenizer_prints_its_digest_and_vocabulary(
     (tmp_path / "run.toml").write_text(f'name = "a"\n{out}')
     run = load_run_config(tmp_path / "run.toml")
 
-    from p2ptrain.learn.tokenizer import load_tokenizer
+    from p2ptrain.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     assert (run.tokenizer.kind, run.tokenizer.digest) == ("json", tokenizer.digest)
@@ -364,7 +364,7 @@ def test_prepare_holds_out_the_share_that_is_asked_for(
         seen.update(named)
         raise DataError("seen")
 
-    monkeypatch.setattr("p2ptrain.learn.prepare.prepare", spy)
+    monkeypatch.setattr("p2ptrain.data.prepare.prepare", spy)
     p2ptrain(capsys, "data", "prepare", tmp_path, "--embedded", "--held-out", "2.5")
     assert (seen["held_out"], seen["embedded"]) == (Fraction(1, 40), True)
     p2ptrain(capsys, "data", "prepare", tmp_path)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from p2ptrain.config import NodeConfig, RunConfig, StorageConfig
-from p2ptrain.learn.chats import ChatTemplate
-from p2ptrain.learn.corpus import Reading
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.models import shapes_digest
-from p2ptrain.learn.packing import PLAIN, Packing
-from p2ptrain.learn.prepare import DatasetSummary, prepare
-from p2ptrain.learn.tokenizer import JsonTokenizer
+from p2ptrain.data.chats import ChatTemplate
+from p2ptrain.data.corpus import Reading
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.data.packing import PLAIN, Packing
+from p2ptrain.data.prepare import DatasetSummary, prepare
+from p2ptrain.data.tokenizer import JsonTokenizer
+from p2ptrain.models.kinds import shapes_digest
 from p2ptrain.node.directories import dataset_directory
 from tests.helpers import daemons
 from tests.helpers.export import Command, Node, model_of, run_of, state_of
@@ -197,7 +197,7 @@ def test_tasks_of_the_harness_run_on_the_model(tmp_path: Path, monkeypatch: pyte
 def test_tasks_without_the_harness_say_what_to_install(
     tmp_path: Path, p2ptrain: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("p2ptrain.learn.evaluate.find_spec", lambda name: None)
+    monkeypatch.setattr("p2ptrain.train.evaluate.find_spec", lambda name: None)
     node, _ = node_with(tmp_path)
     status, _, err = p2ptrain("evaluate", "--tasks", "arc_easy", *node.place)
     assert (status, "--tasks: tasks take EleutherAI" in err, "p2ptrain[eval]" in err) == (2, True, True)

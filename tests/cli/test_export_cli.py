@@ -10,8 +10,8 @@ import pytest
 from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Certified
 from p2ptrain.core.state import genesis
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.tokenizer import JsonTokenizer
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.data.tokenizer import JsonTokenizer
 from p2ptrain.node.directories import dataset_directory
 from p2ptrain.node.saved import keep_tokenizer
 from p2ptrain.store.checkpoints import STAMP_NAME, STATE_NAME, TRAINER_NAME

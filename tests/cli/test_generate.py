@@ -22,14 +22,14 @@ import torch
 from p2ptrain import daemon as life
 from p2ptrain.config import RunConfig
 from p2ptrain.daemon import Daemon
+from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.model import Transformer
-from p2ptrain.learn.sample import PROMPT_BYTES_MAX, SampleRequest
-from p2ptrain.learn.trainer import Trainer
+from p2ptrain.models.built_in import Transformer
+from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest
 from p2ptrain.node import control
 from p2ptrain.node.control import Control, ask
 from p2ptrain.node.device import Device
+from p2ptrain.train.trainer import Trainer
 from tests.helpers.core import KEYS
 from tests.helpers.export import Command, Node, saved_node, state_of
 from tests.helpers.tokenizers import prepared, written

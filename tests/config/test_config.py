@@ -74,7 +74,7 @@ def test_a_preset_gives_the_sizes_that_are_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODEL_PRESETS)
 def test_a_preset_has_about_as_many_parameters_as_its_name_says(name: str) -> None:
-    from p2ptrain.learn.models import parameter_count
+    from p2ptrain.models.kinds import parameter_count
 
     said_count = int(name[:-1]) * {"m": 10**6, "b": 10**9}[name[-1]]
     assert parameter_count(ModelConfig(preset=name)) == pytest.approx(said_count, rel=0.05)
@@ -129,7 +129,7 @@ def test_the_examples_load(path: Path) -> None:
 
 
 def test_the_tiny_example_has_less_than_a_million_parameters() -> None:
-    from p2ptrain.learn.models import parameter_count
+    from p2ptrain.models.kinds import parameter_count
 
     run = load_run_config(ROOT / "examples" / "tiny.toml")
     assert parameter_count(run.model) <= 1_000_000

@@ -21,12 +21,12 @@ from p2ptrain.doctor.findings import Check, Diagnosis, can_work, json_of, text_o
 from p2ptrain.doctor.machine import Gpu, Hardware
 from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
-from p2ptrain.learn import hf_model
-from p2ptrain.learn.memory import DiskDemand, MemoryDemand, need_of
+from p2ptrain.models import hf_model
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.directories import dataset_directory
 from p2ptrain.node.limits import disk_demand
 from p2ptrain.store.lock import LOCK_NAME, Lock
+from p2ptrain.train.memory import DiskDemand, MemoryDemand, need_of
 from tests.helpers import hf_models
 from tests.helpers.cli import p2ptrain
 

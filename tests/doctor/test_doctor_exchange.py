@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.doctor.exchange import judge_exchange
-from p2ptrain.learn.memory import need_of
+from p2ptrain.train.memory import need_of
 
 
 def run_of(**recipe: object) -> RunConfig:

@@ -16,19 +16,19 @@ import pytest
 import torch
 
 from p2ptrain.config import DeviceConfig, RecipeConfig, RunConfig
-from p2ptrain.learn import aggregate
-from p2ptrain.learn import model as model_module
-from p2ptrain.learn.aggregate import apply_payloads, check_exactness
-from p2ptrain.learn.codec import PayloadFormat, pack
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.memory import CUDA_LIBRARIES_BYTES, PassSettings, need_of
-from p2ptrain.learn.recipes import Residual
-from p2ptrain.learn.root import state_root
-from p2ptrain.learn.schedule import Terms
-from p2ptrain.learn.selection import largest
-from p2ptrain.learn.trainer import Trainer
-from p2ptrain.learn.transform import Layout
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.exact import aggregate
+from p2ptrain.exact.aggregate import apply_payloads, check_exactness
+from p2ptrain.exact.codec import PayloadFormat, pack
+from p2ptrain.exact.root import state_root
+from p2ptrain.exact.schedule import Terms
+from p2ptrain.exact.selection import largest
+from p2ptrain.exact.transform import Layout
+from p2ptrain.models import built_in as model_module
 from p2ptrain.node.energy import meter_of
+from p2ptrain.train.memory import CUDA_LIBRARIES_BYTES, PassSettings, need_of
+from p2ptrain.train.recipes import Residual
+from p2ptrain.train.trainer import Trainer
 from tests.helpers.exact_numbers import contribution, weights
 from tests.helpers.golden import FAMILY, SHAPES, family_root, flat_weights, golden, golden_cases, golden_root, parts
 from tests.helpers.trainer import RECIPES, TINY, embedded, make, swarm_round

@@ -24,14 +24,14 @@ from p2ptrain.core.messages import Ballot, Certificate, Vote, signed_bytes
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import AgreedState
 from p2ptrain.daemon import Daemon, save_last
+from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.identity import Identity
-from p2ptrain.learn.begin import begin
-from p2ptrain.learn.data import TokenDataset
 from p2ptrain.net.connections import topic_of
 from p2ptrain.node.assembly import Launch
 from p2ptrain.node.device import Device
 from p2ptrain.store.log import read_own
 from p2ptrain.store.segment import Snapshot, decoded, frame, frames_of, header
+from p2ptrain.train.begin import begin
 from tests.helpers.memory_network import Network
 from tests.helpers.net import SkippingLoop, at, until
 from tests.helpers.trainer import TINY

@@ -23,13 +23,12 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.manifest import Manifest as RoundManifest
 from p2ptrain.core.messages import KEY_BYTES, Hello, content_of, payload_digest
 from p2ptrain.core.state import AgreedState, Taken, genesis
+from p2ptrain.data.assignment import Positions, shard
+from p2ptrain.data.dataset import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
+from p2ptrain.data.dataset import store_manifest as store_data_manifest
 from p2ptrain.digest import digest, leaf_digests, merkle_root
 from p2ptrain.errors import DataError
-from p2ptrain.learn.assignment import Positions, shard
-from p2ptrain.learn.data import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
-from p2ptrain.learn.data import store_manifest as store_data_manifest
-from p2ptrain.learn.live import StepResult
-from p2ptrain.learn.sample import SampleRequest
+from p2ptrain.models.sample import SampleRequest
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
@@ -44,6 +43,7 @@ from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.node.strangers import messages_of_strangers
 from p2ptrain.store.store import Store
+from p2ptrain.train.live import StepResult
 from tests.helpers.blobs import RUN, Node
 from tests.helpers.core import KEYS, FakeSigner, plain_manifest, run_of, signed
 from tests.helpers.memory_network import MemoryTransport, Network

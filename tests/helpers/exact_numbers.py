@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.codec import Contribution, every_index, value_type
-from p2ptrain.learn.transform import Layout
+from p2ptrain.exact.codec import Contribution, every_index, value_type
+from p2ptrain.exact.transform import Layout
 
 
 def integers(seed: int, count: int) -> NDArray[np.uint64]:

@@ -14,9 +14,9 @@ from blake3 import blake3
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import StorageConfig
-from p2ptrain.learn.export import Weights
-from p2ptrain.learn.model import Transformer
-from p2ptrain.learn.root import covered_pieces, octets, state_root
+from p2ptrain.exact.root import covered_pieces, octets, state_root
+from p2ptrain.models.built_in import Transformer
+from p2ptrain.models.export import Weights
 from p2ptrain.node.directories import run_directory
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.learn.aggregate import apply_votes, sum_votes
-from p2ptrain.learn.codec import Contribution
-from p2ptrain.learn.outer import Outer
-from p2ptrain.learn.root import state_root
-from p2ptrain.learn.scales import Scales, Sizes
-from p2ptrain.learn.schedule import Terms
-from p2ptrain.learn.transform import Layout
+from p2ptrain.exact.aggregate import apply_votes, sum_votes
+from p2ptrain.exact.codec import Contribution
+from p2ptrain.exact.outer import Outer
+from p2ptrain.exact.root import state_root
+from p2ptrain.exact.scales import Scales, Sizes
+from p2ptrain.exact.schedule import Terms
+from p2ptrain.exact.transform import Layout
 from tests.helpers.exact_numbers import contribution, weights
 
 SHAPES = [(130, 128), (200,), (64, 192), (3, 7), (97, 101)]

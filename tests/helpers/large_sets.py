@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from p2ptrain.data.dataset import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
 from p2ptrain.digest import PIECE_BYTES
-from p2ptrain.learn.data import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
 
 LINKS_MAX = 50_000  # of one file; ext4 allows 65,000
 

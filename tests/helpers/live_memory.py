@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from p2ptrain.config import ModelConfig
-from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.memory import PassSettings
-from p2ptrain.learn.models import build
+from p2ptrain.models.kinds import build
+from p2ptrain.train.live import LiveModel
+from p2ptrain.train.memory import PassSettings
 
 
 def peak_of_pass(model: ModelConfig, sequences: int, passes: PassSettings) -> int:

@@ -14,13 +14,13 @@ from pathlib import Path
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import StorageConfig
 from p2ptrain.daemon import Daemon
+from p2ptrain.data.dataset import TokenDataset, manifest_digest
 from p2ptrain.digest import digest
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.identity import Identity
-from p2ptrain.learn.data import TokenDataset, manifest_digest
-from p2ptrain.learn.live import StepResult
 from p2ptrain.node.assembly import Launch
 from p2ptrain.observe.build import complaints_of
+from p2ptrain.train.live import StepResult
 from tests.helpers.driver import SEQUENCE, STATE, ChainTrainer, LoopDevice, root_of
 from tests.helpers.memory_network import Network
 from tests.helpers.net import SkippingLoop, until

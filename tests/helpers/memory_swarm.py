@@ -15,8 +15,8 @@ from typing import Any
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import LimitsConfig, NetworkConfig, StorageConfig
 from p2ptrain.daemon import Daemon, Outputs, save_last
+from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.identity import Identity
-from p2ptrain.learn.data import manifest_digest
 from p2ptrain.net.connections import topic_of
 from p2ptrain.node.assembly import Launch
 from p2ptrain.observe.build import status_of

@@ -8,10 +8,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from p2ptrain.data.corpus import Reading
+from p2ptrain.data.prepare import DatasetSummary, prepare
+from p2ptrain.data.tokenizer import BytesTokenizer, Tokenizer
 from p2ptrain.errors import DataError
-from p2ptrain.learn.corpus import Reading
-from p2ptrain.learn.prepare import DatasetSummary, prepare
-from p2ptrain.learn.tokenizer import BytesTokenizer, Tokenizer
 
 END = "<|endoftext|>"
 

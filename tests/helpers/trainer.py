@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.config import AgreementConfig, DeviceConfig, ModelConfig, RecipeConfig, RunConfig
-from p2ptrain.learn.corpus import Reading
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.prepare import prepare
-from p2ptrain.learn.tokenizer import load_tokenizer
-from p2ptrain.learn.trainer import Trainer
+from p2ptrain.data.corpus import Reading
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.data.prepare import prepare
+from p2ptrain.data.tokenizer import load_tokenizer
+from p2ptrain.train.trainer import Trainer
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 64, "sequence_length": 64}
 ONE_THREAD = DeviceConfig(name="cpu", threads=1, autocast="off")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from p2ptrain.core.wire import encode
+from p2ptrain.data.dataset import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
+from p2ptrain.data.tokenizer import tokenizer_digest
 from p2ptrain.digest import PIECE_BYTES
-from p2ptrain.learn.data import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
-from p2ptrain.learn.tokenizer import tokenizer_digest
 from p2ptrain.net.blobs.blob import BlobName, Kind
 from p2ptrain.net.blobs.server import BlobRequest, FetchError, Have, Server, blob_protocol, decode_reply
 from p2ptrain.net.rate_limit import TokenBucket

@@ -20,16 +20,16 @@ from p2ptrain.config import RunConfig
 from p2ptrain.config.node import LimitsConfig, NodeConfig, StorageConfig
 from p2ptrain.config.recipe import ROUND_SEQUENCES_MAX
 from p2ptrain.config.text import to_toml
+from p2ptrain.data.assignment import shard
+from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError, TooLargeError
-from p2ptrain.learn import memory
-from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.data import TokenDataset, manifest_digest, store_manifest
-from p2ptrain.learn.memory import need_of
-from p2ptrain.learn.trainer import EVALUATED_SEQUENCES, Trainer
 from p2ptrain.node import limits
 from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import find_dataset, open_dataset
+from p2ptrain.train import memory
+from p2ptrain.train.memory import need_of
+from p2ptrain.train.trainer import EVALUATED_SEQUENCES, Trainer
 from tests.helpers.large_sets import manifest_of
 from tests.helpers.plugins import install
 from tests.helpers.trainer import ONE_THREAD, TINY, embedded
@@ -38,7 +38,7 @@ PROBE = "a_module_that_a_stranger_names"
 TEXTS = (
     f"{PROBE}:Recipe",
     f"{PROBE}.Recipe",
-    "p2ptrain.learn.recipes:LocalRecipe",
+    "p2ptrain.train.recipes:LocalRecipe",
     "os:system",
     "builtins:eval",
     "../../outside",

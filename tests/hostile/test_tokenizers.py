@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from p2ptrain.data import tokenizer_rules
+from p2ptrain.data.tokenizer import JsonTokenizer
+from p2ptrain.data.tokenizer_rules import judged, try_out
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.learn import tokenizer_rules
-from p2ptrain.learn.tokenizer import JsonTokenizer
-from p2ptrain.learn.tokenizer_rules import judged, try_out
 from tests.helpers.tokenizers import tokenizer_json
 
 LLAMA3 = (

@@ -16,11 +16,11 @@ from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.complaints import Code
 from p2ptrain.core.messages import content_of
 from p2ptrain.errors import ConfigError, DataError, NodeEndedError, PassedError, TrainingError
-from p2ptrain.learn.trainer import Trainer
 from p2ptrain.loop import device as module
 from p2ptrain.loop.channel import Memory, RoundTrained, make_memory
 from p2ptrain.loop.device import LoopDevice
 from p2ptrain.node.device import StoppedError
+from p2ptrain.train.trainer import Trainer
 from tests.helpers.trainer import embedded
 
 OWN = {"kind": "own", "parameters": ["one.weight 40 30", "scale"], "sequence_length": 32}

@@ -16,8 +16,7 @@ import pytest
 
 from p2ptrain.config import NodeConfig, RunConfig, WorldConfig
 from p2ptrain.config.node import StorageConfig
-from p2ptrain.learn.memory import PROCESS_BYTES, need_of
-from p2ptrain.learn.outer import TAIL_BYTES
+from p2ptrain.exact.outer import TAIL_BYTES
 from p2ptrain.net import questions
 from p2ptrain.node import consent
 from p2ptrain.node.consent import (
@@ -32,6 +31,7 @@ from p2ptrain.node.consent import (
 )
 from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import RunSources
+from p2ptrain.train.memory import PROCESS_BYTES, need_of
 from p2ptrain.visible import count_of
 from tests.helpers.core import KEYS
 from tests.helpers.memory_network import Network

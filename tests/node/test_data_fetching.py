@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2ptrain.data import dataset as data
+from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
+from p2ptrain.data.tokenizer import BytesTokenizer, JsonTokenizer
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError, RemoteProtocolError
-from p2ptrain.learn import data
-from p2ptrain.learn.data import TokenDataset, manifest_digest, store_manifest
-from p2ptrain.learn.tokenizer import BytesTokenizer, JsonTokenizer
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
 
 LINES = 600_000  # of eight bytes: five pieces, one token a byte

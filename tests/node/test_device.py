@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 
 from p2ptrain.core.messages import payload_digest
+from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import MemoryShortError, TrainingError
-from p2ptrain.learn.data import TokenDataset
 from p2ptrain.node.device import FAILED, Applying, Device
 from p2ptrain.store.diary import Diary, Trained
 from tests.helpers.trainer import FAMILY, RECIPES, embedded, make

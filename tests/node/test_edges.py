@@ -12,14 +12,14 @@ import torch
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_digest
+from p2ptrain.data.dataset import piece_digest
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import DataError, MemoryShortError, PassedError
-from p2ptrain.learn.data import piece_digest
-from p2ptrain.learn.saved_state import Capture
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, FileSink
 from p2ptrain.net.transport import Stream
 from p2ptrain.node.driver import DISK_SECONDS
+from p2ptrain.train.saved_state import Capture
 from tests.helpers.blobs import MemoryBlob, Node
 from tests.helpers.core import KEYS
 from tests.helpers.driver import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from p2ptrain.learn.data import piece_digest
+from p2ptrain.data.dataset import piece_digest
 from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.net.blobs.server import blob_protocol
 from p2ptrain.net.blobs.swarm_fetch import PIECE_SECONDS

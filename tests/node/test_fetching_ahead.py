@@ -11,9 +11,9 @@ import pytest
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
-from p2ptrain.learn.data import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.node.driver import DATA_SECONDS
 from p2ptrain.store.diary import Trained

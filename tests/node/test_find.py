@@ -13,10 +13,10 @@ import pytest
 
 from p2ptrain.config import RunConfig
 from p2ptrain.config.node import NetworkConfig, NodeConfig, StorageConfig
+from p2ptrain.data.dataset import MANIFEST_NAME, TokenDataset, manifest_digest
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, TooLargeError
 from p2ptrain.identity import peer_id_of
-from p2ptrain.learn.data import MANIFEST_NAME, TokenDataset, manifest_digest
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.net.blobs.server import Server, blob_protocol

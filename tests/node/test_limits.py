@@ -16,9 +16,7 @@ import torch
 from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
-from p2ptrain.learn import memory as memory_module
-from p2ptrain.learn.memory import PassSettings, demands_of, need_of
-from p2ptrain.learn.shortage import mega
+from p2ptrain.exact.shortage import mega
 from p2ptrain.node import device as device_module
 from p2ptrain.node import limits as limits_module
 from p2ptrain.node.device import Device, StoppedError
@@ -33,6 +31,8 @@ from p2ptrain.node.limits import (
     rest_seconds,
 )
 from p2ptrain.observe.build import unreadiness_of
+from p2ptrain.train import memory as memory_module
+from p2ptrain.train.memory import PassSettings, demands_of, need_of
 from tests.helpers.cli import p2ptrain
 from tests.helpers.driver import ChainTrainer
 from tests.helpers.memory_swarm import swarm

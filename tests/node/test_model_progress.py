@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from p2ptrain.core.events import Train
+from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import DataError, MemoryShortError
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.sample import SampleRequest
+from p2ptrain.models.sample import SampleRequest
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.model_progress import (

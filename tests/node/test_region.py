@@ -15,11 +15,11 @@ from p2ptrain.config import WorldConfig
 from p2ptrain.core.complaints import Code
 from p2ptrain.core.messages import author_of, content_of
 from p2ptrain.errors import PassedError
-from p2ptrain.learn.outer import TAIL_BYTES, Tail
-from p2ptrain.learn.region import Region, World
-from p2ptrain.learn.trainer import Trainer
+from p2ptrain.exact.outer import TAIL_BYTES, Tail
 from p2ptrain.node import region as module
 from p2ptrain.node.region import RegionDevice
+from p2ptrain.train.region import Region, World
+from p2ptrain.train.trainer import Trainer
 from tests.helpers.trainer import ONE_THREAD, embedded, make
 
 

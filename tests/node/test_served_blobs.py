@@ -12,7 +12,7 @@ import pytest
 
 from p2ptrain.digest import PIECE_BYTES, leaf_digests
 from p2ptrain.errors import DataError
-from p2ptrain.learn.adapters import read_base
+from p2ptrain.models.adapters import read_base
 from p2ptrain.net.blobs.blob import BlobName, WholeFile, verified
 from p2ptrain.node.served_blobs import STATES_SERVED, SavedStates, ServedBlobs, StateBlob
 from tests.helpers.net import some_bytes

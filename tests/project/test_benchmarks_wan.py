@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from p2ptrain.config import ModelConfig, RecipeConfig
-from p2ptrain.learn.inner import INNER_OPTIMIZERS
-from p2ptrain.learn.live import LiveModel
-from p2ptrain.learn.model import Transformer, initialise
+from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.sim.lines import LINES, Line
+from p2ptrain.train.inner import INNER_OPTIMIZERS
+from p2ptrain.train.live import LiveModel
 from tests.helpers.benchmarks import load
 
 QUICK = Line(8.0, 8.0, 0.0)  # a byte a microsecond

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu import Peak, Report, codec, learning, ratio, steps, swarm, wheels
 from benchmarks.gpu import __main__ as program
-from p2ptrain.learn.trainer import Trainer
+from p2ptrain.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = """

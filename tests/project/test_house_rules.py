@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LINES_MAX = 500  # what one can keep in mind; beyond it a module does two things
+LINES_MAX = 600  # what one can keep in mind; beyond it a module does two things
 
 Finding = tuple[int, str]  # line, what is wrong
 Rule = Callable[[PurePosixPath, ast.Module], Iterator[Finding]]
@@ -28,27 +28,32 @@ Rule = Callable[[PurePosixPath, ast.Module], Iterator[Finding]]
 # The layers: who may import whom inside the package. A module that is not here has no place yet.
 
 LEAVES = {"config", "errors", "digest", "files", "capacity", "visible"}
+LEARNING = {"exact", "data", "models", "train"}  # everything with tensors in it
 LAYERS = {
     "core": {"core"},
-    "learn": {"learn"},
+    "exact": {"exact"},
+    "data": {"data"},
+    "models": {"models", "data", "exact"},
+    "train": {"train", *LEARNING},
     "net": {"net", "core", "identity"},
     "store": {"store", "core"},
     "identity": {"identity"},
     "replay": {"replay", "core", "identity"},
-    "sim": {"sim", "core", "learn", "replay"},
-    "audit": {"audit", "core", "learn", "store", "identity"},
-    "node": {"node", "core", "learn", "net", "store", "identity", "replay"},  # a node at work has no face
-    "observe": {"observe", "node", "core", "learn", "net", "store", "identity"},
-    "daemon": {"daemon", "observe", "node", "core", "learn", "net", "identity"},
-    "launch": {"launch", "loop", "daemon", "observe", "node", "learn", "net", "store", "identity"},
-    "loop": {"loop", "launch", "daemon", "observe", "node", "core", "learn", "net", "store"},
-    "swarm": {"swarm", "loop", "node", "core", "learn"},  # a script's process, whose node is another
+    "sim": {"sim", "core", "replay", *LEARNING},
+    "audit": {"audit", "core", "store", "identity", *LEARNING},
+    "node": {"node", "core", "net", "store", "identity", "replay", *LEARNING},  # a node at work has no face
+    "observe": {"observe", "node", "core", "net", "store", "identity", *LEARNING},
+    "daemon": {"daemon", "observe", "node", "core", "net", "identity", *LEARNING},
+    "launch": {"launch", "loop", "daemon", "observe", "node", "net", "store", "identity", *LEARNING},
+    "loop": {"loop", "launch", "daemon", "observe", "node", "core", "net", "store", *LEARNING},
+    "swarm": {"swarm", "loop", "node", "core", *LEARNING},  # a script's process, whose node is another
     "hf": {"hf", "swarm"},
-    "doctor": {"doctor", "node", "observe", "core", "learn", "net", "store", "identity"},
+    "doctor": {"doctor", "node", "observe", "core", "net", "store", "identity", *LEARNING},
     "demo": {"demo", "node", "net"},  # its nodes are processes of their own
     "cli": {
         *("cli", "audit", "daemon", "demo", "doctor", "launch", "node", "observe", "sim"),
-        *("core", "learn", "net", "store", "identity", "replay"),
+        *("core", "net", "store", "identity", "replay"),
+        *LEARNING,
     },
     "__main__": {"cli"},
     "__init__": {"swarm", "loop"},  # the library's names
@@ -104,8 +109,8 @@ def imports_follow_the_arrows(path: PurePosixPath, tree: ast.Module) -> Iterator
             yield line, f"{place} must not import {target}"
         if place == "core" and top not in PURE:
             yield line, f"the core must not import {top}"
-        if place == "learn" and top in NETWORKING:
-            yield line, f"learn never communicates, and must not import {top}"
+        if place in LEARNING and top in NETWORKING:
+            yield line, f"{place} never communicates, and must not import {top}"
         if place in ("net", "identity", *LEAVES) and top in TENSORS:
             yield line, f"{place} knows no tensors, and must not import {top}"
 
@@ -317,7 +322,7 @@ def test_the_tree_is_all_there() -> None:
     assert {
         "p2ptrain/config/run.py",
         "p2ptrain/core/__init__.py",
-        "p2ptrain/learn/codec.py",
+        "p2ptrain/exact/codec.py",
         "tests/conftest.py",
     } <= set(map(str, MODULES))
     assert {"pyproject.toml", "Makefile", ".ci/run", "README.md", "examples/tiny.toml"} <= set(map(str, FILES))
@@ -327,7 +332,7 @@ def test_the_tree_is_all_there() -> None:
 # ---------------------------------------------------------------------------------------------------
 # The rules' own power
 
-CORE, LEARN, NET, CLI = "p2ptrain/core/node.py", "p2ptrain/learn/a.py", "p2ptrain/net/a.py", "p2ptrain/cli.py"
+CORE, TRAIN, NET, CLI = "p2ptrain/core/node.py", "p2ptrain/train/a.py", "p2ptrain/net/a.py", "p2ptrain/cli.py"
 BROKEN: dict[Rule, list[tuple[str, str]]] = {
     imports_follow_the_arrows: [
         (CORE, "import torch"),
@@ -342,20 +347,20 @@ BROKEN: dict[Rule, list[tuple[str, str]]] = {
         (CORE, "import secrets"),
         (CORE, "def late():\n    import socket"),
         (CORE, "if TYPE_CHECKING:\n    from torch import Tensor"),
-        (CORE, "from p2ptrain.learn import codec"),
-        (CORE, "from p2ptrain import learn"),
+        (CORE, "from p2ptrain.exact import codec"),
+        (CORE, "from p2ptrain import exact"),
         (CORE, "from ..net.transport import Transport"),
         (CORE, "import p2ptrain.store"),
         ("p2ptrain/node/driver.py", "from p2ptrain.observe.schema import Status"),
         ("p2ptrain/node/orders.py", "if TYPE_CHECKING:\n    from p2ptrain.daemon import Daemon"),
-        (LEARN, "import asyncio"),
-        (LEARN, "from socket import socket"),
-        (LEARN, "import hivemind"),
-        (LEARN, "import p2ptrain.net.libp2p.p2pd"),
-        (LEARN, "from p2ptrain.node import driver"),
-        (LEARN, "from ..core.node import Node"),
+        (TRAIN, "import asyncio"),
+        (TRAIN, "from socket import socket"),
+        (TRAIN, "import hivemind"),
+        (TRAIN, "import p2ptrain.net.libp2p.p2pd"),
+        (TRAIN, "from p2ptrain.node import driver"),
+        (TRAIN, "from ..core.node import Node"),
         (NET, "import torch"),
-        (NET, "from p2ptrain.learn.codec import pack"),
+        (NET, "from p2ptrain.exact.codec import pack"),
         (NET, "from hivemind.p2p import P2P"),
         (CLI, "import hivemind"),
         ("p2ptrain/daemon.py", "import p2ptrain.cli"),
@@ -366,14 +371,14 @@ BROKEN: dict[Rule, list[tuple[str, str]]] = {
         ("tests/test_a.py", "import hivemind"),
     ],
     nothing_is_unpickled: [
-        (LEARN, "import pickle"),
+        (TRAIN, "import pickle"),
         (CLI, "from marshal import loads"),
         ("benchmarks/a.py", "import shelve"),
         ("tests/test_a.py", "def f():\n    import cloudpickle.cloudpickle"),
-        (LEARN, "state = torch.load(path, weights_only=True)"),
-        (LEARN, "from torch import load"),
-        (LEARN, "numpy.load(path, allow_pickle=True)"),
-        (LEARN, "numpy.load(path, allow_pickle=flag)"),
+        (TRAIN, "state = torch.load(path, weights_only=True)"),
+        (TRAIN, "from torch import load"),
+        (TRAIN, "numpy.load(path, allow_pickle=True)"),
+        (TRAIN, "numpy.load(path, allow_pickle=flag)"),
     ],
     the_core_has_no_clock_and_no_luck_of_its_own: [
         (CORE, "import random\nrandom.shuffle(members)"),
@@ -396,7 +401,7 @@ BROKEN: dict[Rule, list[tuple[str, str]]] = {
     ],
     errors_are_caught_by_name: [
         (CORE, "try:\n    pass\nexcept Exception:\n    pass"),
-        (LEARN, "try:\n    pass\nexcept:\n    pass"),
+        (TRAIN, "try:\n    pass\nexcept:\n    pass"),
         ("benchmarks/a.py", "try:\n    pass\nexcept (ValueError, BaseException) as error:\n    raise"),
         ("tests/test_a.py", "with contextlib.suppress(Exception):\n    pass"),
     ],
@@ -418,25 +423,25 @@ HARMLESS: dict[Rule, list[tuple[str, str]]] = {
             "from p2ptrain.config import RunConfig\nfrom p2ptrain.core.roster import Roster\nfrom .events import Tick",
         ),
         (CORE, "from p2ptrain import config, errors, digest"),
-        (LEARN, "import torch\nfrom p2ptrain.learn import codec\nfrom p2ptrain.digest import digest"),
+        (TRAIN, "import torch\nfrom p2ptrain.exact import codec\nfrom p2ptrain.digest import digest"),
         ("p2ptrain/net/libp2p/p2pd.py", "import hivemind, asyncio"),
         (CLI, "from p2ptrain import __version__\nimport p2ptrain.daemon"),
-        ("tests/test_a.py", "import p2ptrain.learn.codec, p2ptrain.net.libp2p.p2pd, torch"),
+        ("tests/test_a.py", "import p2ptrain.exact.codec, p2ptrain.net.libp2p.p2pd, torch"),
     ],
     nothing_is_unpickled: [
-        (LEARN, "numpy.load(path, allow_pickle=False)\nsafetensors.torch.load(data)\njson.load(file)"),
+        (TRAIN, "numpy.load(path, allow_pickle=False)\nsafetensors.torch.load(data)\njson.load(file)"),
     ],
     the_core_has_no_clock_and_no_luck_of_its_own: [
         (CORE, "from random import Random\ndef f(rng: random.Random):\n    return rng.random()"),
         (CORE, "rng = random.Random(seed)"),
-        (LEARN, "print(hash(x), random.random())"),
+        (TRAIN, "print(hash(x), random.random())"),
     ],
     the_core_iterates_over_no_set: [
         (CORE, "for peer in sorted({a, b}):\n    pass\nx in {1, 2}\nlen(set(peers))\n[p for p in a | b]"),
-        (LEARN, "list(set(x))"),
+        (TRAIN, "list(set(x))"),
     ],
     errors_are_caught_by_name: [
-        (LEARN, "try:\n    pass\nexcept (ValueError, OSError):\n    pass\nwith suppress(KeyError):\n    pass"),
+        (TRAIN, "try:\n    pass\nexcept (ValueError, OSError):\n    pass\nwith suppress(KeyError):\n    pass"),
     ],
     no_test_sleeps: [
         ("tests/test_a.py", "async def f():\n    await asyncio.sleep(0)"),
@@ -478,8 +483,8 @@ def test_a_finding_names_its_line() -> None:
 
 def test_a_long_module_is_reported_and_one_at_the_limit_is_not() -> None:
     path = PurePosixPath("p2ptrain/a.py")
-    assert list(modules_are_short(path, "\n" * 501)) == [(500, "501 lines; the limit is 500")]
-    assert list(modules_are_short(path, "\n" * 500)) == []
+    assert list(modules_are_short(path, "\n" * 601)) == [(600, "601 lines; the limit is 600")]
+    assert list(modules_are_short(path, "\n" * 600)) == []
     assert list(modules_are_short(PurePosixPath("LOG.md"), "\n" * 601)) == []
 
 

@@ -17,10 +17,10 @@ from msgspec import Struct
 
 from p2ptrain.core import history, manifest, messages, state
 from p2ptrain.core.messages import Ballot, Vote, signed_bytes
+from p2ptrain.data.assignment import shard
 from p2ptrain.digest import leaf_digests, merkle_root
-from p2ptrain.learn.assignment import shard
-from p2ptrain.learn.codec import Contribution, PayloadFormat, index_widths, pack
-from p2ptrain.learn.transform import COSINES
+from p2ptrain.exact.codec import Contribution, PayloadFormat, index_widths, pack
+from p2ptrain.exact.transform import COSINES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 KINDS = {

@@ -21,10 +21,10 @@ import pytest
 import structlog
 
 from p2ptrain.core import events as ev
+from p2ptrain.data.dataset import TokenDataset, manifest_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.identity import PRIVATE_PREFIX, Identity
-from p2ptrain.learn.data import TokenDataset, manifest_digest
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, FileSink
 from p2ptrain.node.assembly import TRUST_NAME

@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
+from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import DataError
-from p2ptrain.learn.data import TokenDataset
 from tests.helpers.driver import a_dataset
 from tests.helpers.lone_node import ROUNDS, Bits, lived
 from tests.helpers.store import Power

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from p2ptrain.config import ModelConfig
-from p2ptrain.learn.models import exported_shapes, first_model
+from p2ptrain.models.kinds import exported_shapes, first_model
 from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, Swarm, p2ptrain
 from tests.helpers.trainer import TINY
 

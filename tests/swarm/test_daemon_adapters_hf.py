@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from p2ptrain.config import NodeConfig, RunConfig, StorageConfig
-from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
-from p2ptrain.learn.export import load_model
-from p2ptrain.learn.memory import need_of
-from p2ptrain.learn.model import Model
-from p2ptrain.learn.models import first_model, without_adapters
-from p2ptrain.learn.run_data import packing_of
-from p2ptrain.learn.sample import SampleRequest, sample
+from p2ptrain.data.dataset import TokenDataset, manifest_digest, read_manifest
+from p2ptrain.data.run_data import packing_of
+from p2ptrain.models.built_in import Model
+from p2ptrain.models.export import load_model
+from p2ptrain.models.kinds import first_model, without_adapters
+from p2ptrain.models.sample import SampleRequest, sample
 from p2ptrain.node.saved import SavedModel, find_model
+from p2ptrain.train.memory import need_of
 from tests.helpers.daemons import AGREEMENT, Swarm, p2ptrain
 from tests.helpers.hf_models import (
     HELD_OUT_SEQUENCES,

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from p2ptrain.config import NodeConfig, StorageConfig
-from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
-from p2ptrain.learn.export import load_model
-from p2ptrain.learn.given_weights import read_weights
+from p2ptrain.data.dataset import TokenDataset, manifest_digest, read_manifest
+from p2ptrain.models.export import load_model
+from p2ptrain.models.given_weights import read_weights
 from p2ptrain.node.saved import find_model
 from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, Daemon, Swarm, p2ptrain
 from tests.helpers.hf_models import (

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.files import PARTIAL_SUFFIX
-from p2ptrain.learn.data import manifest_digest
-from p2ptrain.learn.memory import need_of
 from p2ptrain.node.limits import disk_demand
+from p2ptrain.train.memory import need_of
 from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, TINY_MODEL, Swarm
 from tests.helpers.large_sets import set_of_pieces
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.config import DeviceConfig, RunConfig
-from p2ptrain.learn.corpus import Document
-from p2ptrain.learn.data import TokenDataset
-from p2ptrain.learn.prepare import _fraction_of
-from p2ptrain.learn.trainer import Trainer
+from p2ptrain.data.corpus import Document
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.data.prepare import _fraction_of
 from p2ptrain.node.control import ask
 from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
+from p2ptrain.train.trainer import Trainer
 from tests.helpers.daemons import ANSWER_SECONDS, TEST_SECONDS, Daemon, Swarm, p2ptrain
 
 EVERY = 10

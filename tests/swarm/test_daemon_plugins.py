@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from p2ptrain.learn import plugins
-from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
+from p2ptrain.data.dataset import TokenDataset, manifest_digest, read_manifest
+from p2ptrain.models import plugins
 from tests.helpers.cli import p2ptrain
 from tests.helpers.daemons import AGREEMENT, RUN, TEST_SECONDS, Swarm
 from tests.helpers.plugins import EXAMPLES, MODEL, RECIPE, install_example

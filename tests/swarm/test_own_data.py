@@ -11,8 +11,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from p2ptrain.data.dataset import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.identity import Identity
-from p2ptrain.learn.data import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.node.control import ask
 from tests.helpers.daemons import ANSWER_SECONDS, LISTEN, TEST_SECONDS, Daemon, Swarm, p2ptrain
 from tests.helpers.scripts import script, until_both_contributed

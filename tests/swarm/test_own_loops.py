@@ -26,7 +26,7 @@ import sys
 import torch
 import p2ptrain
 from p2ptrain.config import ModelConfig
-from p2ptrain.learn.model import Transformer
+from p2ptrain.models.built_in import Transformer
 sizes = {"dim": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 64, "sequence_length": 64}
 model = Transformer(ModelConfig(**sizes))
 model.initialise(4711)  # not the run's

@@ -1,0 +1,482 @@
+"""Reads files as documents, and cuts long texts.
+
+A document is the unit that is held out or trained on, and an end-of-document token follows it. In JSON lines it is a
+key of a line, in Parquet and Arrow files a column of a row. Tokens that another program has made are cut where it ended
+a document. Any other file is cut into blocks of at most 16 KiB that end with a line if possible: text files have no
+boundaries that a program could see, and with blocks the memory and the granularity of the split are the same for a note
+and for a book. Files may be compressed by gzip or zstd.
+
+Nothing is repaired. Bytes that are not UTF-8 are an error that names the file and the offset, because
+replacing them would teach the model the replacement character, and text in another encoding would consist of little
+else. Line ends are left as they are; a byte order mark at the start of a file is dropped.
+
+The embedded corpus needs no download: it is the language reference and the standard library's sources, which
+come with every Python. They differ between Python versions, so two machines may well make two different data
+sets from it; a run names the one that its creator made.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import stat
+import sys
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+import numpy as np
+
+from p2ptrain.data.chats import ChatTemplate
+from p2ptrain.data.tokenizer import BytesTokenizer, Tokenizer, Tokens, token_type
+from p2ptrain.errors import ConfigError
+
+BLOCK_BYTES_MAX = 16 * 2**10  # a few pages: small enough to hold out a hundredth of a megabyte
+BLOCK_TOKENS_MAX = 2**16  # of a stream of tokens that ends no document
+LINE_BYTES_MAX = 16 * 2**20  # three long novels; a line is held in memory as a whole
+ROWS_AT_ONCE = 64
+PACKED_BYTES = 2**13  # of a zstd file that are unpacked at once
+KEYS_SHOWN = 12
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LINES_SUFFIXES = (".jsonl", ".ndjson")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+TOKENS_SUFFIXES = (".npy", ".bin")
+TEXT_SUFFIXES = (".txt", ".md")
+PACKED_SUFFIXES = (".gz", ".zst")
+IN_DIRECTORIES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES, *TOKENS_SUFFIXES)
+NAMES = f"Name directories, text files, or files that end with {', '.join(IN_DIRECTORIES[2:])}"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file to read documents from; `name` is for error messages."""
+
+    name: str
+    size: int  # bytes on the disk
+    open: Callable[[], BinaryIO]
+    form: str = ".txt"  # the file's suffix, without that of its compression
+    packed: str = ""  # the suffix of its compression
+    changed: int = 0  # when it was, in ns
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    text: str
+    source_bytes: int  # its size where it was read
+    tokens: Tokens | None = None  # another program has made them, and there is no text
+    learned: tuple[tuple[int, int], ...] | None = None  # of a chat, the places in its text that are learned
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How files are read."""
+
+    column: str = "text"  # of JSON lines and tables
+    tokenizer: Tokenizer = BytesTokenizer()  # noqa: RUF009  (it has no state)
+    skipped: Callable[[ConfigError], None] | None = None  # told of what is broken, which is left out; None: an error
+    chats: ChatTemplate | None = None  # by which the column's values, which are chats, become text
+
+    def document(self, value: Any, source_bytes: int, where: str) -> Document | None:
+        """Makes a document of what stands under the column; None if it is empty, or broken and left out."""
+        if self.chats is None:
+            return Document(value, source_bytes) if value else None
+        try:
+            marked = self.chats.write(value, where)
+        except ConfigError as error:
+            self.leave_out(error)
+            return None
+        return Document(marked.text, source_bytes, learned=marked.learned)
+
+    def leave_out(self, error: ConfigError) -> None:
+        """Tells that something broken is left out, or raises the error if nothing is."""
+        if self.skipped is None:
+            raise error
+        self.skipped(error)
+
+
+def file_sources(files: Sequence[Path]) -> list[SourceFile]:
+    """Returns these files, and those in these directories."""
+    return [source for path in files for source in _sources_at(path, _status(path))]
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path), fix=NAMES) from error
+
+
+def _sources_at(path: Path, status: os.stat_result) -> Iterator[SourceFile]:
+    if stat.S_ISDIR(status.st_mode):
+        found = sorted(each for each in _files_below(path) if _form_of(each)[0] in IN_DIRECTORIES)
+        if not found:
+            raise ConfigError(
+                f"a directory without a file that ends with {', '.join(IN_DIRECTORIES)}",
+                source=str(path),
+                fix="Name its files, which are then read as text",
+            )
+        for each in found:
+            yield from _sources_at(each, _status(each))
+    elif not stat.S_ISREG(status.st_mode):
+        raise ConfigError("not a file", source=str(path), fix=NAMES)
+    else:
+        form, packed = _form_of(path)
+        if form in TABLE_SUFFIXES:
+            _library("pyarrow", str(path))
+        if packed == ".zst":
+            _library("zstandard", str(path))
+        yield SourceFile(str(path), status.st_size, _opener(path), form, packed, status.st_mtime_ns)
+
+
+def _files_below(directory: Path) -> Iterator[Path]:
+    """Yields all files below a directory but hidden ones; links to directories are not followed."""
+
+    def failed(error: OSError) -> None:
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(error.filename), fix="Check its permissions")
+
+    for place, folders, names in os.walk(directory, onerror=failed):
+        folders[:] = [each for each in folders if not each.startswith(".")]
+        found = (Path(place, name) for name in names if not name.startswith("."))
+        yield from (path for path in found if path.is_file())  # not what leads nowhere
+
+
+def _form_of(path: Path) -> tuple[str, str]:
+    """Returns the suffix that tells how a file is read, and that of its compression."""
+    packed = path.suffix.lower() if path.suffix.lower() in PACKED_SUFFIXES else ""
+    return (Path(path.stem) if packed else path).suffix.lower(), packed
+
+
+def embedded_sources() -> list[SourceFile]:
+    """Returns the language reference and the top-level modules of the standard library, in a fixed order."""
+    try:
+        from pydoc_data.topics import topics  # noqa: PLC0415  (half a megabyte that nothing else needs)
+    except ImportError as error:
+        raise _incomplete_python("pydoc_data") from error
+    sources = [_text_source(f"language reference, {name}", topics[name]) for name in sorted(topics)]
+    library = Path(sysconfig.get_path("stdlib"))
+    # Taken from Python's own list of names: distributions add files of their own, which contain paths.
+    modules = [library / f"{name}.py" for name in sorted(sys.stdlib_module_names)]
+    modules = [path for path in modules if path.is_file()]
+    if not modules:
+        raise _incomplete_python(str(library))
+    return sources + file_sources(modules)
+
+
+def documents(source: SourceFile, how: Reading = Reading()) -> Iterator[Document]:
+    """Yields the documents of `source` in order, skipping empty ones."""
+    try:
+        with source.open() as file:
+            yield from _documents_in(file, source, how)
+    except ConfigError as error:
+        how.leave_out(error)
+    except (OSError, EOFError, zlib.error) as error:
+        problem = ConfigError(
+            f"cannot be read: {getattr(error, 'strerror', None) or error}",
+            source=source.name,
+            fix="Check the file and its permissions",
+        )
+        if how.skipped is None:
+            raise problem from error
+        how.skipped(problem)
+
+
+def _documents_in(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document]:
+    content = _unpacked(file, source)
+    if source.form in TABLE_SUFFIXES:
+        yield from _rows(content, source, how)
+        return
+    if source.form in TOKENS_SUFFIXES:
+        yield from _token_documents(content, source, how.tokenizer)
+        return
+    if source.form in LINES_SUFFIXES:
+        yield from _lines(content, file, source.name, how)
+        return
+    done = 0
+    for text in _blocks(content, source.name):
+        now = file.tell()  # of what is packed, so many bytes at a time
+        yield Document(text, now - done)
+        done = now
+
+
+def _unpacked(file: BinaryIO, source: SourceFile) -> BinaryIO:
+    if source.packed == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if source.packed == ".zst":
+        return cast(BinaryIO, io.BufferedReader(_Zstandard(file, _library("zstandard", source.name)), 2**17))
+    return file
+
+
+class _Zstandard(io.RawIOBase):
+    """Reads a zstd file's content. The library's own reader takes a file that is cut off for a whole one."""
+
+    def __init__(self, file: BinaryIO, library: Any) -> None:
+        self._file, self._library = file, library
+        self._frame: Any = None  # that has begun
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._file.read(PACKED_BYTES)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("it is cut off")
+                return 0
+            self._ready = b"".join(self._frames(packed))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def _frames(self, packed: bytes) -> Iterator[bytes]:
+        while packed:
+            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            try:
+                yield self._frame.decompress(packed)
+            except self._library.ZstdError as error:
+                raise OSError(str(error)) from error
+            packed = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+
+
+# ---------------------------------------------------------------------------------------------------
+# Text
+
+
+def _blocks(file: BinaryIO, name: str) -> Iterator[str]:
+    head = file.read(len(BYTE_ORDER_MARK))
+    carry = head.removeprefix(BYTE_ORDER_MARK)
+    offset = len(head) - len(carry)  # of the next block
+    while block := carry + file.read(BLOCK_BYTES_MAX - len(carry)):
+        cut = _cut(block) if len(block) == BLOCK_BYTES_MAX else len(block)
+        block, carry = block[:cut], block[cut:]
+        yield _text(block, name, offset)
+        offset += len(block)
+
+
+def _cut(block: bytes) -> int:
+    """Returns where to cut a full block: after its last line, or else before its last character, in case it is cut."""
+    if after_line := block.rfind(b"\n") + 1:
+        return after_line
+    cut = len(block) - 1
+    while cut > len(block) - 4 and block[cut] & 0xC0 == 0x80:  # a continuation byte; a character has at most three
+        cut -= 1
+    return cut
+
+
+def _text(block: bytes, name: str, offset: int) -> str:
+    try:
+        return block.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"not UTF-8 ({error.reason})",
+            source=f"{name}, byte {offset + error.start}",
+            fix="Unpack the file if it is compressed, or convert it to UTF-8, for example with iconv",
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------
+# JSON lines
+
+
+def _lines(content: BinaryIO, file: BinaryIO, name: str, how: Reading) -> Iterator[Document]:
+    kind: Any = str if how.chats is None else list[dict[str, Any]]
+    try:
+        line_type = msgspec.defstruct("Line", [("value", kind, msgspec.field(name=how.column))])
+    except ValueError as error:
+        raise ConfigError(f'"{how.column}" is no key', key="--column", fix="Name the key with the text") from error
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(line_type)
+    number, done = 0, 0
+    while line := content.readline(LINE_BYTES_MAX + 1):
+        number += 1
+        where = f"{name}, line {number}"
+        if len(line) > LINE_BYTES_MAX:
+            what = f"longer than {LINE_BYTES_MAX} bytes"
+            how.leave_out(ConfigError(what, source=where, fix="Put each document on its own line"))
+            while not line.endswith(b"\n") and (line := content.readline(LINE_BYTES_MAX)):
+                pass
+            continue
+        line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        if not line.strip():
+            continue
+        try:
+            value = decoder.decode(line).value
+        except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+            what = "a string" if how.chats is None else "a list of messages"
+            fix = f'Each line must be a JSON object with {what} under "{how.column}"{_others(line)}'
+            how.leave_out(ConfigError(str(error), source=where, fix=fix))
+            continue
+        now = file.tell()
+        if document := how.document(value, now - done, where):
+            yield document
+            done = now
+
+
+def _others(line: bytes) -> str:
+    """Names the keys of a line, for one who has not named the right one."""
+    try:
+        keys = [*msgspec.json.decode(line, type=dict[str, msgspec.Raw])]
+    except (ValueError, RecursionError):
+        return ""
+    return f"; --column names another: this line has {', '.join(keys[:KEYS_SHOWN])}" if keys else ""
+
+
+# ---------------------------------------------------------------------------------------------------
+# Tables
+
+
+def _rows(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document]:
+    pyarrow = _library("pyarrow", source.name)
+    row = 0
+    try:
+        for texts, share in _columns(pyarrow, file, source, how):
+            each = int(share * source.size / max(1, len(texts)))
+            texts.validate(full=True)  # what is damaged would end the process
+            for start in range(0, len(texts), ROWS_AT_ONCE):
+                for value in texts.slice(start, ROWS_AT_ONCE).to_pylist():
+                    row += 1
+                    if document := how.document(value, each, f"{source.name}, row {row}"):
+                        yield document
+    except (pyarrow.ArrowException, ValueError, OverflowError, ImportError) as error:  # a date without pandas, say
+        raise ConfigError(f"damaged: {error}", source=source.name, fix="Make or fetch the file again") from error
+
+
+def _columns(pyarrow: Any, file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[tuple[Any, float]]:
+    """Yields the texts of some rows at a time, and what share of the file these are."""
+    if source.packed:
+        raise ConfigError("a compressed table", source=source.name, fix="Unpack it: Parquet compresses by itself")
+    if source.form == ".parquet":
+        from pyarrow import parquet  # noqa: PLC0415  (an extra)
+
+        table = parquet.ParquetFile(file)
+        _check_column(pyarrow, table.schema_arrow, source, how)
+        for batch in table.iter_batches(ROWS_AT_ONCE, columns=[how.column]):
+            yield batch.column(0), len(batch) / table.metadata.num_rows
+        return
+    from pyarrow import ipc  # noqa: PLC0415  (an extra)
+
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    reader = ipc.open_file(file) if is_file else ipc.open_stream(file)
+    _check_column(pyarrow, reader.schema, source, how)
+    if is_file:
+        count = reader.num_record_batches
+        yield from ((reader.get_batch(number).column(how.column), 1 / count) for number in range(count))
+        return
+    done = 0
+    for batch in reader:
+        now = file.tell()
+        yield batch.column(how.column), (now - done) / source.size
+        done = now
+
+
+def _check_column(pyarrow: Any, schema: Any, source: SourceFile, how: Reading) -> None:
+    column = how.column
+    has = f"it has {', '.join(schema.names[:KEYS_SHOWN])}"
+    if schema.names.count(column) != 1:
+        problem = f'no column "{column}"' if column not in schema.names else f'two columns "{column}"'
+        raise ConfigError(problem, source=source.name, fix=f"Name one with --column: {has}")
+    kind = schema.field(column).type
+    types, what = pyarrow.types, "text" if how.chats is None else "chats"
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    is_chat = (types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type)
+    if not (is_text if how.chats is None else is_chat):
+        raise ConfigError(
+            f'column "{column}" holds {kind}, not {what}', source=source.name, fix=f"Name another with --column: {has}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def _token_documents(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> Iterator[Document]:
+    """Cuts a stream of tokens after each end of a document, or where there is none for long."""
+    kind, count = _token_type(file, source, tokenizer)
+    carry, done = np.zeros(0, dtype=kind), 0
+    while chunk := file.read(BLOCK_TOKENS_MAX * kind.itemsize):
+        if len(chunk) % kind.itemsize:
+            raise ConfigError("its last token is cut off", source=source.name, fix="Make or fetch the file again")
+        fresh = np.frombuffer(chunk, dtype=kind)
+        _check_tokens(fresh, done, source, tokenizer)
+        done += len(fresh)
+        tokens = np.concatenate([carry, fresh])
+        *whole, carry = np.split(tokens, np.flatnonzero(tokens == tokenizer.end_of_document) + 1)
+        if len(carry) >= BLOCK_TOKENS_MAX:
+            whole, carry = [*whole, carry], carry[:0]
+        yield from (_token_document(each, tokenizer) for each in whole if len(each) > 1)
+    if count is not None and done != count:
+        raise ConfigError(
+            f"it is cut off: {done} of {count} tokens", source=source.name, fix="Make or fetch the file again"
+        )
+    if len(carry):
+        yield _token_document(carry, tokenizer)
+
+
+def _token_document(tokens: Tokens, tokenizer: Tokenizer) -> Document:
+    ended = tokens[:-1] if tokens[-1] == tokenizer.end_of_document else tokens  # whoever stores it ends it
+    return Document("", tokens.nbytes, ended.astype(token_type(tokenizer.vocab_size)))
+
+
+def _token_type(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int | None]:
+    """Returns the type of the tokens that follow, and their count if the file tells: what a .npy says, or nanoGPT's 16
+    bits; 32 if those are too few.
+    """
+    if source.form == ".bin":
+        return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4"), None
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, _, kind = read(file)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"not a NumPy array: {error}", source=source.name, fix="Save it with numpy.save") from error
+    if len(shape) != 1 or kind.kind not in "iu":
+        raise ConfigError(
+            f"an array of {kind} and shape {shape}", source=source.name, fix="Save one row of whole numbers"
+        )
+    return kind, shape[0]
+
+
+def _check_tokens(tokens: Tokens, done: int, source: SourceFile, tokenizer: Tokenizer) -> None:
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= tokenizer.vocab_size))
+    if wrong.size:
+        raise ConfigError(
+            f"token {tokens[wrong[0]]}, but the tokenizer has only {tokenizer.vocab_size} tokens",
+            source=f"{source.name}, token number {done + int(wrong[0])}",
+            fix="Name the tokenizer that made the file with --tokenizer",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Files
+
+
+def _library(name: str, source: str) -> Any:
+    try:
+        return __import__(name)
+    except ImportError as error:
+        fix = "Run: pip install 'p2ptrain[data]'"
+        raise ConfigError(f"needs {name} to be read", source=source, fix=fix) from error
+
+
+def _opener(path: Path) -> Callable[[], BinaryIO]:
+    return lambda: path.open("rb")
+
+
+def _text_source(name: str, text: str) -> SourceFile:
+    encoded = text.encode()
+    return SourceFile(name, len(encoded), lambda: io.BytesIO(encoded))
+
+
+def _incomplete_python(what: str) -> ConfigError:
+    return ConfigError(
+        f"this Python lacks {what}, a part of the embedded corpus",
+        key="embedded",
+        fix="Install the complete standard library, or name files",
+    )

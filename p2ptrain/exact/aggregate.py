@@ -1,0 +1,315 @@
+"""Turns a set of contributions into the same new weights on every machine, bit by bit.
+
+This module is the protocol's arithmetic. docs/protocol.md states it line by line and golden roots in the
+tests pin it: the order of the operations may not change within a protocol version.
+
+Votes are integers, so no sum depends on its order. The inverse transform stays in integers
+(`transform.inverse`). The rest is a fixed sequence of single IEEE operations, each rounded once:
+nothing fused, nothing summed, and no library function but the square root, which IEEE 754 defines.
+
+If contributions carry scales (powers of two), every group's votes are counted in a common unit, and none weighs much
+more than most others, or than local steps can move (exact/scales.py). The votes themselves are summed, not filtered:
+medians and trimming destroy a sparse signal, whose coefficients most peers do not send.
+
+An outer momentum m (Nesterov's, as in DiLoCo, or plain) is agreed state like the weights w. Of the update u, rate
+included, and with mu rounded to fp32:
+
+    s = m + u;  t = mu * s;  w = w - (u + t with Nesterov, s without);  m = t
+
+and in the rounds between those that carry it (Delayed Nesterov: Liu et al. 2024, arXiv 2401.09135): m = s;  w = w - u.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from p2ptrain.config import BASIS_PEAK, EXACT_MAX, VOTES_MAX, RecipeConfig
+from p2ptrain.errors import DeviceError
+from p2ptrain.exact.codec import Contribution, Indices, PayloadFormat, read_exponents, read_squares, unpack
+from p2ptrain.exact.scales import Scales, Sizes
+from p2ptrain.exact.schedule import Terms, exact_float
+from p2ptrain.exact.shortage import where_it_fits
+from p2ptrain.exact.transform import (
+    FP32_EXACT_MAX,
+    Group,
+    Layout,
+    Strip,
+    first_stage_dtype,
+    integer_basis,
+    inverse,
+)
+
+EXACTNESS_FIX = (
+    "Unset DNNL_DEFAULT_FPMATH_MODE, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and whatever sets torch's float32 matmul "
+    "precision or flush-to-zero mode; or choose another device"
+)
+INT16_MAX = 2**15 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """The sum of a round's contributions."""
+
+    sums: Tensor  # [chunks, area] int16 or int32
+    contributions: int
+    units: tuple[int, ...] | None  # [groups] votes are in units of 2**unit; None: they have no unit
+
+
+def apply_payloads(
+    layout: Layout,
+    recipe: RecipeConfig,
+    form: PayloadFormat,
+    payloads: Sequence[bytes],
+    terms: Terms,
+    parameters: Sequence[Tensor],
+    momenta: Sequence[Tensor] = (),
+    unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
+) -> Scales | None:
+    """Applies one outer step from payloads that `unpack` has accepted, in any order. Payloads are unpacked one at a
+    time, except those given as `unpacked`. Returns the scales by which they were counted, if they have any.
+
+    momenta: of the parameters, if the recipe has a momentum
+    """
+    scales = None
+    if form.groups and payloads:
+        scales = Scales.of([sizes_of(payload, layout, form) for payload in payloads], layout, recipe, terms.reach)
+
+    def votes_on(device: torch.device) -> Votes:
+        contributions = (unpacked.get(payload) or unpack(payload, form) for payload in payloads)
+        return sum_votes(layout, recipe, contributions, len(payloads), scales, device)
+
+    votes = where_it_fits(votes_on, parameters[0].device)
+    apply_votes(layout, recipe, votes, terms, parameters, momenta)
+    return scales
+
+
+def sizes_of(payload: bytes, layout: Layout, form: PayloadFormat) -> Sizes:
+    """Reads what `Scales` compares of a payload."""
+    starts = [group.first_chunk for group in layout.groups]
+    return Sizes(read_exponents(payload, form), np.add.reduceat(read_squares(payload, form), starts))
+
+
+def sum_votes(
+    layout: Layout,
+    recipe: RecipeConfig,
+    contributions: Iterable[Contribution],
+    count: int,
+    scales: Scales | None,
+    device: torch.device,
+) -> Votes:
+    """Adds up `count` contributions, one at a time and in the order of the scales, if there are any. The votes are
+    integers, so any order gives the same sums.
+    """
+    largest = count * recipe.vote_max
+    assert largest <= VOTES_MAX, "the config's bound keeps votes in range"
+    dtype = torch.int16 if largest <= INT16_MAX else torch.int32
+    sums = torch.zeros(layout.chunks * layout.area, dtype=dtype, device=device)
+    index_type = np.dtype(np.int32) if sums.numel() <= VOTES_MAX else np.dtype(np.int64)
+    starts = np.arange(layout.chunks, dtype=index_type)[:, None] * layout.area
+    added = 0
+    for contribution in contributions:
+        values = scales.votes(added, contribution.values) if scales else contribution.values
+        votes = torch.from_numpy(values).to(device, dtype).reshape(-1)
+        if recipe.is_dense:
+            sums.add_(votes)
+        else:
+            places = torch.from_numpy(np.add(contribution.indices, starts, dtype=index_type).reshape(-1)).to(device)
+            sums.index_add_(0, places, votes)
+        added += 1
+    assert added == count
+    return Votes(sums.view(layout.chunks, layout.area), count, scales.units if scales else None)
+
+
+def apply_votes(
+    layout: Layout,
+    recipe: RecipeConfig,
+    votes: Votes,
+    terms: Terms,
+    parameters: Sequence[Tensor],
+    momenta: Sequence[Tensor] = (),
+) -> None:
+    """Applies one outer step to the fp32 master weights, in place. Without contributions nothing changes."""
+    assert bool(momenta) == bool(recipe.momentum), "a momentum is part of the state of just those runs that have one"
+    if not votes.contributions:
+        return
+    keep = rounded_fp32(1 - terms.rate * recipe.weight_decay)
+    votes_bound = votes.contributions * recipe.k * recipe.vote_max
+    for number, group in enumerate(layout.groups):
+        step = _step(layout, recipe, votes, number, terms.rate)
+        matrix = layout.matrix(parameters, group)
+        carried = layout.matrix(momenta, group) if momenta else None
+        for strip in layout.strips(group, matrix.device):
+            old = None if carried is None else carried[strip.rows]
+            update = new = None
+            if step != 0.0 or old is not None:
+                sums = votes.sums[strip.chunks]
+                compute = partial(_update, layout, recipe, votes_bound, step, group, strip, sums)
+                update = where_it_fits(compute, sums.device)
+            if old is not None:
+                assert update is not None
+                update, new = where_it_fits(partial(_with_momentum, recipe, terms, old, update), update.device)
+            _move(matrix[strip.rows], keep, update)
+            if old is not None and new is not None:
+                old.copy_(new)
+        layout.store(matrix, parameters, group)
+        if carried is not None:
+            layout.store(carried, momenta, group)
+
+
+def _with_momentum(
+    recipe: RecipeConfig, terms: Terms, momentum: Tensor, update: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Returns what a strip's weights lose, and its new momentum. Each operation is one kernel, so nothing is fused."""
+    own = update.to(device)
+    total = momentum.to(device).view(own.shape) + own
+    if not terms.carries:
+        return own, total.reshape(momentum.shape)
+    kept = total * rounded_fp32(recipe.momentum)
+    return own + kept if recipe.nesterov else total, kept.reshape(momentum.shape)
+
+
+def apply_own(
+    layout: Layout, indices: Indices, values: NDArray[np.float32], share: float, parameters: Sequence[Tensor]
+) -> None:
+    """Subtracts `share` of what a contribution decodes to from the weights, as if it were alone and counted whole.
+
+    indices: [chunks, k]; values: [chunks, k] integers times the group's power of two, so the transform is exact
+    """
+
+    def spread(chunks: slice) -> Tensor:
+        chosen = torch.from_numpy(indices[chunks].astype(np.int64))
+        sent = torch.from_numpy(values[chunks]).double()
+        return torch.zeros(len(chosen), layout.area, dtype=torch.float64).scatter_(1, chosen, sent)
+
+    _subtract(layout, spread, share, parameters)
+
+
+def apply_residual(layout: Layout, residual: Tensor, share: float, parameters: Sequence[Tensor]) -> None:
+    """Subtracts `share` of what a residual [chunks, area] decodes to from the weights."""
+    _subtract(layout, lambda chunks: residual[chunks], share, parameters)
+
+
+def _subtract(layout: Layout, block: Callable[[slice], Tensor], share: float, parameters: Sequence[Tensor]) -> None:
+    for group in layout.groups:
+        matrix = layout.matrix(parameters, group)
+        for strip in layout.strips(group, matrix.device):
+            compute = partial(_share_of, layout, block(strip.chunks), share)
+            _move(matrix[strip.rows], 1.0, _cut(layout, group, strip, where_it_fits(compute, matrix.device)))
+        layout.store(matrix, parameters, group)
+
+
+def _share_of(layout: Layout, block: Tensor, share: float, device: torch.device) -> Tensor:
+    return layout.decoded(block.to(device)).mul_(share * layout.scale).float()
+
+
+def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learning_rate: Fraction) -> float:
+    """Returns the factor between the inverse transform's integers and the update; 0.0 if no votes are left."""
+    rate = exact_float(learning_rate)
+    if recipe.outer == "sign":
+        return rounded_fp32(learning_rate)
+    if recipe.outer == "mean":
+        gain = 1.0 if votes.units else math.sqrt(layout.area / recipe.k)
+        unit = 2.0 ** votes.units[number] if votes.units else 1.0
+        return rate * gain / votes.contributions * (unit * layout.scale)
+    group = layout.groups[number]
+    squares = _sum_of_squares(layout, recipe, votes, group)
+    rms = math.sqrt(squares / (group.chunks * layout.area))  # a quotient of integers, rounded once
+    return rate / rms * layout.scale if squares else 0.0
+
+
+def _sum_of_squares(layout: Layout, recipe: RecipeConfig, votes: Votes, group: Group) -> int:
+    total = 0
+    largest = votes.contributions * recipe.vote_max
+    for strip in layout.strips(group, votes.sums.device):
+        sums = votes.sums[strip.chunks].reshape(-1)
+        if largest**2 * recipe.k * (sums.numel() // layout.area) < FP32_EXACT_MAX and sums.device.type == "cpu":
+            single = sums.float()
+            total += int(torch.dot(single, single))
+        else:
+            total += where_it_fits(partial(_squares, sums), sums.device)
+    return total
+
+
+def _squares(sums: Tensor, device: torch.device) -> int:
+    return int(sums.to(device).long().square_().sum())
+
+
+def _update(
+    layout: Layout,
+    recipe: RecipeConfig,
+    votes_bound: int,
+    step: float,
+    group: Group,
+    strip: Strip,
+    sums: Tensor,
+    device: torch.device,
+) -> Tensor:  # [rows, columns] fp32, or a view of as many
+    """Returns the values that a strip's votes subtract from its weights."""
+    whole = layout.decoded(sums.to(device), votes_bound)
+    update = whole.sign_().float().mul_(step) if recipe.outer == "sign" else whole.mul_(step).float()
+    update.add_(0.0)  # a matrix product may give 0.0 or -0.0; this makes both 0.0
+    return _cut(layout, group, strip, update)
+
+
+def _move(rows: Tensor, keep: float, update: Tensor | None) -> None:
+    """Updates a strip in place. It allocates nothing on the device, so a strip is applied whole or not at all."""
+    here = rows
+    if update is not None and rows.device != update.device:  # one of them is on the CPU, so both go there
+        here, update = rows.cpu(), update.cpu()
+    if keep != 1.0:
+        here.mul_(keep)
+    if update is not None:
+        here.view(update.shape).sub_(update)
+    if here is not rows:
+        rows.copy_(here)
+
+
+def _cut(layout: Layout, group: Group, strip: Strip, update: Tensor) -> Tensor:
+    """Returns the update in the order of the strip's rows, without the padding; a view if there is none."""
+    c = layout.chunk
+    tiles = update.view(c, strip.chunk_rows, group.chunk_columns, c).permute(1, 0, 2, 3)
+    rows, columns = strip.rows.stop - strip.rows.start, group.columns
+    if (rows, columns) == (strip.chunk_rows * c, group.chunk_columns * c):
+        return tiles  # [chunk_rows, c, chunk_columns, c]
+    return tiles.reshape(strip.chunk_rows * c, -1)[:rows, :columns]
+
+
+def rounded_fp32(value: Fraction) -> float:
+    """Rounds to fp64, then to fp32."""
+    return float(np.float32(exact_float(value)))
+
+
+def check_exactness(chunk: int, device: torch.device) -> None:
+    """Refuses a device or library whose arithmetic on the exact path does not follow IEEE 754.
+
+    Matrix products may be configured to use TF32 or bf16 internally, or a processor to flush subnormals to zero;
+    replicas would drift apart without a visible reason. Checking a few known answers takes a millisecond.
+    """
+    basis = integer_basis(chunk, torch.int64, torch.device("cpu"))
+    for bound in ((FP32_EXACT_MAX - 1) // BASIS_PEAK, (EXACT_MAX - 1) // BASIS_PEAK**2):  # each stage's largest input
+        votes = torch.zeros(3, chunk, chunk, dtype=torch.int64)
+        votes[0, 1, chunk // 2 + 1] = bound  # all in one coefficient
+        votes[1, :, 1] = bound // chunk * (1 - 2 * (torch.arange(chunk) % 2))  # a column, which the first product sums
+        votes[2] = bound // chunk**2
+        votes[2, 1, 1] += bound - bound // chunk**2 * chunk**2
+        expected = torch.einsum("ui,nuv,vj->inj", basis, votes, basis)
+        computed = inverse(votes.view(3, -1).int().to(device), chunk, first_stage_dtype(bound, device))
+        if not torch.equal(computed.cpu().long(), expected):
+            raise DeviceError(f"{device} does not multiply matrices exactly", fix=EXACTNESS_FIX)
+    tiny = torch.full((2**20,), 2.0**-140, device=device)  # fp32 below the normal range, enough of them for all threads
+    twice = (tiny + tiny).cpu().view(torch.int32)  # as bits: where small numbers are flushed, they equal zero
+    if not (twice == 2**10).all():
+        raise DeviceError(f"{device} flushes small numbers to zero", fix=EXACTNESS_FIX)
+    smaller = (tiny * 0.75).cpu().view(torch.int32)  # a product of the momentum, below the normal range
+    if not (smaller == 3 * 2**7).all():
+        raise DeviceError(f"{device} flushes small products to zero", fix=EXACTNESS_FIX)

@@ -1,0 +1,179 @@
+"""The outer step of a run: what its payloads look like, and what a round of them makes of the agreed state.
+
+The agreed state is one flat tensor: all parameters in the model's order and, if the recipe has a momentum, as many
+numbers again. A run with `fragments` (Streaming DiLoCo: Douillard et al. 2025, arXiv 2501.18512) agrees on one part of
+the model each round, in turn; all other weights and momenta stay as they are.
+
+Then a payload begins with a byte that tells its fragment, and ends with zeros that make all payloads equally long:
+their length is known before they come. A payload of another fragment than its round's counts as one of zeros.
+
+In a region (`world.run`), a payload ends with what its author says of the world's run (`Tail`). The update does not
+depend on it; the region's nodes keep track of the world by it (p2ptrain/train/region.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from math import prod
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from p2ptrain.config import PAYLOAD_BYTES_MAX, RecipeConfig, RunConfig
+from p2ptrain.errors import ConfigError, RemoteProtocolError
+from p2ptrain.exact.aggregate import apply_payloads
+from p2ptrain.exact.codec import Contribution, PayloadFormat, pack, unpack
+from p2ptrain.exact.scales import Scales
+from p2ptrain.exact.schedule import terms_of
+from p2ptrain.exact.transform import Layout, fragment_of
+
+ROOM_BYTES = 1_024  # of what is sent, for its author's key; rounded up
+FRAGMENT_BYTES = 1
+TAIL_BYTES = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Tells how a contribution to a region stands to the world's run, in nine bytes at its end."""
+
+    followed: int | None = None  # the world's newest round that its author knew of when it began to train
+    is_shifted: bool = False  # it holds what the world changed, up to that round
+    is_aware: bool = False  # its author knows from where the region goes on
+    has_told: bool = False  # and that the region has contributed to the world's next round
+
+    def encoded(self) -> bytes:
+        flags = self.is_shifted | self.is_aware << 1 | self.has_told << 2
+        return (0 if self.followed is None else self.followed + 1).to_bytes(8, "little") + bytes([flags])
+
+    @classmethod
+    def of(cls, payload: bytes) -> Tail:
+        """Reads the tail of a payload; raises RemoteProtocolError if it has no meaning."""
+        followed, flags = int.from_bytes(payload[-TAIL_BYTES:-1], "little"), payload[-1]
+        found = cls(followed - 1 if followed else None, bool(flags & 1), bool(flags & 2), bool(flags & 4))
+        if flags > 7 or (found.is_shifted and not followed) or (found.has_told and not found.is_aware):
+            raise RemoteProtocolError(f"a tail of {payload[-TAIL_BYTES:].hex()}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Tells what of each contribution a round did not count, so that it returns to its author's residual."""
+
+    payloads: Sequence[bytes]  # of the round's fragment, in the order of the scales
+    scales: Scales | None
+
+    def uncounted(self, payload: bytes) -> Callable[[NDArray[np.float32]], NDArray[np.float32]] | None:
+        """Returns what makes, of the values that left the residual, those that were not counted; None: all were."""
+        if payload not in self.payloads:  # it came late, after a round without any, and is of another fragment
+            return lambda removed: removed
+        return partial(self.scales.uncounted, self.payloads.index(payload)) if self.scales else None
+
+
+class Outer:
+    """A run's layout, payloads and outer step.
+
+    rounds_late: how old a contribution may be; covered: how many other rounds' movement it may hold as well
+    """
+
+    def __init__(
+        self, recipe: RecipeConfig, shapes: Sequence[Sequence[int]], rounds_late: int = 0, covered: int = 0
+    ) -> None:
+        self.recipe, self.rounds_late, self.covered = recipe, rounds_late, covered
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.parameters = sum(map(prod, self.shapes))
+        whole = Layout.of(shapes, recipe)
+        if recipe.fragments > len(whole.groups):
+            what = f"{recipe.fragments} fragments, but the model has only {len(whole.groups)} groups of weights"
+            raise ConfigError(what, key="recipe.fragments", fix=f"Use at most {len(whole.groups)}")
+        self.layouts = whole.fragments(recipe.fragments)
+        self.forms = [PayloadFormat.of(layout, recipe) for layout in self.layouts]
+        self.tail_bytes = TAIL_BYTES if covered else 0
+        self.payload_bytes = max(form.payload_bytes for form in self.forms) + self._head_bytes + self.tail_bytes
+        if self.payload_bytes > PAYLOAD_BYTES_MAX - ROOM_BYTES:
+            what = f"a contribution of {self.payload_bytes:,} bytes, and there is room for 4 GiB less 1 KiB"
+            raise ConfigError(what, key="recipe.k", fix="Send fewer coefficients, fewer value_bits, or more fragments")
+        self.contribution_bytes = max(form.contribution_bytes for form in self.forms)
+
+    @classmethod
+    def of(cls, run: RunConfig, shapes: Sequence[Sequence[int]]) -> Outer:
+        return cls(run.recipe, shapes, run.agreement.staleness_rounds_max, run.world.covered)
+
+    @property
+    def _head_bytes(self) -> int:
+        return FRAGMENT_BYTES if self.recipe.fragments > 1 else 0
+
+    @property
+    def state_numbers(self) -> int:
+        """How many numbers the agreed state has."""
+        return self.parameters * self.recipe.state_copies
+
+    def fragment_of(self, number: int) -> int:
+        """Returns the part of the model that round `number`, counted from 1, agrees on."""
+        return fragment_of(number, self.recipe.fragments)
+
+    def pack(self, contribution: Contribution, fragment: int) -> bytes:
+        payload = pack(contribution, self.forms[fragment])
+        if self.tail_bytes:  # a region has no fragments
+            return payload + bytes(self.tail_bytes)
+        if not self._head_bytes:
+            return payload
+        return bytes([fragment]) + payload + bytes(self.payload_bytes - FRAGMENT_BYTES - len(payload))
+
+    def unpack(self, payload: bytes) -> Contribution:
+        """Decodes a payload strictly; raises RemoteProtocolError, with the reason, if it is not a valid encoding."""
+        if len(payload) != self.payload_bytes:
+            raise RemoteProtocolError(f"payload of {len(payload)} bytes; this run's have {self.payload_bytes}")
+        fragment, content = self._content(payload)
+        end = self.forms[fragment].payload_bytes
+        if self.tail_bytes:
+            Tail.of(payload)
+        elif any(content[end:]):
+            raise RemoteProtocolError("a payload's padding is not zero")
+        return unpack(content[:end], self.forms[fragment])
+
+    def _content(self, payload: bytes) -> tuple[int, bytes]:
+        """Returns the fragment that a payload is of, and what follows the byte that tells it."""
+        if not self._head_bytes:
+            return 0, payload
+        if not payload[0] < self.recipe.fragments:
+            raise RemoteProtocolError(f"fragment {payload[0]} of {self.recipe.fragments}")
+        return payload[0], payload[FRAGMENT_BYTES:]
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Splits a flat tensor of all parameters into views of their shapes."""
+        pieces = torch.split(flat, [prod(shape) for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def apply(
+        self,
+        state: Tensor,
+        round_number: int,
+        payloads: Sequence[bytes],
+        unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
+    ) -> Counted:
+        """Applies payloads that `unpack` has accepted to the state, in place; `round_number` counts from 0."""
+        terms = terms_of(self.recipe, round_number, self.rounds_late, self.covered)
+        fragment = self.fragment_of(round_number + 1)
+        size = self.forms[fragment].payload_bytes
+        split = [(payload, *self._content(payload)) for payload in payloads]
+        counted = [(payload, content[:size]) for payload, own, content in split if own == fragment]
+        if counted and len(counted) < len(payloads):  # the others count as contributions that move nothing
+            terms = replace(terms, rate=terms.rate * Fraction(len(counted), len(payloads)))
+        weights, momenta = state[: self.parameters], state[self.parameters :]
+        scales = apply_payloads(
+            self.layouts[fragment],
+            self.recipe,
+            self.forms[fragment],
+            [content for _, content in counted],
+            terms,
+            self.parts(weights),
+            self.parts(momenta) if len(momenta) else (),
+            {content: unpacked[payload] for payload, content in counted if payload in unpacked},
+        )
+        return Counted([payload for payload, _ in counted], scales)

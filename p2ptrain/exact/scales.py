@@ -1,0 +1,97 @@
+"""One contribution counts as one: the common unit of a round's contributions whose values carry scales.
+
+A contribution names a power of two for each group, in which its integers are counted, so by itself it could weigh as
+much as it likes. Its size in a group is the sum of its squared values, scale included. The measure of a round is the
+largest size but for the largest third, so a third of the contributions cannot move it beyond what the others sent (a
+quantile, as in Yin et al. 2018, arXiv 1803.01498; the median would cut those who take ten steps to those who take one,
+where most do). A contribution with twice the measure's amplitude or more is halved until it has less; its author puts
+what was cut back into its residual.
+
+In a round with few contributions liars may be more than a third, or the only one. So the measure is also at most how
+far local steps can move the weights (`reach` in schedule.py).
+
+All of it is exact: sizes are integers times powers of two, halving moves a scale, and the votes are integers in units
+of 2**unit, which lies `room_bits` below the measure's root mean square. What is smaller than half a unit counts as
+nothing, and a single vote never counts more than `vote_max`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2ptrain.config import RecipeConfig
+from p2ptrain.exact.codec import Values
+from p2ptrain.exact.transform import Layout
+
+VALUE_MAX = 2**15 - 1  # of a contribution's integers
+NOTHING_BITS = 40  # halved so often, no such integer is left; doubled so often, it is above any `vote_max`
+SILENCED = 2**10  # halvings of what counts as nothing, whatever the exponents
+Votes = NDArray[np.int16] | NDArray[np.int32]
+
+
+class Sizes(NamedTuple):
+    """A contribution's exponents, and the sums of its squared integers."""
+
+    exponents: NDArray[np.int8]  # [groups]
+    squares: NDArray[np.int64]  # [groups]
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The units of a round's votes, and how they follow from each contribution's."""
+
+    units: tuple[int, ...]  # [groups] votes are in units of 2**unit
+    exponents: NDArray[np.int64]  # [contributions, groups]
+    cuts: NDArray[np.int64]  # [contributions, groups] how often each is halved
+    chunks: tuple[int, ...]  # [groups]
+    vote_max: int
+    is_dense: bool = False  # whether numbers may be zero, or all of a group
+
+    @classmethod
+    def of(cls, sizes: Sequence[Sizes], layout: Layout, recipe: RecipeConfig, reach: int | None) -> Scales:
+        """Works out the scales of a round from the sizes of its contributions, in their order.
+
+        reach: no measure is larger than that of movements whose root mean square is 2**reach
+        """
+        exponents = np.stack([each.exponents for each in sizes]).astype(np.int64)
+        squares = np.stack([each.squares for each in sizes]).astype(np.float64)  # below 2**53, or rounded once
+        weights = np.ldexp(squares, 2 * exponents)
+        measure = np.sort(weights, axis=0)[len(sizes) - 1 - len(sizes) // 3]  # [groups]
+        chunks = tuple(group.chunks for group in layout.groups)
+        if reach is not None:
+            measure = np.minimum(measure, np.ldexp(np.array(chunks, np.float64) * layout.area, 2 * reach))
+        units = _doublings(measure, np.array(chunks, np.float64) * recipe.k) // 2 - recipe.room_bits
+        cuts = np.maximum(_doublings(weights, measure), 0) // 2
+        cuts[:, measure == 0] = SILENCED  # most have nothing to say of this group, so nobody moves it
+        return cls(tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max, recipe.is_dense)
+
+    def votes(self, number: int, values: Values) -> Votes:  # [chunks, k]
+        """Returns a contribution's integers in the common units, rounded half away from zero."""
+        shifts = np.repeat(self.exponents[number] - self.cuts[number] - np.array(self.units), self.chunks)[:, None]
+        # Few numbers other than zero are far above their root mean square: then they are shifted far to the left.
+        wide, most = (np.int64, NOTHING_BITS) if self.is_dense else (np.int32, 15)
+        right = np.clip(-shifts, 0, most).astype(wide)  # by then, no value is left
+        magnitudes = np.abs(values.astype(wide)) << np.clip(shifts, 0, most).astype(wide)
+        magnitudes = np.minimum((magnitudes + (np.ones((), wide) << right >> 1)) >> right, self.vote_max)
+        narrow = np.int16 if self.vote_max <= np.iinfo(np.int16).max else np.int32
+        votes: Votes = np.where(values < 0, -magnitudes, magnitudes).astype(narrow)
+        return votes
+
+    def uncounted(self, number: int, removed: NDArray[np.float32]) -> NDArray[np.float32]:  # [chunks, k]
+        """Returns the part of the values that left the author's residual which was not counted."""
+        own, units = (np.repeat(each, self.chunks)[:, None] for each in (self.exponents[number], self.units))
+        # Clipped, because a training repeated after a crash may have come out otherwise than what was announced.
+        votes = self.votes(number, np.clip(np.ldexp(removed, -own), -VALUE_MAX, VALUE_MAX).astype(np.int16))
+        left: NDArray[np.float32] = removed - np.ldexp(votes.astype(np.float32), units)
+        return left
+
+
+def _doublings(larger: NDArray[np.float64], smaller: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Returns the largest j with larger >= 2**j * smaller."""
+    (mantissa, exponent), (other_mantissa, other_exponent) = np.frexp(larger), np.frexp(smaller)
+    return (exponent - other_exponent - (mantissa < other_mantissa)).astype(np.int64)

@@ -1,0 +1,275 @@
+"""Reads first weights that the owner has: a Hugging Face directory, a safetensors file, GGUF, or a run's checkpoint.
+
+Tensors are matched by name, with or without the prefix that transformers gives a model's body; what a tied model has
+twice is left out. They become fp32. Whatever is missing, left over or of another shape is named, and a pickle is never
+read, because reading one runs code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from p2ptrain.config import ModelConfig
+from p2ptrain.config.hf import ARCHITECTURES, HF_CONFIG_BYTES_MAX, WITHOUT_EFFECT, HfConfig, read_hf_config
+from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.files import read_regular
+from p2ptrain.models.export import Weights, model_config
+from p2ptrain.models.kinds import BUILTIN_PREFIX, Shape, exported_shapes
+
+INDEX_NAME, SINGLE_NAME, CONFIG_NAME = "model.safetensors.index.json", "model.safetensors", "config.json"
+INDEX_BYTES_MAX = 2**26  # a name and a file for each tensor: some 100 KB for 70B parameters
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+SAFE_FIX = "Write it as safetensors: model.save_pretrained(DIR) of transformers does, or safetensors.torch.save_file"
+BELONGS_FIX = "Begin with the config.json that belongs to these weights"
+HEAD = "lm_head.weight"
+# Tables that older versions of transformers saved with the weights; every model makes its own.
+TABLES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+NAMED_MAX = 4  # tensors that an error names
+# Keys of a config.json that decide what the built-in model's weights mean, beside their shapes.
+BUILTIN_KEYS = ("model_type", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta")
+# Keys that a run may choose for weights that it was given.
+FREE_KEYS = ("max_position_embeddings", "n_positions", "initializer_range", "use_cache", "transformers_version")
+FREE_ENDINGS = ("dropout", "pdrop")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor in a file, not read yet."""
+
+    shape: Shape
+    read: Callable[[], Tensor]
+
+
+def read_weights(path: Path, model: ModelConfig) -> Tensor:  # -> [parameters] fp32
+    """Reads the weights at `path` for this model, in the order of its state. ConfigError if they do not fit."""
+    with _opened(path, model) as found:
+        _refuse_other_config(path, model)
+        return _flat(path, model, found)
+
+
+def read_checkpoint(weights: Weights, model: ModelConfig) -> Tensor:  # -> [parameters] fp32
+    """Reads the agreed weights of another run, checked against their root. ConfigError if its model is another."""
+    if weights.run.adapt.is_on:
+        fix = "Give what `p2ptrain export` makes of it, in which they are merged"
+        raise ConfigError("it has only the adapters of a model", source=str(weights.path), fix=fix)
+    ours, theirs = exported_shapes(model), exported_shapes(weights.run.model)
+    shapes = {name: Found(shape, lambda: torch.empty(0)) for name, shape in theirs}
+    _refuse(weights.path, _misfits(dict(ours), shapes))
+    if ours != theirs:
+        raise ConfigError("its tensors are in another order", source=str(weights.path), fix=BELONGS_FIX)
+    return weights.flat()
+
+
+def config_beside(path: Path) -> str:
+    """Returns the config.json of weights for a run that brings none; empty if there is none."""
+    if path.suffix == ".gguf":
+        return _config_of_gguf(path)
+    place = (path if path.is_dir() else path.parent) / CONFIG_NAME
+    encoded = read_regular(place, HF_CONFIG_BYTES_MAX)
+    try:
+        return (encoded or b"").decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError("not UTF-8 text", source=str(place), fix="Save it as UTF-8") from error
+
+
+# ---------------------------------------------------------------------------------------------------
+# Files
+
+
+@contextmanager
+def _opened(path: Path, model: ModelConfig) -> Iterator[dict[str, Found]]:
+    """Opens all tensors at `path`, by their names there."""
+    if not path.exists():
+        raise ConfigError("it does not exist", source=str(path), fix="Name a directory or a file with weights")
+    if path.suffix in PICKLES:
+        raise ConfigError("a pickle runs code when it is read, so it is not", source=str(path), fix=SAFE_FIX)
+    if path.suffix == ".gguf":
+        yield _of_gguf(path, model)
+        return
+    with ExitStack() as stack:
+        found: dict[str, Found] = {}
+        for file in _files(path):
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                for name in opened.keys():  # noqa: SIM118
+                    if name in found:
+                        raise ConfigError(f"{name} stands there twice", source=str(path), fix="Remove one of the files")
+                    shape = tuple(opened.get_slice(name).get_shape())
+                    found[name] = Found(shape, lambda opened=opened, name=name: opened.get_tensor(name))  # type: ignore[misc]
+            except (SafetensorError, OSError) as error:
+                raise DataError(f"{file}: not safetensors ({error})") from error
+        yield found
+
+
+def _files(path: Path) -> list[Path]:
+    """Returns the safetensors files of a directory, or the file itself."""
+    if path.is_file():
+        return [path]
+    encoded = read_regular(path / INDEX_NAME, INDEX_BYTES_MAX)
+    if encoded is None:
+        if (path / SINGLE_NAME).is_file():
+            return [path / SINGLE_NAME]
+        pickles = sorted(each.name for each in path.iterdir() if each.suffix in PICKLES)
+        if pickles:
+            what = f"its weights are a pickle ({pickles[0]}), which runs code when it is read, so it is not read"
+            raise ConfigError(what, source=str(path), fix=SAFE_FIX)
+        gguf = sorted(each.name for each in path.iterdir() if each.suffix == ".gguf")
+        fix = f"Name {path / gguf[0]}" if gguf else "Name a directory that a model was saved to, or a file"
+        raise ConfigError(f"there is no {SINGLE_NAME}", source=str(path), fix=fix)
+    try:
+        names = {str(name) for name in json.loads(encoded)["weight_map"].values()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path / INDEX_NAME}: not an index of safetensors") from error
+    here = {each.name for each in path.iterdir() if each.is_file()}
+    for name in sorted(names):
+        if name not in here or not name.endswith(".safetensors"):
+            raise DataError(f"{path / INDEX_NAME}: names {ascii(name)[:100]}, which is no safetensors file beside it")
+    return [path / name for name in sorted(names)]
+
+
+def _of_gguf(path: Path, model: ModelConfig) -> dict[str, Found]:
+    if model.hf is None:
+        fix = 'Set model.kind = "transformers", which has the architecture of the file'
+        raise ConfigError("a GGUF is read into a model of transformers", source=str(path), fix=fix)
+    from p2ptrain.models.hf_model import make_net  # noqa: PLC0415
+
+    with torch.device("meta"):
+        net = make_net(model.hf)
+    read = _read_gguf(path, return_tensors=True, model_to_load=net, torch_dtype=torch.float32)["tensors"]
+    return {name: Found(tuple(tensor.shape), lambda tensor=tensor: tensor) for name, tensor in read.items()}  # type: ignore[misc]
+
+
+def _read_gguf(path: Path, **options: Any) -> dict[str, Any]:
+    from p2ptrain.models.hf_model import INSTALL, library  # noqa: PLC0415
+
+    library()  # turns the network off
+    reader = import_module("transformers.modeling_gguf_pytorch_utils")
+    if not reader.is_gguf_available():
+        raise ConfigError("reading a GGUF takes the package gguf", source=str(path), fix=INSTALL)
+    try:
+        read: dict[str, Any] = reader.load_gguf_checkpoint(str(path), **options)
+    except (ValueError, KeyError, IndexError, OSError, NotImplementedError) as error:
+        raise DataError(f"{path}: transformers cannot read this GGUF ({' '.join(str(error).split())[:200]})") from error
+    return read
+
+
+def _config_of_gguf(path: Path) -> str:
+    """Returns the config.json that transformers reads from a GGUF, without what has no effect on training."""
+    raw = _accepted(_read_gguf(path)["config"])
+    return json.dumps({key: value for key, value in raw.items() if key not in WITHOUT_EFFECT}, indent=2)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Fitting them to a model
+
+
+def _prefix(model: ModelConfig) -> str:
+    if model.kind == "builtin":
+        return BUILTIN_PREFIX
+    return "" if model.hf is None else model.hf.architecture.base
+
+
+def _flat(path: Path, model: ModelConfig, found: Mapping[str, Found]) -> Tensor:
+    prefix, wanted = _prefix(model), dict(exported_shapes(model))
+    here: dict[str, Found] = {}
+    for name, each in found.items():
+        key = name if name in wanted or prefix + name not in wanted else prefix + name
+        if key in here:
+            raise ConfigError(f"{name} stands there with and without {prefix}", source=str(path), fix=BELONGS_FIX)
+        here[key] = each
+    head = here.pop(HEAD) if HEAD in here and HEAD not in wanted else None
+    here = {name: each for name, each in here.items() if name in wanted or not name.endswith(TABLES)}
+    _refuse(path, _misfits(wanted, here))
+    flat, at = torch.empty(sum(prod(shape) for shape in wanted.values()), dtype=torch.float32), 0
+    for name, shape in wanted.items():
+        flat[at : at + prod(shape)] = _as_numbers(path, name, here[name].read()).reshape(-1)
+        at += prod(shape)
+    first = next(iter(wanted))
+    if head is not None and not torch.equal(head.read(), here[first].read()):
+        what = f"{HEAD} is not {first}, and the run's model has one matrix for both"
+        raise ConfigError(what, source=str(path), fix='Write "tie_word_embeddings": false in model.config')
+    return flat
+
+
+def _as_numbers(path: Path, name: str, tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        what = f"{name} is {str(tensor.dtype).removeprefix('torch.')}: quantised weights are not read"
+        raise ConfigError(what, source=str(path), fix="Take the weights in bfloat16, float16 or float32")
+    numbers = tensor.float()
+    if not bool(torch.isfinite(numbers).all()):
+        raise ConfigError(f"{name} has numbers that are not finite", source=str(path), fix="Take weights that work")
+    return numbers
+
+
+def _misfits(wanted: Mapping[str, Shape], found: Mapping[str, Found]) -> list[str]:
+    """Describes what is of another shape, missing or left over."""
+    pairs = [(name, found[name].shape, shape) for name, shape in wanted.items() if name in found]
+    told = _first([
+        f"{name} is {list(there)} there and {list(here)} in the model" for name, there, here in pairs if there != here
+    ])  # fmt: skip
+    for names, word in ((wanted.keys() - found.keys(), "missing"), (found.keys() - wanted.keys(), "left over")):
+        if names:
+            told.append(f"{len(names)} {word}: {', '.join(_first(sorted(names)))}")
+    return told
+
+
+def _first(all_of_them: Sequence[str]) -> list[str]:
+    more = [f"and {len(all_of_them) - NAMED_MAX} more"] if len(all_of_them) > NAMED_MAX else []
+    return [*all_of_them[:NAMED_MAX], *more]
+
+
+def _refuse(path: Path, misfits: list[str]) -> None:
+    if misfits:
+        what = f"the weights do not fit the run's model: {'; '.join(misfits)}"
+        raise ConfigError(what, source=str(path), fix=BELONGS_FIX)
+
+
+def _accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those keys of a config.json that a run can carry."""
+    architecture = ARCHITECTURES.get(str(raw.get("model_type")))
+    if architecture is None:
+        return dict(raw)
+    return {key: value for key, value in raw.items() if key in architecture.keys or key == "model_type"}
+
+
+def _refuse_other_config(path: Path, model: ModelConfig) -> None:
+    """Refuses weights whose own config.json describes other arithmetic, which no shape would tell."""
+    if path.suffix == ".gguf" or model.kind == "plugin" or not (text := config_beside(path)):
+        return
+    try:
+        raw = json.loads(text)
+        if model.hf is None:
+            ours, theirs = (
+                model_config(model, 0),
+                {"rope_theta": raw.get("rope_parameters", {}).get("rope_theta")} | raw,
+            )
+        else:
+            ours, theirs = _in_full(model.hf), _in_full(read_hf_config(json.dumps(_accepted(raw))))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        why = str(error).replace(": ", ". ")[:300]
+        raise ConfigError(why, source=str(path), fix=f"Correct its {CONFIG_NAME}") from error
+    for key in BUILTIN_KEYS if model.hf is None else ours:
+        is_free = key in FREE_KEYS or key.endswith(FREE_ENDINGS)
+        if theirs.get(key) not in (None, ours[key]) and not is_free:
+            there, here = (json.dumps(each[key])[:80] for each in (theirs, ours))
+            what = f"its {CONFIG_NAME} has {key} = {there}, and the run {here}"
+            raise ConfigError(what, source=str(path), key="model", fix=BELONGS_FIX)
+
+
+def _in_full(hf: HfConfig) -> dict[str, Any]:
+    """Returns all keys of a config as transformers understands them, with its defaults."""
+    from p2ptrain.models.hf_model import library  # noqa: PLC0415
+
+    said: dict[str, Any] = library().AutoConfig.for_model(hf.model_type, **hf.keys).to_dict()
+    return said

@@ -1,0 +1,133 @@
+"""Inner optimizers: how a node of recipe `local` moves its own weights between two contributions.
+
+They are private. Nothing of them is on the exact path, no peer sees their state, and two nodes may round differently.
+
+- `adamw` (Loshchilov and Hutter 2017, arXiv 1711.05101), in torch.optim's order.
+- `muon` (Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982): the momentum of a
+  hidden matrix is replaced by the nearest orthogonal matrix, which five Newton-Schulz steps approximate, so all of its
+  directions are learned equally fast. Embeddings and vectors take AdamW. An orthogonal matrix's elements have a root
+  mean square of 1/sqrt(longer side), AdamW's updates one of about 0.2: scaled to that, one rate serves both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from p2ptrain.config import RecipeConfig
+from p2ptrain.train.live import LiveModel
+
+ADAM_EPSILON = 1e-8
+MUON_MOMENTUM = 0.95
+MUON_RMS = 0.2  # of an update at rate 1, like AdamW's
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's: they push every singular value to between 0.7 and 1.2
+NEWTON_SCHULZ_STEPS = 5
+NORM_LEAST = 1e-7
+BLOCK = 2**22  # numbers of a flat tensor at a time
+# Matrices of one shape are orthogonalised together up to this size: small products are slow, and on a GPU each takes
+# longer to begin than to compute.
+BATCH_ELEMENTS, DEVICE_BATCH_ELEMENTS = 2**20, 2**23
+
+
+class AdamW:
+    """AdamW on all weights at once."""
+
+    def __init__(self, config: RecipeConfig, live: LiveModel) -> None:
+        self.config, self.live = config, live
+        self.mean = torch.zeros_like(live.weights, dtype=live.state_type)
+        self.square = torch.zeros_like(live.weights)
+        self.steps = torch.zeros((), dtype=torch.int64)
+
+    def step(self, rate: float) -> None:
+        self.steps += 1
+        live = self.live
+        # In blocks, of which bf16 takes a copy.
+        flat = (torch.split(each, BLOCK) for each in (live.weights, live.gradient, self.mean, self.square))
+        for weights, gradient, mean, square in zip(*flat, strict=True):
+            adamw(weights, gradient, mean, square, int(self.steps), rate, self.config)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"inner_mean": self.mean, "inner_square": self.square, "inner_steps": self.steps}
+
+
+class Muon:
+    """Muon on hidden matrices, AdamW on everything else."""
+
+    def __init__(self, config: RecipeConfig, live: LiveModel) -> None:
+        self.config, self.live = config, live
+        sizes = [part.numel() for part in live.parts(live.weights)]
+        self.others = [place for place, is_hidden in enumerate(live.is_hidden_matrix) if not is_hidden]
+        self.batches = list(_batches(live))
+        self.mean = torch.zeros_like(live.weights, dtype=live.state_type)
+        self.squares = [torch.zeros(sizes[place], device=live.weights.device) for place in self.others]
+        self.steps = torch.zeros((), dtype=torch.int64)
+
+    def step(self, rate: float) -> None:
+        self.steps += 1
+        live, config = self.live, self.config
+        weights, gradients, means = (live.parts(flat) for flat in (live.weights, live.gradient, self.mean))
+        for place, square in zip(self.others, self.squares, strict=True):
+            flat = (weights[place].view(-1), gradients[place].view(-1), means[place].view(-1))
+            adamw(*flat, square, int(self.steps), rate, config)
+        keep = 1 - rate * float(config.inner_weight_decay)
+        for places in self.batches:
+            for place in places:
+                means[place].lerp_(gradients[place].to(means[place].dtype), 1 - MUON_MOMENTUM)
+                gradients[place].lerp_(means[place].to(torch.float32), MUON_MOMENTUM)  # Nesterov's look ahead
+            whole = orthogonalised([gradients[place] for place in places], is_half=live.autocast)
+            for place, update in zip(places, whole, strict=True):
+                longer = max(live.shapes[place])
+                turned = update.T if update.shape != weights[place].shape else update
+                weights[place].mul_(keep).sub_(turned, alpha=rate * MUON_RMS * longer**0.5)
+
+    def state(self) -> dict[str, Tensor]:
+        squares = {f"inner_square.{place}": each for place, each in zip(self.others, self.squares, strict=True)}
+        return {"inner_mean": self.mean, "inner_steps": self.steps} | squares
+
+
+def adamw(
+    weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, steps: int, rate: float, config: RecipeConfig
+) -> None:
+    """Takes AdamW's step number `steps`."""
+    beta1, beta2 = float(config.inner_beta1), float(config.inner_beta2)
+    mean.lerp_(gradient.to(mean.dtype), 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    bias1, bias2 = 1 - beta1**steps, 1 - beta2**steps
+    # Overwrites the gradient: in fp32 this allocates nothing, so no step can fail halfway.
+    denominator = torch.sqrt(square, out=gradient).div_(bias2**0.5).add_(ADAM_EPSILON)
+    weights.mul_(1 - rate * float(config.inner_weight_decay))
+    weights.addcdiv_(mean, denominator, value=-rate / bias1)
+
+
+def orthogonalised(matrices: Sequence[Tensor], *, is_half: bool) -> Tensor:  # [matrices, shorter, longer]
+    """Returns the nearest orthogonal matrices, about, of matrices that have one shape but for a transposition."""
+    wide = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T for matrix in matrices]
+    x = torch.stack([matrix.bfloat16() if is_half else matrix for matrix in wide])
+    x /= torch.linalg.matrix_norm(x, dtype=torch.float32)[:, None, None].clamp_min(NORM_LEAST).to(x.dtype)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def batch_elements(device: str) -> int:
+    return BATCH_ELEMENTS if device == "cpu" else DEVICE_BATCH_ELEMENTS
+
+
+def _batches(live: LiveModel) -> Iterator[list[int]]:
+    """Yields the places of hidden matrices that are orthogonalised together."""
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for place, shape in enumerate(live.shapes):
+        if live.is_hidden_matrix[place]:
+            alike[min(shape), max(shape)].append(place)
+    for (short, long), places in alike.items():
+        at_once = max(1, batch_elements(live.weights.device.type) // (short * long))
+        for start in range(0, len(places), at_once):
+            yield places[start : start + at_once]
+
+
+INNER_OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}

@@ -1,0 +1,172 @@
+"""The model in training: weights and gradients as two flat tensors, and one checked step.
+
+Flat, because the agreed state is one sequence of bytes: its digest, pieces and copies need no
+loop over parameters, and neither does the norm of a gradient or an optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from p2ptrain.config import RecipeConfig
+from p2ptrain.data.packing import PLAIN, Packing
+from p2ptrain.errors import MemoryShortError, TrainingError
+from p2ptrain.exact.shortage import SETTINGS_THAT_HELP, SMALLER, is_out_of_memory, memory_taken
+from p2ptrain.models.built_in import Model
+
+if TYPE_CHECKING:
+    from p2ptrain.train.private import Privacy  # which needs more packages
+
+NOISE_BLOCK = 2**20  # numbers that are drawn at a time
+
+log = logging.getLogger("p2ptrain.train")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a local step: mean loss in nats per learned token, tokens seen, gradient norm before clipping."""
+
+    loss: float
+    tokens: int
+    gradient_norm: float
+    learned: int  # tokens that count in the loss
+
+
+def mean_loss(results: Sequence[StepResult]) -> float | None:
+    """Returns the mean loss of some steps, in which each learned token counts alike; None if none was learned."""
+    learned = sum(result.learned for result in results)
+    return sum(result.loss * result.learned for result in results) / learned if learned else None
+
+
+def norm_of(flat: Tensor) -> float:
+    """Returns the norm. In fp32 that of 20 million numbers comes out 0.6 % too small, and a clip would not hold."""
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+
+
+def _does_not_fit(batch: Tensor) -> MemoryShortError:
+    what = f"a pass of one sequence of {batch.shape[1] - 1} tokens does not fit: {memory_taken(batch.device)}"
+    return MemoryShortError(f"{what}. {SMALLER}, and so does a run with a smaller model")
+
+
+class LiveModel:
+    """A model whose parameters are views of `weights` and whose gradients are views of `gradient`.
+
+    sequences_per_pass: this device's limit, if the recipe asks for more; halved when memory runs out. 0: no limit
+    half_state: whether a recipe keeps what no other node sees in bf16; packing: how a batch is read
+    privacy: what a gradient may tell of a sequence
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        autocast: bool,
+        sequences_per_pass: int = 0,
+        half_state: bool = False,
+        packing: Packing = PLAIN,
+        privacy: Privacy | None = None,
+    ) -> None:
+        self.model, self.autocast, self.sequences_per_pass, self.packing = model, autocast, sequences_per_pass, packing
+        self.privacy = privacy
+        self.state_type = torch.bfloat16 if half_state else torch.float32
+        parameters = list(model.parameters())
+        self.names = [name for name, _ in model.named_parameters()]
+        outer = {id(matrix) for matrix in model.vocabulary_matrices()}
+        self.is_hidden_matrix = [each.dim() == 2 and id(each) not in outer for each in parameters]
+        self.shapes = [tuple(parameter.shape) for parameter in parameters]
+        self.weights = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        self.gradient = torch.zeros_like(self.weights)
+        for parameter, weights, gradient in zip(
+            parameters, self.parts(self.weights), self.parts(self.gradient), strict=True
+        ):
+            parameter.data = weights
+            parameter.grad = gradient
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Splits a flat tensor into views of the parameters' shapes."""
+        pieces = torch.split(flat, [math.prod(shape) for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def set_sequences_per_pass(self, count: int) -> None:
+        self.sequences_per_pass = count
+
+    def sequences_at_a_time(self, recipe: RecipeConfig) -> int:
+        return min(recipe.sequences_per_pass, self.sequences_per_pass or recipe.sequences_per_pass)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        # A pass uses each weight only once, so a cache of cast weights would only take memory.
+        with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=self.autocast, cache_enabled=False):
+            return self.packing.loss(self.model, batch)
+
+    def gradient_step(self, step: int, batch: Tensor, positions: Sequence[int], recipe: RecipeConfig) -> StepResult:
+        """Computes the clipped gradient of the mean loss over `batch` [sequences, length + 1] in `gradient`.
+
+        A loss or gradient that is not finite raises TrainingError, which names the step and the sequences; nothing
+        computed from it can reach a contribution. If memory runs out, this step is repeated, and all later ones taken,
+        with half as many sequences per pass; MemoryShortError if not even one fits.
+        """
+        total = self._gradient(batch, recipe) if self.privacy is None else self._private_gradient(batch, self.privacy)
+        norm = float(torch.linalg.vector_norm(self.gradient))
+        for what, value in (("the loss", total), ("the gradient", norm)):
+            if not math.isfinite(value):
+                self.gradient.zero_()
+                raise TrainingError(what, step=step, positions=list(positions))
+        clip = float(recipe.clip)
+        if clip and norm > clip:
+            self.gradient.mul_(clip / norm)
+        tokens = batch.shape[0] * (batch.shape[1] - 1)
+        return StepResult(total, tokens, norm, self.packing.learned(batch))
+
+    def _gradient(self, batch: Tensor, recipe: RecipeConfig) -> float:
+        """Leaves the gradient of the mean loss in `gradient`, and returns the loss."""
+        sequences = self.sequences_at_a_time(recipe)
+        while (total := self._backward(batch, sequences)) is None:
+            self.gradient.zero_()
+            if sequences == 1:
+                raise _does_not_fit(batch)
+            what = "out of memory in a pass of %d sequences (%s): continuing with %d per pass. %s"
+            log.warning(what, sequences, memory_taken(batch.device), -(-sequences // 2), SETTINGS_THAT_HELP)
+            self.sequences_per_pass = sequences = -(-sequences // 2)
+        return total
+
+    def _private_gradient(self, batch: Tensor, privacy: Privacy) -> float:
+        """Leaves a noisy mean of the sequences' gradients in `gradient`, each of limited norm; returns their mean loss.
+
+        A gradient that is not finite counts as nothing: whether a step fails would tell of the data.
+        """
+        total, losses = torch.zeros_like(self.gradient), []
+        for place in range(len(batch)):
+            if (loss := self._backward(batch[place : place + 1], 1)) is None:
+                raise _does_not_fit(batch)
+            if math.isfinite(loss) and (
+                size := privacy.clip(float(torch.linalg.vector_norm(self.gradient, dtype=torch.float64)))
+            ):
+                total.add_(self.gradient, alpha=size)
+                losses.append(loss)
+        for block in torch.split(total, NOISE_BLOCK):
+            block.add_(torch.from_numpy(privacy.noise(len(block))).to(block))
+        torch.div(total, privacy.expected, out=self.gradient)
+        return sum(losses) / max(1, len(losses))
+
+    def _backward(self, batch: Tensor, sequences: int) -> float | None:
+        """Returns the mean loss and leaves its gradient in `gradient`; None if memory runs out."""
+        self.gradient.zero_()
+        try:
+            total = torch.zeros((), device=batch.device)
+            learned = max(1, self.packing.learned(batch))
+            for part in torch.split(batch, sequences):
+                loss = self.loss(part) * (self.packing.learned(part) / learned)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+            return float(total)  # waits for the device
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
