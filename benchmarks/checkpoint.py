@@ -28,7 +28,7 @@ from p2ptrain.data.prepare import prepare
 from p2ptrain.data.tokenizer import load_tokenizer
 from p2ptrain.digest import leaves_of
 from p2ptrain.store.checkpoints import Checkpoints
-from p2ptrain.train.trainer import Trainer
+from tests.helpers.trainer import Trainer
 
 
 def seconds(job: Callable[[], object]) -> float:
@@ -57,7 +57,7 @@ def a_trainer(preset: str, place: Path) -> Trainer:
 def turn(trainer: Trainer, place: Path, number: int) -> dict[str, float]:
     checkpoints = Checkpoints(place / "checkpoints", bytes(32))
     checkpoints.tidy()
-    held = [trainer.recipe.agreed, trainer.recipe.residual.coefficients, *trainer.recipe.state().values()]
+    held = [trainer.replica.weights, trainer.recipe.residual.coefficients, *trainer.recipe.state().values()]
     copy = seconds(lambda: [each.clone() for each in held])
     began = time.perf_counter()
     capture = trainer.capture()
@@ -87,7 +87,7 @@ def main() -> None:
         place = Path(directory)
         trainer = a_trainer(chosen.preset, place)
         turns = [turn(trainer, place, number) for number in range(1, chosen.turns + 1)]
-    parameters = trainer.recipe.agreed.numel()
+    parameters = trainer.replica.weights.numel()
     over = median(each["pause"] - each["copy"] for each in turns)
     ratio = median(each["cp"] / each["write"] for each in turns)
     for each in turns:

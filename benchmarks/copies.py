@@ -49,11 +49,12 @@ from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import everyone
-from p2ptrain.node.assembly import _restore
-from p2ptrain.node.device import Device
+from p2ptrain.node.assembly import Workshop, _restore
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.fetching import Fetching
+from p2ptrain.node.local_worker import LearnerThread, LocalWorker
 from p2ptrain.node.persistence import Persistence
+from p2ptrain.node.replica_thread import ReplicaThread, Standing
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.store.store import Store
 from p2ptrain.train.live import StepResult
@@ -64,10 +65,10 @@ CHECKPOINTS = 4
 
 
 class Node:
-    """A store, a device that may be shared, and the driver between them."""
+    """A store, a workshop that may be shared, and the driver between them."""
 
-    def __init__(self, key: bytes, place: Path, run: RunConfig, data: TokenDataset, device: Device, net: Network):
-        self.device, self.transport, run_id = device, net.transport(key), bytes.fromhex(run.run_id)
+    def __init__(self, key: bytes, place: Path, run: RunConfig, data: TokenDataset, workshop: Workshop, net: Network):
+        self.workshop, self.transport, run_id = workshop, net.transport(key), bytes.fromhex(run.run_id)
         self.base = genesis(run_id, [HERE, PEER], bytes.fromhex(run.state.initial_root))
         self.store = Store(place, run, self.base, key, place.parent / f"{place.name}.key")
         states, free = SavedStates(), TokenBucket(0)
@@ -84,12 +85,12 @@ class Node:
         self.told: list[Any] = []
         parts: Any = SimpleNamespace(view=lambda: view)
         intake: Any = SimpleNamespace(
-            give=self.told.append, counters=Counter(), refusal=lambda peer, payload: device.check(payload)
+            give=self.told.append, counters=Counter(), refusal=lambda peer, payload: workshop.replica.check(payload)
         )
         edges: Any = SimpleNamespace(
             transport=self.transport, gossip=None, tell=None, fetching=fetching, persistence=self.persistence
         )
-        self.driver = Driver(parts, device, intake, edges, lambda *each: None)
+        self.driver = Driver(parts, workshop.replica, workshop.worker, intake, edges, lambda *each: None)
         self.states = states
 
     async def serve(self) -> None:
@@ -126,7 +127,7 @@ def forget_pages(directory: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-async def a_device(preset: str, place: Path) -> tuple[RunConfig, TokenDataset, Device]:
+async def a_workshop(preset: str, place: Path) -> tuple[RunConfig, TokenDataset, Workshop]:
     text = place / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 1_000)
     tokenizer = load_tokenizer(None)
@@ -137,24 +138,30 @@ async def a_device(preset: str, place: Path) -> tuple[RunConfig, TokenDataset, D
     recipe = {"name": "distro", "sequences_per_pass": 1}
     raw = {"name": "copies", "model": {"preset": preset, "vocab_size": 256}, "recipe": recipe}
     data = TokenDataset.open(place / "data", name)
-    device = await Device.open(RunConfig.model_validate(raw), DeviceConfig(name="cpu", autocast="off"), data, PEER)
-    trained = device.trainer
-    generator = torch.Generator().manual_seed(1)
-    await device.run(lambda: trained.recipe.agreed.normal_(0, 0.02, generator=generator))
-    keys = [HERE.hex(), PEER.hex()]
-    run = trained.run.sealed(manifest=name, initial_root=trained.root().hex(), founders=keys)
-    trained.run = run
-    return run, data, device
+    thread = await LearnerThread.open(RunConfig.model_validate(raw), DeviceConfig(name="cpu", autocast="off"), data)
+    learner, generator = thread.learner, torch.Generator().manual_seed(1)
+    learner.replica.weights.normal_(0, 0.02, generator=generator)
+    run = learner.run.sealed(
+        manifest=name, initial_root=learner.replica.root().hex(), founders=[HERE.hex(), PEER.hex()]
+    )
+    learner.run = learner.replica.run = run
+    worker = LocalWorker(thread, PEER, mock.AsyncMock())
+    return run, data, Workshop(thread, worker, ReplicaThread(worker))
+
+
+def first_of(node: Node) -> Standing:
+    return Standing(0, node.base.branch, node.base.head, node.base.root)
 
 
 async def join(preset: str, place: Path, _: int) -> dict[str, float]:
-    run, data, device = await a_device(preset, place)
+    run, data, workshop = await a_workshop(preset, place)
     net = Network()
-    peer = Node(PEER, place / "peer", run, data, device, net)
-    await device.run(peer.persistence.checkpoint_first, device, peer.base.root)
+    peer = Node(PEER, place / "peer", run, data, workshop, net)
+    await peer.persistence.save_first(workshop.worker, first_of(peer))
     await peer.serve()
-    await device.run(device.trainer.recipe.agreed.zero_)
-    here = Node(HERE, place / "here", run, data, device, net)
+    replica = workshop.replica.replica
+    replica.state.zero_()
+    here = Node(HERE, place / "here", run, data, workshop, net)
     await here.transport.connect(peer.transport.addresses()[0])
     effect = ev.CatchUp(((0, peer.base.root),), (PEER,), 1)
     forget_the_most()
@@ -162,31 +169,35 @@ async def join(preset: str, place: Path, _: int) -> dict[str, float]:
     await here.driver._fetch_state(effect)
     took, most = time.perf_counter() - began, memory("VmHWM:")
     assert here.told == [ev.CaughtUp(0, peer.base.root, 1)], here.told
-    assert device.trainer.root() == here.store.checkpoints.present()[-1].root == peer.base.root
-    result = {"seconds": took, "memory": (most - before) / device.state_bytes, "bytes": device.state_bytes}
+    assert replica.root() == here.store.checkpoints.present()[-1].root == peer.base.root
+    result = {
+        "seconds": took,
+        "memory": (most - before) / workshop.replica.replica.state_bytes,
+        "bytes": workshop.replica.replica.state_bytes,
+    }
     await peer.server.__aexit__(None, None, None)
     here.close()
     peer.close()
-    device.close()
+    workshop.close()
     return result
 
 
 async def restart(preset: str, place: Path, _: int) -> dict[str, float]:
-    run, data, device = await a_device(preset, place)
-    first = Node(HERE, place / "here", run, data, device, Network())
+    run, data, workshop = await a_workshop(preset, place)
+    first = Node(HERE, place / "here", run, data, workshop, Network())
     for _ in range(CHECKPOINTS):
-        await device.run(first.persistence.checkpoint_first, device, first.base.root)
+        await first.persistence.save_first(workshop.worker, first_of(first))
     first.close()
-    again = Node(HERE, place / "here", run, data, device, Network())
+    again = Node(HERE, place / "here", run, data, workshop, Network())
     forget_pages(place / "here")
     forget_the_most()
     before, read, began = memory("VmRSS:"), bytes_read(), time.perf_counter()
-    await _restore(again.store, device, again.persistence, b"")
-    took, size = time.perf_counter() - began, device.state_bytes
+    await _restore(again.store, workshop, again.persistence, b"")
+    took, size = time.perf_counter() - began, workshop.replica.replica.state_bytes
     assert [root for _, root in again.states.places()] == [again.base.root]
     most, came = memory("VmHWM:"), bytes_read() - read
     again.close()
-    device.close()
+    workshop.close()
     return {"seconds": took, "memory": (most - before) / size, "read": came / size}
 
 
@@ -203,10 +214,10 @@ def counted(module: Any, name: str, note: Callable[..., object]) -> Any:
 
 
 async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
-    run, data, device = await a_device(preset, place)
-    net, trained = Network(), device.trainer
-    author = Node(PEER, place / "peer", run, data, device, net)
-    here = Node(HERE, place / "here", run, data, device, net)
+    run, data, workshop = await a_workshop(preset, place)
+    net, trained = Network(), workshop.thread.learner
+    author = Node(PEER, place / "peer", run, data, workshop, net)
+    here = Node(HERE, place / "here", run, data, workshop, net)
     await author.serve()
     await here.transport.connect(author.transport.addresses()[0])
 
@@ -249,11 +260,11 @@ async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
         await here.driver._apply(ev.Apply(manifest), 0)  # type: ignore[arg-type]
         seconds["apply"] = time.perf_counter() - began
     assert [each for each in here.told if isinstance(each, ev.Applied)], here.told
-    size = device.payload_bytes
+    size = workshop.replica.payload_bytes
     await author.server.__aexit__(None, None, None)
     for node in (here, author):
         node.close()
-    device.close()
+    workshop.close()
     times = {
         name: each / count / (size if name.endswith("hashed") else 1)
         for name, each in counts.items()

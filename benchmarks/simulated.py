@@ -10,10 +10,10 @@ import torch
 from p2ptrain.config import RecipeConfig
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.schedule import inner_rate
+from p2ptrain.region.shift import Region, World
 from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.recipes import LocalRecipe, Residual, make_recipe
-from p2ptrain.train.region import Region, World
 
 
 class Swarm:
@@ -35,9 +35,10 @@ class Swarm:
         self.config, self.live, self.delay, self.between_steps = recipe, live, delay, between_steps
         self.outer = Outer(recipe, live.shapes, delay, covered)
         self.peers = [make_recipe(recipe, live, self.outer.layouts) for _ in range(peers)]
-        self.state, self.agreed = self.peers[0].agreed_state, self.peers[0].agreed
+        self.state = torch.zeros(self.outer.state_numbers, device=live.weights.device)
+        self.agreed = self.state[: self.outer.parameters].copy_(live.weights)
         for peer in self.peers:
-            peer.agreed_state, peer.agreed = self.state, self.agreed  # replicas are the same bits, so one will do
+            peer.base = self.agreed  # replicas are the same bits, so one will do
         self.payload_bytes = self.outer.payload_bytes
         self.waiting: list[dict[int, bytes]] = []  # by round: payloads by peer
 
@@ -53,6 +54,7 @@ class Swarm:
         old, last = self.state.clone(), self.waiting.pop(0) if self.between_steps and self.waiting else {}
         for number, (peer, own) in enumerate(zip(self.peers, batches, strict=True)):
             self.state.copy_(old)
+            self.live.weights.copy_(self.agreed)
             peer.begin(round_number + 1)
             if shift is not None:
                 self.live.weights.add_(shift)
@@ -122,6 +124,7 @@ class SwarmOfSpeeds(Swarm):
         ready = [number for number, speed in enumerate(self.speeds) if (round_number + 1) % speed == 0]
         for number in ready:
             self.state.copy_(self.bases[number])
+            self.live.weights.copy_(self.agreed)
             self.peers[number].begin(round_number + 1)
             for step, batch in enumerate(batches[number]):
                 self.peers[number].local_step(step, batch, [])

@@ -96,6 +96,13 @@ def of_kind(kind: str, names: list[str], victim: Victim, other: Daemon) -> dict[
     return {"raised": sorted(set(raised)), "ended": ended}
 
 
+def _is_compared(swarm: Swarm, goal: int, *daemons: Daemon) -> bool:
+    """Whether so many rounds' roots have been compared, of which `status` takes note."""
+    for each in daemons:
+        each.status()
+    return swarm.compared() >= goal
+
+
 def measure(directory: Path, kinds: list[str]) -> dict[str, Any]:
     """Surprises a daemon with each kind."""
     swarm, found = Swarm(directory), Found().facing_peers()
@@ -109,11 +116,10 @@ def measure(directory: Path, kinds: list[str]) -> dict[str, Any]:
         for kind in kinds:
             told["kinds"][kind] = of_kind(kind, found, victim, other)
             daemon = victim.daemon.until_up()
-            goal = max(first.applied, daemon.applied) + ROUNDS
-            daemon.until_applied(goal)
+            compared = swarm.compared() + ROUNDS
+            daemon.until(lambda first=first, daemon=daemon, goal=compared: _is_compared(swarm, goal, first, daemon))
             codes = {each["code"] for each in daemon.status()["complaints"]}
             assert "exchange_fault" in codes, codes
-            assert swarm.compared() >= ROUNDS
             print(f"{kind}: {len(told['kinds'][kind]['raised'])} of {len(found)} functions raised", flush=True)
         told["reached"] = sorted(set().union(*(each["raised"] for each in told["kinds"].values())))
         told["ended"] = sorted({name for each in told["kinds"].values() for name in each["ended"]})

@@ -25,8 +25,7 @@ from p2ptrain.identity import peer_id_of
 from p2ptrain.models.sample import SampleRequest, read_request
 from p2ptrain.net import questions
 from p2ptrain.net.connections import topic_of
-from p2ptrain.node.assembly import Assembled, Launch, assemble
-from p2ptrain.node.device import Device, StoppedError
+from p2ptrain.node.assembly import Assembled, Launch, OpenWorkshop, assemble, open_workshop
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.energy import Energy, meter_of
 from p2ptrain.node.gpu_use import GpuWatch
@@ -34,12 +33,13 @@ from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
 from p2ptrain.node.notify import SystemdNotifier, notify
 from p2ptrain.node.orders import obey
-from p2ptrain.node.region import RegionDevice
+from p2ptrain.node.work import StoppedError
 from p2ptrain.observe.build import complaints_of, limits_of, peers_of, rounds_of, status_of
 from p2ptrain.observe.news import DropLog, News
 from p2ptrain.observe.progress import ProgressLine, line_of
 from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
 from p2ptrain.observe.schema import LogLine, RoundRecord, Rounds
+from p2ptrain.region.worker import RegionWorker
 
 TELL_SECONDS = 1.0
 REMEMBER_SECONDS = 1.0  # between saves of the peers' addresses, if they have changed: the node may be killed soon
@@ -69,10 +69,10 @@ class Daemon:
         self.started = assembled.started
         self.http, self.lines = outputs.http, outputs.lines
         self.lag = Lag()
-        device = driver.device.trainer.device
+        device = driver.worker.device
         self.gpu = GpuWatch(device, lambda: self.machine_limits.limits.on_gpu_busy == "pause")
         self.machine_limits = MachineLimits(
-            assembled.launch.config.limits, driver.pauses, driver.device, gpu=lambda: self.gpu.is_busy
+            assembled.launch.config.limits, driver.pauses, driver.worker, gpu=lambda: self.gpu.is_busy
         )
         self.energy = Energy(lambda: meter_of(device), records.note_energy, lambda: not driver.pauses)
         self.is_leaving = self.keeps_place = False
@@ -80,16 +80,24 @@ class Daemon:
 
     @classmethod
     async def open(
-        cls, stack: AsyncExitStack, launch: Launch, outputs: Outputs | None = None, device: Device | None = None
+        cls, stack: AsyncExitStack, launch: Launch, outputs: Outputs | None = None, opened: OpenWorkshop = open_workshop
     ) -> Daemon:
-        """Builds a daemon that is about to start; closing `stack` closes it. A `device` of the caller's stays open."""
+        """Builds a daemon that is about to start; closing `stack` closes it."""
         outputs = outputs or Outputs()
-        assembled = await assemble(stack, launch, device)
+        assembled = await assemble(stack, launch, opened)
         edges, transport = assembled.edges, launch.transport
         persistence, protocol = edges.persistence, edges.server.protocol
         past = await persistence.on_disk(persistence.store.records.past, ROUNDS_KEPT)
         counters = transport.counters
-        records = Recorder(assembled.node, assembled.device, persistence, counters, protocol, past, hears=outputs.hears)
+        records = Recorder(
+            assembled.node,
+            assembled.worker,
+            persistence,
+            counters,
+            protocol,
+            past,
+            hears=outputs.hears,
+        )
         daemon = cls(assembled, records, outputs)
         # Questions first: a peer that sees us speak the run's protocol asks at once for our peers' addresses.
         is_admitted = assembled.node.view().is_in
@@ -141,19 +149,19 @@ class Daemon:
 
     async def _sample(self, request: SampleRequest) -> str:
         """Samples text from the agreed weights after the current training, for a limited time."""
-        device, until = self.driver.device, 0.0
+        worker, until = self.driver.worker, 0.0
 
         def go_on() -> None:
             nonlocal until
             until = until or monotonic() + SAMPLE_SECONDS_MAX
-            if device.is_stopping:
+            if worker.is_stopping:
                 raise StoppedError("the daemon is stopping")
             if monotonic() > until:
                 fix = "Ask for fewer, or sample from a checkpoint with --round"
                 what = f"this many take more than {SAMPLE_SECONDS_MAX:.0f} s, during which this node does not train"
                 raise ConfigError(what, key="tokens", fix=fix)
 
-        return await device.run(device.trainer.sample, request, go_on)
+        return await worker.sample(request, go_on) or ""
 
     def leave(self) -> None:
         """Leaves the run for good: to return, the node has to be admitted again."""
@@ -195,9 +203,9 @@ class Daemon:
                 return questions.States(edges.served_blobs.states.places() if is_ours else ())
             case questions.AskPeers():
                 if not is_ours:
-                    device, asked = self.driver.device, question.run_id.hex()
-                    if isinstance(device, RegionDevice) and asked == self.run.world.run:
-                        return questions.Peers(device.addresses)
+                    worker, asked = self.driver.worker, question.run_id.hex()
+                    if isinstance(worker, RegionWorker) and asked == self.run.world.run:
+                        return questions.Peers(worker.addresses)
                     return questions.Peers()
                 edges.connections.takes_part(peer)
                 return questions.Peers(edges.connections.reachable(but=peer)[: questions.PEERS_MAX])
@@ -289,11 +297,10 @@ async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
 
 async def save_last(daemon: Daemon) -> None:
     """Saves a last checkpoint, unless the state is wrong, and everything else that is not on the disk yet."""
-    view, device = daemon.driver.node.view(), daemon.driver.device
-    number = device.trainer.round
-    entry, root = view.entry(number), view.roots.get(number)
-    if entry is not None and root and not view.is_quarantined:
-        await daemon.edges.persistence.checkpoint(device, entry.manifest, root, now=True)
+    driver, persistence = daemon.driver, daemon.edges.persistence
+    number, standings = driver.replica.replica.round, driver.replica.standings
+    if number in standings and not persistence.has(number) and not driver.node.view().is_quarantined:
+        await persistence.save(driver.worker, standings)
     addresses: list[str] = []
     with daemon.edges.transport.boundary.contain("the last addresses to remember"):
         addresses = daemon.edges.connections.remembered()

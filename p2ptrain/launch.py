@@ -17,6 +17,7 @@ from asyncio import Future
 from collections.abc import Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -25,12 +26,11 @@ from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError
 from p2ptrain.identity import Identity
-from p2ptrain.loop.world import WorldLink
 from p2ptrain.models.kinds import check_base_bytes
 from p2ptrain.models.plugins import allow
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
-from p2ptrain.node.assembly import Launch
+from p2ptrain.node.assembly import Launch, MakeWorker, open_workshop
 from p2ptrain.node.begun import begun_here, note_begun
 from p2ptrain.node.consent import takes_part
 from p2ptrain.node.control import Control
@@ -54,6 +54,7 @@ from p2ptrain.node.find import (
 )
 from p2ptrain.node.invitations import claim_for, read_invitation
 from p2ptrain.node.limits import be_nice, keep_data_within, refuse_too_large
+from p2ptrain.node.local_worker import LocalWorker
 from p2ptrain.node.notify import notify
 from p2ptrain.node.saved import keep_tokenizer
 from p2ptrain.observe.build import status_of
@@ -63,13 +64,15 @@ from p2ptrain.observe.progress import ProgressLine
 from p2ptrain.observe.tensorboard import TensorBoard
 from p2ptrain.observe.tracking import Tracker, Tracking
 from p2ptrain.observe.wandb_run import WandbRun
+from p2ptrain.region.world import WorldLink
 from p2ptrain.store.lock import Lock
 from p2ptrain.train.begin import GivenWeights, begin, begin_again
 from p2ptrain.train.own_data import PREPARE_FIX, OwnData, open_own
 from p2ptrain.train.private import open_privacy, refuse_without_own_steps
 
 if TYPE_CHECKING:
-    from p2ptrain.node.device import Device
+    from p2ptrain.node.local_worker import LearnerThread, Note
+    from p2ptrain.node.work import Worker
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
@@ -78,7 +81,7 @@ HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node t
 
 
 class Loop(Protocol):
-    """The training loop of a script, which takes the steps instead of this node's trainer."""
+    """The training loop of a script, which takes the steps instead of this node."""
 
     def check(self, run: RunConfig) -> None:
         """Refuses a run that the script cannot train."""
@@ -86,8 +89,8 @@ class Loop(Protocol):
     def attached(self) -> AbstractAsyncContextManager[None]:
         """Listens to the script inside the block."""
 
-    async def device(self, started: Launch) -> Device:
-        """Makes the node's device."""
+    def worker(self, thread: LearnerThread, me: bytes, note: Note) -> Worker:
+        """Makes the node's worker."""
 
     def joined(self, daemon: Daemon) -> None:
         """Notes that the node takes part."""
@@ -454,10 +457,8 @@ async def _serve(
     hears = [each.note for each in _trackers(stack, launch)]
     outputs = Outputs(hears=hears) if http is None else Outputs(http.url, http.lines, hears)
     world = WorldLink(launch) if loop is None and launch.run.world.run else None
-    device = await loop.device(launch) if loop else await world.device() if world else None
-    if device is not None:
-        stack.callback(device.close)
-    daemon = await Daemon.open(stack, launch, outputs, device)
+    make: MakeWorker = loop.worker if loop else world.worker if world else LocalWorker
+    daemon = await Daemon.open(stack, launch, outputs, partial(open_workshop, make=make))
     running.set_result(daemon)
     _tell_how_to_join(launch.transport, launch.run)
     if loop is not None:

@@ -27,12 +27,11 @@ from p2ptrain.exact.transform import Layout
 from p2ptrain.models.adapters import base_tensors
 from p2ptrain.models.given_weights import _files, read_weights
 from p2ptrain.models.kinds import exported_shapes
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.core import run_of
 from tests.helpers.exact_numbers import contribution
 from tests.helpers.golden import FAMILY
 from tests.helpers.tokenizers import tokenizer_json
-from tests.helpers.trainer import ONE_THREAD, embedded
+from tests.helpers.trainer import ONE_THREAD, Trainer, embedded
 
 SHAPES = [(96, 64), (64, 64), (40,)]
 # Recipe, chunk, k and bits of a value: ranks and bit strings, narrow and wide fields, with scales and without.

@@ -134,7 +134,7 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
         recipe.residual.forget(len(payloads) - 1)
 
     contributing = statistics.median([seconds_of(contribute, bench.device) for _ in range(WARM_UP + 3)][WARM_UP:])
-    parameters, agreed = bench.live.parts(recipe.agreed), (payloads * CONTRIBUTIONS)[:CONTRIBUTIONS]
+    parameters, agreed = bench.live.parts(recipe.base), (payloads * CONTRIBUTIONS)[:CONTRIBUTIONS]
     rate = Fraction(1, 1000)
     unpacked = [unpack(payload, form) for payload in agreed]
     sizes = [sizes_of(payload, layout, form) for payload in agreed] if form.groups else []
@@ -161,7 +161,7 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
         "apply_ms": ms(lambda: apply_payloads(layout, config, form, agreed, Terms(rate), parameters)),
         "unpack_ms": ms(lambda: [unpack(payload, form) for payload in agreed]),
         "check_ms": ms(lambda: unpack(agreed[0], form)),
-        "root_ms": ms(lambda: state_root(recipe.agreed), 1),
+        "root_ms": ms(lambda: state_root(recipe.base), 1),
     }
 
 

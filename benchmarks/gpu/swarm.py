@@ -26,7 +26,7 @@ from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.prepare import prepare
 from p2ptrain.data.tokenizer import load_tokenizer
-from p2ptrain.train.trainer import Trainer
+from tests.helpers.trainer import Trainer
 
 RECIPES: dict[str, dict[str, Any]] = {
     "distro": {},

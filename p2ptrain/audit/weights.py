@@ -31,12 +31,12 @@ from p2ptrain.digest import DIGEST_BYTES
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
 from p2ptrain.exact.aggregate import check_exactness
 from p2ptrain.exact.outer import Outer
+from p2ptrain.exact.replica import MOMENTUM_NAME, WEIGHTS_PREFIX
 from p2ptrain.exact.root import FLOAT_BYTES, covered_pieces, state_root
 from p2ptrain.files import listed, read_regular
 from p2ptrain.models.kinds import named_shapes
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
-from p2ptrain.train.saved_state import MOMENTUM_NAME, WEIGHTS_PREFIX
 
 PAYLOAD_FIX = "Remove the file: a node fetches what it needs again"
 LARGER_FIX = "Audit it on a larger machine, or allow the container more"

@@ -129,7 +129,7 @@ def evaluate(
     from p2ptrain.data.run_data import packing_of
     from p2ptrain.node.saved import held_out_of
     from p2ptrain.train.evaluate import evaluate as measure
-    from p2ptrain.train.trainer import open_device
+    from p2ptrain.train.learner import open_device
 
     node = node_config(config, data_dir)
     device, _ = open_device(node.device)
@@ -164,7 +164,7 @@ def _run_tasks(
     from p2ptrain.models.export import export as write
     from p2ptrain.node.saved import find_model, reading, though_pruned
     from p2ptrain.train.evaluate import check_tasks, run_tasks
-    from p2ptrain.train.trainer import open_device
+    from p2ptrain.train.learner import open_device
 
     check_tasks()
     device, _ = open_device(node.device)
@@ -237,7 +237,7 @@ def _from_checkpoint(
     why_no_daemon: str,
 ) -> str:
     from p2ptrain.models.sample import sample
-    from p2ptrain.train.trainer import open_device
+    from p2ptrain.train.learner import open_device
     from p2ptrain.visible import duration
 
     device, _ = open_device(node.device)  # the daemon's device, for identical results

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class Learner(Protocol):
+class SequenceModel(Protocol):
     """A model that learns from sequences."""
 
     def loss(self, sequences: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Packing:
         starts = torch.where(inputs == self.document_end, places, 0).cummax(dim=1).values
         return inputs, targets, places - starts
 
-    def loss(self, model: Learner, sequences: Tensor) -> Tensor:
+    def loss(self, model: SequenceModel, sequences: Tensor) -> Tensor:
         """Returns a model's mean loss of a batch."""
         return model.loss(sequences) if self.is_plain else model.packed_loss(*self.split(sequences))
 

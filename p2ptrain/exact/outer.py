@@ -8,7 +8,7 @@ Then a payload begins with a byte that tells its fragment, and ends with zeros t
 their length is known before they come. A payload of another fragment than its round's counts as one of zeros.
 
 In a region (`world.run`), a payload ends with what its author says of the world's run (`Tail`). The update does not
-depend on it; the region's nodes keep track of the world by it (p2ptrain/train/region.py).
+depend on it; the region's nodes keep track of the world by it (p2ptrain/region/shift.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fractions import Fraction
 from functools import partial
 from math import prod
 from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -61,6 +62,10 @@ class Tail:
         return found
 
 
+# Returns, of the values that left the residual, those that a round did not count; None: it counted all.
+Uncounted: TypeAlias = Callable[[NDArray[np.float32]], NDArray[np.float32] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Counted:
     """Tells what of each contribution a round did not count, so that it returns to its author's residual."""
@@ -68,11 +73,10 @@ class Counted:
     payloads: Sequence[bytes]  # of the round's fragment, in the order of the scales
     scales: Scales | None
 
-    def uncounted(self, payload: bytes) -> Callable[[NDArray[np.float32]], NDArray[np.float32]] | None:
-        """Returns what makes, of the values that left the residual, those that were not counted; None: all were."""
+    def uncounted(self, payload: bytes) -> Uncounted:
         if payload not in self.payloads:  # it came late, after a round without any, and is of another fragment
             return lambda removed: removed
-        return partial(self.scales.uncounted, self.payloads.index(payload)) if self.scales else None
+        return partial(self.scales.uncounted, self.payloads.index(payload)) if self.scales else lambda removed: None
 
 
 class Outer:

@@ -111,7 +111,7 @@ class Sequences(Struct, frozen=True, tag="sequences"):
     data: bytes
 
 
-class Done(Struct, frozen=True, tag="done"):
+class CarriedOut(Struct, frozen=True, tag="done"):
     """The request has been carried out."""
 
 
@@ -130,7 +130,7 @@ class NodeFailed(Struct, frozen=True, tag="failed"):
 
 
 Request = Begin | NextRound | RoundTrained | RoundDropped | TakeSequences | TakeHeldOut
-Answer = NodeReady | RoundToTrain | Sequences | Done | NodeNote | NodeFailed
+Answer = NodeReady | RoundToTrain | Sequences | CarriedOut | NodeNote | NodeFailed
 
 
 class ScriptRequest(Struct, frozen=True):

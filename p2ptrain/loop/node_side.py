@@ -41,7 +41,7 @@ from p2ptrain.loop.channel import (
     FRAME_BYTES_MAX,
     Answer,
     Begin,
-    Done,
+    CarriedOut,
     Memory,
     NextRound,
     NodeAnswer,
@@ -58,16 +58,16 @@ from p2ptrain.loop.channel import (
     TakeSequences,
     framed,
 )
-from p2ptrain.loop.device import LoopDevice
+from p2ptrain.loop.worker import ScriptWorker
 from p2ptrain.models.kinds import named_shapes
 from p2ptrain.models.plugins import allow
-from p2ptrain.node.assembly import Launch
-from p2ptrain.node.device import StoppedError
 from p2ptrain.node.directories import data_directory
+from p2ptrain.node.local_worker import LearnerThread, Note
+from p2ptrain.node.work import StoppedError
 from p2ptrain.observe.build import complaints_of
 from p2ptrain.train.begin import GivenWeights
+from p2ptrain.train.learner import EVALUATED_SEQUENCES
 from p2ptrain.train.own_data import PREPARE_FIX
-from p2ptrain.train.trainer import EVALUATED_SEQUENCES
 
 FROZEN_FIX = (
     "Load the same ones, in the same types, or freeze the same; what each machine computes for itself is to be a buffer"
@@ -81,9 +81,9 @@ _DECODER = msgspec.msgpack.Decoder(ScriptRequest)
 class ScriptLoop:
     """A script's loop, as its node sees it."""
 
-    def __init__(self, connection: socket.socket, memory: Memory, begin: Begin) -> None:
-        self._connection, self._memory, self._begin = connection, memory, begin
-        self._device: LoopDevice | None = None
+    def __init__(self, connection: socket.socket, memory: Memory, begin: Begin, place: Path) -> None:
+        self._connection, self._memory, self._begin, self._place = connection, memory, begin, place
+        self._worker: ScriptWorker | None = None
         self._daemon: Daemon | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,13 +132,10 @@ class ScriptLoop:
             for task in self._tasks:
                 task.cancel()
 
-    async def device(self, started: Launch) -> LoopDevice:
-        """Makes the device of this node."""
-        self._place = data_directory(started.config)
-        run, config, data, me = started.run, started.config.device, started.data, started.identity.key
-        parts: dict[str, Any] = {"memory": self._memory, "reads_data": self._begin.reads_data}
-        self._device = await LoopDevice.open(run, config, data, me, own=started.own, **parts)
-        return self._device
+    def worker(self, thread: LearnerThread, me: bytes, note: Note) -> ScriptWorker:
+        """Makes the worker of this node."""
+        self._worker = ScriptWorker(thread, me, self._memory, reads_data=self._begin.reads_data)
+        return self._worker
 
     def joined(self, daemon: Daemon) -> None:
         """Tells the script that its node takes part."""
@@ -177,27 +174,27 @@ class ScriptLoop:
         self._send(asked.number, answer)
 
     async def _do(self, number: int, request: Request) -> Answer:
-        device, daemon = self._device, self._daemon
-        assert device is not None and daemon is not None, "the script waits until the node takes part"
+        worker, daemon = self._worker, self._daemon
+        assert worker is not None and daemon is not None, "the script waits until the node takes part"
         match request:
             case NextRound(seen=seen):
-                return await self._next(number, seen, device, daemon)
+                return await self._next(number, seen, worker, daemon)
             case RoundTrained():
-                device.take(request)
+                worker.take(request)
             case RoundDropped(why=why):
-                log.warning("the script takes the steps of round %d again: %s", device.current().number, why)
-                device.begin_again()
+                log.warning("the script takes the steps of round %d again: %s", worker.current().task.round, why)
+                worker.begin_again()
             case TakeSequences(step=step):
-                if daemon.run.data.source == "own" and device.trainer.own is None:
+                if daemon.run.data.source == "own" and worker.learner.own is None:
                     fix = f"{PREPARE_FIX}, or read batches from a loader of the script"
                     raise ConfigError("the run's nodes bring their own data, and this script has none", fix=fix)
                 each = self._sequences
-                chosen = device.current().positions[step * each : (step + 1) * each]
+                chosen = worker.current().positions[step * each : (step + 1) * each]
                 if not len(chosen):
                     raise ConfigError("the round has no such step", fix="Call step() after each batch")
                 return await self._read(chosen, daemon)
             case TakeHeldOut(count=count):
-                data, length = device.trainer.dataset, daemon.run.model.sequence_length
+                data, length = worker.learner.dataset, daemon.run.model.sequence_length
                 count = min(count or EVALUATED_SEQUENCES, data.held_out_sequences(length))
                 if count < 1:
                     raise DataError("the run's data has no held-out sequence")
@@ -206,7 +203,7 @@ class ScriptLoop:
                     return await self._read(range(count), daemon, is_held_out=True)
                 finally:
                     data.need_held_out(0, length)  # they may go again
-        return Done()
+        return CarriedOut()
 
     @property
     def _sequences(self) -> int:
@@ -215,8 +212,9 @@ class ScriptLoop:
     async def _read(self, positions: Any, daemon: Daemon, is_held_out: bool = False) -> Sequences:
         import numpy as np  # noqa: PLC0415
 
-        trainer, length = daemon.driver.device.trainer, daemon.run.model.sequence_length
-        data = trainer.dataset if is_held_out else trainer.trained_on
+        assert self._worker is not None
+        learner, length = self._worker.learner, daemon.run.model.sequence_length
+        data = learner.dataset if is_held_out else learner.trained_on
         if data.is_masked or daemon.run.data.documents == "apart":
             what = "the run masks tokens or keeps documents apart, and a plain batch can carry neither"
             raise DataError(f"{what}. Load and mask the data in the script instead of calling batches() or evaluate()")
@@ -224,15 +222,15 @@ class ScriptLoop:
         batch = await asyncio.to_thread(read, np.asarray(positions), length)
         return Sequences(len(batch), batch.astype(np.int32).tobytes())
 
-    async def _next(self, number: int, seen: int, device: LoopDevice, daemon: Daemon) -> RoundToTrain:
-        waiting = asyncio.ensure_future(device.next(seen))
+    async def _next(self, number: int, seen: int, worker: ScriptWorker, daemon: Daemon) -> RoundToTrain:
+        waiting = asyncio.ensure_future(worker.next(seen))
         try:
             while True:
                 done, _ = await asyncio.wait([waiting], timeout=NOTE_SECONDS)
                 if done:
                     work = waiting.result()
-                    return RoundToTrain(work.number, work.base[0], self._sequences)
-                if device.is_stopping:
+                    return RoundToTrain(work.task.round, work.base[0], self._sequences)
+                if worker.is_stopping:
                     raise StoppedError("the node has ended")
                 complaints = [each.text for each in complaints_of(daemon) if each.code is not Code.CRASH_ONLY]
                 why = "; ".join(complaints) or "the others are not done"
@@ -276,7 +274,7 @@ def take_part(begin: Begin, connection: socket.socket, memory: Memory) -> None:
     """Runs the node until the script has left."""
     config = _node_config(begin)
     allow(config.plugins.allow)
-    loop = ScriptLoop(connection, memory, begin)
+    loop = ScriptLoop(connection, memory, begin, data_directory(config))
     if begin.joins:
         data = Path(begin.data) if begin.data else None
         launch.join(config, begin.wanted or None, begin.invitation or None, begin.trust or None, data=data, loop=loop)

@@ -157,7 +157,7 @@ def merged(weight: Tensor, first: Tensor, second: Tensor, run: RunConfig) -> Ten
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class FrozenBase:
     """The file of a run's frozen weights, its digest and those of its pieces."""
 
     path: Path
@@ -166,7 +166,7 @@ class Base:
     leaves: bytes
 
 
-def make_base(directory: Path, weights: Mapping[str, Tensor]) -> Base:
+def make_base(directory: Path, weights: Mapping[str, Tensor]) -> FrozenBase:
     """Writes a base into the directory, under its digest; the same weights make the same file everywhere."""
     make_directory(directory)
     partial = directory / f"new{PARTIAL_SUFFIX}"  # one process at a time uses a data directory
@@ -198,7 +198,7 @@ def _stored_type(tensor: Tensor) -> torch.dtype:
     return next((dtype for dtype in STORED if torch.equal(tensor.to(dtype).float(), tensor)), torch.float32)
 
 
-def read_base(path: Path) -> Base:
+def read_base(path: Path) -> FrozenBase:
     """Reads the whole file, for its digests."""
     leaves: list[bytes] = []
     size = 0
@@ -207,7 +207,7 @@ def read_base(path: Path) -> Base:
             leaves.append(leaf_digest(len(leaves), piece))
             size += len(piece)
     leaves = leaves or [leaf_digest(0, b"")]
-    return Base(path, size, merkle_root(leaves, size).hex(), b"".join(leaves))
+    return FrozenBase(path, size, merkle_root(leaves, size).hex(), b"".join(leaves))
 
 
 def load_base(model: AdaptedModel, path: Path) -> None:

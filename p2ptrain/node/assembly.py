@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from random import Random, SystemRandom
@@ -21,7 +21,7 @@ from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, UnusableError
 from p2ptrain.files import DiskError, read, write_atomically
 from p2ptrain.identity import Identity, RunSigner
-from p2ptrain.models.adapters import Base
+from p2ptrain.models.adapters import FrozenBase
 from p2ptrain.net.address_book import Origin
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
@@ -29,16 +29,18 @@ from p2ptrain.net.connections import Connections
 from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
-from p2ptrain.node.device import Device
 from p2ptrain.node.directories import identity_file, run_directory
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.event_log import EventFile
 from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.intake import Intake
+from p2ptrain.node.local_worker import LearnerThread, LocalWorker, Note
 from p2ptrain.node.persistence import Persistence
+from p2ptrain.node.replica_thread import ReplicaThread, Standing
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.node.strangers import messages_of_strangers
+from p2ptrain.node.work import Worker
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
@@ -60,7 +62,7 @@ class Launch:
     identity: Identity
     transport: Transport
     data: TokenDataset  # what all nodes of the run share
-    base: Base | None = None  # the frozen weights, if adapters train
+    base: FrozenBase | None = None  # the frozen weights, if adapters train
     state: bytes = b""  # the first weights, on the node that starts the run
     claim: bytes = b""
     trust: bytes = b""  # a head that a history must contain to be adopted
@@ -71,13 +73,31 @@ class Launch:
         return bytes.fromhex(self.run.run_id)
 
 
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """Where a node trains and applies."""
+
+    thread: LearnerThread
+    worker: Worker
+    replica: ReplicaThread
+
+    def close(self) -> None:
+        self.worker.close()
+        self.replica.close()
+
+
+MakeWorker = Callable[[LearnerThread, bytes, Note], Worker]  # of this node's key
+OpenWorkshop = Callable[[Launch, Note], Awaitable[Workshop]]
+
+
 @dataclass(slots=True)
 class Assembled:
     """A node about to start, before its driver, because the driver's observer is built from it first."""
 
     launch: Launch
     node: Node
-    device: Device
+    replica: ReplicaThread
+    worker: Worker
     intake: Intake
     edges: Edges
     events: EventFile
@@ -91,20 +111,21 @@ class Assembled:
             if effects is not None:
                 watch(now, event)
 
-        return Driver(self.node, self.device, self.intake, self.edges, note)
+        return Driver(self.node, self.replica, self.worker, self.intake, self.edges, note)
 
 
-async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None = None) -> Assembled:
-    """Builds a node; closing `stack` closes all of its parts.
+async def open_workshop(launch: Launch, note: Note, make: MakeWorker = LocalWorker) -> Workshop:
+    """Makes a learner, a replica with its weights, and the worker that `make` returns; `note` writes the diary."""
+    thread = await LearnerThread.open(launch.run, launch.config.device, launch.data, own=launch.own, base=launch.base)
+    worker = make(thread, launch.identity.key, note)
+    return Workshop(thread, worker, ReplicaThread(worker, thread.threads))
 
-    A `device` given by the caller is used for training and stays open.
-    """
+
+async def assemble(stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop = open_workshop) -> Assembled:
+    """Builds a node; closing `stack` closes all of its parts."""
     run, run_id, config = launch.run, launch.run_id, launch.config
     me = launch.identity.key
     store = _open_store(stack, launch)
-    if device is None:
-        device = await Device.open(run, config.device, launch.data, me, own=launch.own, base=launch.base)
-        stack.callback(device.close)
     signer = NotingSigner(RunSigner(launch.identity, run_id))
     seed = secrets.token_hex(16)
     node = Node(run, run_id, me, signer, Random(seed))
@@ -112,16 +133,19 @@ async def assemble(stack: AsyncExitStack, launch: Launch, device: Device | None 
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     persistence = Persistence(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
     stack.push_async_callback(asyncio.to_thread, persistence.close)  # in a thread, so that signals are still handled
+    workshop = await opened(launch, persistence.note)
+    stack.callback(workshop.close)
+    replica, worker = workshop.replica, workshop.worker
     strangers = messages_of_strangers(view.is_welcome, launch.transport.range_of)
-    intake = Intake(signer, device, view.is_in, strangers, persistence.put, launch.transport.boundary)
+    intake = Intake(signer, replica, view.is_in, strangers, persistence.put, launch.transport.boundary)
     edges = await _connect(stack, launch, store, states, persistence, intake, view, strangers)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
     events = EventFile(store.directory / "events", signer, header, lambda: view.state.round)
     stack.callback(events.close)
     trust = trusted_head(store, launch.trust)
-    saved = await _restore(store, device, persistence, launch.state)
+    saved = await _restore(store, workshop, persistence, launch.state)
     started = ev.Started(saved, store.is_forgetful, launch.claim, trust)
-    return Assembled(launch, node, device, intake, edges, events, started)
+    return Assembled(launch, node, replica, worker, intake, edges, events, started)
 
 
 async def _connect(
@@ -243,30 +267,32 @@ def _add(connections: Connections, address: str, origin: Origin) -> None:
             raise ConfigError(str(error), key="--bootstrap", fix="Check that it was copied completely") from error
 
 
-def _repeat_since(checkpoint: Checkpoint, store: Store, device: Device) -> None:
+def _repeat_since(checkpoint: Checkpoint, store: Store, worker: Worker) -> None:
     """Schedules the trainings after the checkpoint to be repeated, if all were recorded; continues their numbers."""
     trainings, last = store.diary.after(checkpoint.stamp.trained), checkpoint.stamp.trained
     if store.diary.entries:
         last = max(last, store.diary.entries[-1].number)
     if not trainings:
         store.diary.forget(last)
-    device.repeat(trainings, last)
+    worker.repeat_all(trainings, last)
 
 
-async def _restore(store: Store, device: Device, persistence: Persistence, state: bytes) -> ev.Saved:
-    """Restores the trainer from the disk; the core then brings it up to date."""
+async def _restore(store: Store, workshop: Workshop, persistence: Persistence, state: bytes) -> ev.Saved:
+    """Restores replica and learner from the disk; the core then brings them up to date."""
+    thread, replica, worker = workshop.thread, workshop.replica, workshop.worker
     with _for_the_owner():
         checkpoint = await asyncio.to_thread(store.newest_checkpoint)
     if checkpoint is not None:
-        await device.run(device.trainer.load, checkpoint.trainer_path)
-        _repeat_since(checkpoint, store, device)
+        await thread.run(thread.learner.load, checkpoint.trainer_path)
+        replica.begin(Standing(checkpoint.round, checkpoint.branch, checkpoint.head, checkpoint.root))
+        _repeat_since(checkpoint, store, worker)
         for each in store.checkpoints.present():
             await asyncio.to_thread(persistence.offer, each)
         log.info("continuing from the checkpoint of round %d", checkpoint.round)
         return store.saved(checkpoint)
     if state:
-        root = store.genesis.root
-        await device.run(device.trainer.adopt, 0, [state])
-        await device.run(persistence.checkpoint_first, device, root)
+        genesis = store.genesis
+        await replica.adopt(0, genesis.root, [state])
+        await persistence.save_first(worker, Standing(0, genesis.branch, genesis.head, genesis.root))
         return store.saved(None)
     return store.journal.saved_at(store.genesis.round, b"")

@@ -34,13 +34,14 @@ from p2ptrain.net.blobs.blob import verified
 from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.mail import Deliver, MessageQuery, TellHistory
 from p2ptrain.net.transport import TransportError
-from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.fetching import ignore
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.limits import Pauses
 from p2ptrain.node.model_progress import ModelProgress
 from p2ptrain.node.outbox import Outbox
+from p2ptrain.node.replica_thread import ReplicaThread
+from p2ptrain.node.work import StoppedError, Task, Worker
 from p2ptrain.store.store import PayloadLostError
 
 EFFECTS_MAX = 4_096  # waiting for a failing disk; beyond it, no more events are handled
@@ -59,14 +60,16 @@ log = logging.getLogger("p2ptrain.node")
 
 
 class Driver:
-    """Connects the core to the device and the edges."""
+    """Connects the core to the replica, the worker and the edges."""
 
-    def __init__(self, node: Node, device: Device, intake: Intake, edges: Edges, on_event: OnEvent) -> None:
+    def __init__(
+        self, node: Node, replica: ReplicaThread, worker: Worker, intake: Intake, edges: Edges, on_event: OnEvent
+    ) -> None:
         """`on_event` is called after the core has handled an event, with the time, the event and its effects."""
-        self.node, self.device, self.intake, self.edges = node, device, intake, edges
+        self.node, self.replica, self.worker, self.intake, self.edges = node, replica, worker, intake, edges
         self.counters = intake.counters
         self.pauses = Pauses()
-        self.progress = ModelProgress(device, edges.fetching)
+        self.progress = ModelProgress(worker, edges.fetching)
         self._boundary = edges.transport.boundary
         self._outbox = Outbox(edges.gossip, self.counters, self._boundary)
         self.effects: EffectQueue[ev.Effect] = EffectQueue()
@@ -78,7 +81,6 @@ class Driver:
         self._has_effects = asyncio.Event()
         self._catching_up: asyncio.Task[None] | None = None
         self._fetching_ahead: asyncio.Task[None] | None = None  # the data of the next training
-        self._repeating = asyncio.Lock()  # one by one: each is trained on the data that was fetched for it
         self._fetching: dict[bytes, dict[asyncio.Task[None], Sequence[bytes]]] = {}  # by payload: who is asked by each
         self._told: set[bytes] = set()  # peers for whom a history is being encoded
         self._encoding = asyncio.Lock()
@@ -92,9 +94,9 @@ class Driver:
             ev.SendHistory: self._tell_history,
             ev.Fetch: self._fetch,
             ev.Train: lambda effect: self._spawn(self._train(effect), "train"),
-            ev.Pace: lambda effect: device.keep_pace(effect.round, effect.usual, effect.last),
-            ev.Apply: lambda effect: self._spawn(self._apply(effect, device.adopted), "apply"),
-            ev.Return: lambda effect: self._spawn(device.give_back(effect.round), "return"),
+            ev.Pace: lambda effect: worker.keep_pace(effect.round, effect.usual, effect.last),
+            ev.Apply: lambda effect: self._spawn(self._apply(effect, replica.replica.adopted), "apply"),
+            ev.Return: lambda effect: worker.settled(effect.round, None),
             ev.Persist: lambda effect: None,  # the record is on the disk by now
             ev.NoteWrongState: lambda effect: self._spawn(
                 self.edges.persistence.note_mismatch(effect.round), "mismatch"
@@ -121,7 +123,7 @@ class Driver:
             ]
             why = await self.stopped
             self.intake.end()
-            self.device.stop_training()
+            self.worker.stop()
             await self._outbox.drain(lambda: self.edges.mailboxes.queued_frames)
             for task in (*tasks, *self._tasks):
                 task.cancel()
@@ -222,7 +224,7 @@ class Driver:
     # Payloads
 
     def _fetch(self, effect: ev.Fetch) -> None:
-        if effect.payload_bytes != self.device.payload_bytes:
+        if effect.payload_bytes != self.replica.payload_bytes:
             self._fetch_failed(effect, f"no contribution has {effect.payload_bytes} bytes")
             return
         fetches = self._fetching.setdefault(effect.payload, {})
@@ -273,22 +275,21 @@ class Driver:
         self.give(ev.PayloadArrived(effect.payload, why is None, author_of(payload), len(payload)))
 
     # -----------------------------------------------------------------------------------------------
-    # The device
+    # The worker and the replica
 
     async def _train(self, effect: ev.Train) -> None:
         await self.pauses.are_over()
         if self._fetching_ahead is not None:
             self._fetching_ahead.cancel()  # what is needed now comes first
+        await self.edges.persistence.is_safe.wait()
+        task = Task(effect.round, effect.place, effect.places, frozenset(effect.unsettled))
         try:
-            await self._repeat()
+            await self.worker.repeat(self._fetch_again)
             async with asyncio.timeout(DATA_SECONDS):
                 await self._fetch_data(effect.round, effect.place, effect.places)
             held_out = await self.progress.look(effect)
-            kept = frozenset(effect.unsettled)
             self._fetching_ahead = self._spawn(self._fetch_ahead(effect), "data ahead")
-            name, payload, trained = await self.device.train(effect.round, effect.place, effect.places, kept)
-            if trained is not None:
-                await self.edges.persistence.note(trained)
+            done = await self.worker.train(task)
         except StoppedError:
             return
         except PassedError as error:
@@ -298,25 +299,24 @@ class Driver:
             self.pauses.begin(complaint(Code.PRIVACY_SPENT, spent=f"{error.spent:.2f}", budget=f"{error.budget:g}"))
             return
         except (TrainingError, MemoryShortError, DataError, FetchError, TransportError, TimeoutError) as error:
-            if (failed := self.device.take_failed()) is not None:
-                await self.edges.persistence.note(failed)
             why = str(error) or "timed out fetching the training data"
             log.warning("no contribution to round %d: %s", effect.round, why)
             # The log of events may be given to others, and a damaged piece's name tells of the data.
             self.give(ev.TrainingFailed(effect.round, why if self._is_data_shared else type(error).__name__))
             return
-        self.edges.persistence.put(name, payload)
-        run = self.node.view().run
-        attachment = payload if run.agreement.is_inline(len(payload)) else b""
-        loss = 0 if self.device.privacy else min(round(1e6 * (self.device.loss or 0.0)), NUMBER_MAX - 1)
-        steps, base, size = self.device.steps, self.device.base_round, len(payload)
-        self.give(ev.TrainingFinished(effect.round, name, size, attachment, steps, loss, held_out, base))
+        self.edges.persistence.put(done.name, done.payload)
+        figures, size = self.worker.figures, len(done.payload)
+        attachment = done.payload if self.node.view().run.agreement.is_inline(size) else b""
+        loss = 0 if self.worker.privacy else min(round(1e6 * (figures.loss or 0.0)), NUMBER_MAX - 1)
+        self.give(
+            ev.TrainingFinished(effect.round, done.name, size, attachment, figures.steps, loss, held_out, done.base)
+        )
         with suppress(StoppedError):
             await self.progress.write(effect)
 
     async def _fetch_data(self, number: int, place: int, places: int) -> None:
-        if self._is_data_shared and self.device.reads_data:
-            positions = await asyncio.to_thread(self.device.trainer.positions_for, number, place, places)
+        if self._is_data_shared and self.worker.reads_data:
+            positions = await asyncio.to_thread(self.worker.positions, number, place, places)
             with self._boundary.guard("the fetch of training data"):
                 await self.edges.fetching.data(positions)
 
@@ -328,7 +328,7 @@ class Driver:
     async def _fetch_ahead(self, effect: ev.Train) -> None:
         """Fetches the data of the next round while this one trains, assuming that the roster stays as it is."""
         view = self.node.view()
-        if not (self._is_data_shared and self.device.reads_data):
+        if not (self._is_data_shared and self.worker.reads_data):
             return
 
         def goes_on() -> bool:
@@ -337,24 +337,20 @@ class Driver:
         try:
             async with asyncio.timeout(DATA_SECONDS):
                 positions = await asyncio.to_thread(
-                    self.device.trainer.positions_for, effect.round + 1, effect.place, effect.places
+                    self.worker.positions, effect.round + 1, effect.place, effect.places
                 )
                 with self._boundary.guard("the fetch of the next data"):
                     await self.edges.fetching.ahead(positions, goes_on)
         except (DataError, FetchError, TransportError, TimeoutError) as error:  # the next training tells
             log.debug("no data ahead of round %d: %s", effect.round + 1, error)
 
-    async def _repeat(self) -> None:
-        """Repeats what was trained from this state before a restart; data that had to go since is fetched again."""
-        async with self._repeating:
-            while (each := await self.device.due()) is not None:
-                try:
-                    async with asyncio.timeout(DATA_SECONDS):
-                        await self._fetch_data(each.round, each.place, each.places)
-                except (DataError, FetchError, TransportError, TimeoutError) as error:  # the device tells it, too
-                    log.info("no data to repeat the training of round %d: %s", each.round, error)
-                if not await self.device.repeat_next():
-                    return
+    async def _fetch_again(self, number: int, place: int, places: int) -> None:
+        """Fetches the data of a training that is repeated after a restart; some of it may have had to go since."""
+        try:
+            async with asyncio.timeout(DATA_SECONDS):
+                await self._fetch_data(number, place, places)
+        except (DataError, FetchError, TransportError, TimeoutError) as error:  # the worker tells it, too
+            log.info("no data to repeat the training of round %d: %s", number, error)
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""
@@ -368,20 +364,20 @@ class Driver:
             if taken.author == self.node.view().me:
                 mine[taken.round] = payload
         try:
-            await self._repeat()
-            root = await self.device.apply(manifest.round, good, mine, manifest.digest, adopted)
+            await self.worker.repeat(self._fetch_again, is_applying=True)
+            root = await self.replica.apply(manifest, good, mine, adopted)
         except StoppedError:
             return
         if root is None:
             return
         self.applied_at = asyncio.get_running_loop().time()
         self.give(ev.Applied(manifest.branch, manifest.round, root))
-        await self.edges.persistence.checkpoint(self.device, manifest, root)
+        await self.edges.persistence.checkpoint(self.worker, self.replica.standings, manifest.round)
         await self.edges.persistence.let_go(manifest)
 
     async def _fetch_lost(self, name: bytes) -> None:
         """Fetches a payload that was stored here but has been lost. Any connected peer may still have it."""
-        size, sources = self.device.payload_bytes, list(self.edges.connections.linked)
+        size, sources = self.replica.payload_bytes, list(self.edges.connections.linked)
         try:
             with self._boundary.guard("the fetch of a lost payload"):
                 payload = await self.edges.fetching.payload(name, size, sources, ignore)
@@ -397,7 +393,7 @@ class Driver:
         None if another state has been adopted meanwhile, and the payload is no longer needed.
         """
         payload = await self.edges.persistence.payload(taken.payload)
-        while payload is None and self.device.adopted == adopted:
+        while payload is None and self.replica.replica.adopted == adopted:
             log.warning("payload %s of an agreed round is lost; fetching it again", taken.payload.hex()[:16])
             await self._fetch_lost(taken.payload)
             payload = await self.edges.persistence.payload(taken.payload)
@@ -412,18 +408,21 @@ class Driver:
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
-                    like = await self.device.state_of({number for number, _ in effect.roots})
+                    like = await self.replica.state_of({number for number, _ in effect.roots})
                     with self._boundary.guard("the fetch of a state"):
-                        fetched = self.edges.fetching.state(effect.roots, effect.sources, self.device.state_bytes, like)
+                        size = self.replica.replica.state_bytes
+                        fetched = self.edges.fetching.state(effect.roots, effect.sources, size, like)
                         number, root, state = await stack.enter_async_context(fetched)
-                await self.device.adopt(number, verified(state), self.node.view().is_quarantined)
+                was_wrong = self.node.view().is_quarantined
+                await self.replica.adopt(number, root, verified(state), was_wrong=was_wrong)
         except (FetchError, DataError, RemoteProtocolError, TransportError, TimeoutError) as error:
             log.info("cannot fetch the state yet: %s", error)
             self.give(ev.CatchUpFailed(str(error), effect.attempt))
             return
         log.info("adopted the state of round %d, root %s", number, root.hex()[:16])
-        self.give(ev.CaughtUp(number, root, effect.attempt))
-        await self.edges.persistence.checkpoint_adopted(self.device, number, root)
+        with self.edges.persistence.training_waits():  # as it builds on this state
+            self.give(ev.CaughtUp(number, root, effect.attempt))
+            await self.edges.persistence.save(self.worker, self.replica.standings)
 
     # -----------------------------------------------------------------------------------------------
     # The rest

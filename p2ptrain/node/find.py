@@ -18,7 +18,7 @@ from p2ptrain.data.dataset import MANIFEST_NAME, TokenDataset, manifest_digest, 
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError, TooLargeError
 from p2ptrain.files import forget
-from p2ptrain.models.adapters import Base, base_file, read_base
+from p2ptrain.models.adapters import FrozenBase, base_file, read_base
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import tell
 from p2ptrain.net.addresses import kind_of_address, split
@@ -316,7 +316,7 @@ async def fetch_dataset(
     return await _keep_trying(transport, config, run, sources, fetch)
 
 
-async def find_base(transport: Transport, config: NodeConfig, run: RunConfig, sources: RunSources) -> Base | None:
+async def find_base(transport: Transport, config: NodeConfig, run: RunConfig, sources: RunSources) -> FrozenBase | None:
     """Returns the frozen weights of a run that trains adapters, from this disk if they are there; else fetches them."""
     if not run.adapt.is_on:
         return None

@@ -1,6 +1,6 @@
 """The intake: the queue of events that wait for the core.
 
-Messages from peers are decoded here, and attached payloads are checked by the device before they are queued. Events
+Messages from peers are decoded here, and attached payloads are checked before they are queued. Events
 from peers are dropped (and counted) when the queue is full or a peer exceeds its share of it: the core asks again for
 what it misses, and so do the peers. Events from our own edges are never dropped; there are only as many as the core has
 asked for. What strangers say by gossip does not come here (net/libp2p/subscription.py), and what they send to this node
@@ -35,7 +35,7 @@ from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.mail import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.net.rate_limit import PeerLimits
 from p2ptrain.net.transport import IsAdmitted, TransportError
-from p2ptrain.node.device import Device
+from p2ptrain.node.replica_thread import ReplicaThread
 
 EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
 SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # queued events of one peer; a member may forward those of many
@@ -55,7 +55,7 @@ class Intake:
     def __init__(
         self,
         signer: Signer,
-        device: Device,
+        replica: ReplicaThread,
         is_admitted: IsAdmitted,
         strangers: PeerLimits,
         keep: Callable[[bytes, bytes], None],
@@ -65,7 +65,7 @@ class Intake:
         self.counters: Counter[str] = Counter()
         self.events: deque[tuple[ev.Event, bytes]] = deque()  # each with the peer that caused it, if any
         self.dropped_last = b""  # the peer whose event was dropped last
-        self._signer, self._device = signer, device
+        self._signer, self._replica = signer, replica
         self._is_admitted, self._strangers, self._keep = is_admitted, strangers, keep
         self._has_events = asyncio.Event()
         self._spawn: Spawn | None = None  # set while the driver runs; peers may be heard slightly before and after
@@ -183,7 +183,7 @@ class Intake:
         elif self._spawn is not None:  # otherwise drop it: it will be sent again
             announcement = received.message
             assert isinstance(announcement, Announcement), "nothing else has an attachment"
-            is_right_size = announcement.payload_bytes == self._device.attachment_bytes
+            is_right_size = announcement.payload_bytes == self._replica.attachment_bytes
             is_full = self._checking[sender, announcement.author] >= CHECKS_MAX
             if is_full or not is_right_size or not self._is_admitted(announcement.author):
                 self.give(ev.MessageReceived(sender, bare(received)), sender)  # its payload can be fetched
@@ -214,7 +214,7 @@ class Intake:
         self.give(ev.MessageReceived(sender, received, is_good), sender)
 
     async def _check(self, sender: bytes, payload: bytes, content: bytes) -> bool:
-        """Has the device check a payload, once for all copies that come meanwhile."""
+        """Checks a payload, once for all copies that come meanwhile."""
         is_good = await self.refusal(sender, content) is None
         if is_good:
             self._keep(payload, content)
@@ -224,7 +224,7 @@ class Intake:
         """Returns why a peer's payload is refused, or None if it is good."""
         try:
             with self._boundary.guard("the check of a payload", peer):
-                return await self._device.check(payload)
+                return await self._replica.check(payload)
         except TransportError as error:  # every node comes to the same
             return str(error)
 

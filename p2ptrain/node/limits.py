@@ -42,7 +42,7 @@ from p2ptrain.node.directories import bases_directory, data_directory, run_direc
 
 if TYPE_CHECKING:
     from p2ptrain.data.dataset import TokenDataset
-    from p2ptrain.node.device import Device
+    from p2ptrain.node.work import Worker
     from p2ptrain.train.memory import DiskDemand, Need
 
 LOOK_SECONDS = 5.0  # between checks of clock, battery and memory: unplugging costs a few seconds of charge
@@ -147,8 +147,8 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
 def keep_data_within(run: RunConfig, config: NodeConfig, data: TokenDataset) -> None:
     """Limits the fetched data to the room that the run leaves on the disk. Raises ConfigError if the data of one round
     does not fit."""
+    from p2ptrain.train.learner import EVALUATED_SEQUENCES  # noqa: PLC0415
     from p2ptrain.train.memory import DISK_SHARE, need_of  # noqa: PLC0415
-    from p2ptrain.train.trainer import EVALUATED_SEQUENCES  # noqa: PLC0415
 
     least = data.fetched_bytes_min(run.recipe.round_sequences, EVALUATED_SEQUENCES, run.model.sequence_length)
     disk = disk_demand(run, config, need_of(run), data.prepared_bytes + least, of_data=data.directory)
@@ -258,20 +258,20 @@ class MachineLimits:
         self,
         limits: LimitsConfig,
         pauses: Pauses,
-        device: Device,
+        worker: Worker,
         clock: Callable[[], datetime] = datetime.now,
         battery: Callable[[], bool] = is_on_battery,
         resident: Callable[[], int] = resident_bytes,
         gpu: Callable[[], bool] = lambda: False,
     ) -> None:
         self.over_memory: Complaint | None = None
-        self._pauses, self._device = pauses, device
+        self._pauses, self._worker = pauses, worker
         self._clock, self._battery, self._resident, self._gpu = clock, battery, resident, gpu
         self._set(limits)
 
     def _set(self, limits: LimitsConfig) -> None:
         self.limits = limits
-        self._device.set_percent(limits.device_percent)
+        self._worker.set_percent(limits.device_percent)
 
     def change(self, order: dict[str, Any]) -> None:
         """Applies an order of `p2ptrain limit`. Raises ConfigError for an invalid value, and then changes nothing."""

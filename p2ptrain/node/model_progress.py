@@ -1,6 +1,6 @@
 """Model progress: measures the held-out loss of the agreed weights and has them write a line of text, now and then.
 
-The core says when. Both happen in the trainer's thread: the loss before a training, because the announcement says it,
+The core says when. Both happen in the worker's thread: the loss before a training, because the announcement says it,
 and the text after it, when nobody waits for it any more. One look takes at most an eighth of a training, half of what
 the others wait for a late contribution, and all of them 1 % of the time since the start; what does not fit is left out,
 but the first. Text takes at most half of that, so that it leaves some for the loss, which is that of the same
@@ -23,9 +23,9 @@ from p2ptrain.core.events import Train
 from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.net.transport import TransportError
-from p2ptrain.node.device import Device, StoppedError
 from p2ptrain.node.fetching import Fetching
-from p2ptrain.train.trainer import EVALUATED_SEQUENCES
+from p2ptrain.node.work import StoppedError, Worker
+from p2ptrain.train.learner import EVALUATED_SEQUENCES
 from p2ptrain.visible import one_line
 
 TIME_SHARE, TRAINING_SHARE = 0.01, 1 / 8  # of the time since the start, and of a training
@@ -45,11 +45,11 @@ def evaluated_sequences(run: RunConfig) -> int:
 class ModelProgress:
     """Looks at the agreed weights when the core asks for it, and keeps the last text that they wrote."""
 
-    def __init__(self, device: Device, fetching: Fetching, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, worker: Worker, fetching: Fetching, clock: Callable[[], float] = perf_counter) -> None:
         self.text = ""  # written by the newest weights that were asked to
         self.text_round = 0  # after which they were
         self.seconds = 0.0  # spent so far
-        self._device, self._fetching, self._clock = device, fetching, clock
+        self._worker, self._fetching, self._clock = worker, fetching, clock
         self._began = clock()
         self._sequence_seconds = self._token_seconds = 0.0  # of the last one; 0: there was none
         self._text_seconds = 0.0  # spent on text
@@ -66,7 +66,7 @@ class ModelProgress:
         self._look_seconds = 0.0
         try:
             if effect.evaluates and self._knows_the_model and (count := await self._sequences_here()):
-                return await self._device.run(self._evaluate, effect.base_round, count)
+                return await self._evaluate(effect.base_round, count)
         except (DataError, MemoryShortError) as error:
             log.info("cannot look at the weights of round %d: %s", effect.base_round, error)
         return 0
@@ -75,7 +75,7 @@ class ModelProgress:
         """Has the weights write a line, once the training is announced, if the core asks for it."""
         try:
             if effect.samples and self._knows_the_model:
-                await self._device.run(self._write, effect.base_round)
+                await self._write(effect.base_round)
         except (DataError, MemoryShortError) as error:
             log.info("cannot look at the weights of round %d: %s", effect.base_round, error)
 
@@ -85,7 +85,7 @@ class ModelProgress:
 
     def _training_left(self) -> float:
         """Returns how long this look may still take by its share of a training."""
-        training = self._device.last_training_seconds
+        training = self._worker.figures.last_seconds
         return TRAINING_SHARE * training - self._look_seconds if training else math.inf
 
     def _spent(self, began: float) -> float:
@@ -128,33 +128,30 @@ class ModelProgress:
         self._spent(began)
         return 0 if await asyncio.to_thread(dataset.missing_held_out, count, length) else count
 
-    # -----------------------------------------------------------------------------------------------
-    # In the trainer's thread
-
-    def _evaluate(self, base_round: int, count: int) -> int:
-        if self._device.trainer.round != base_round:
-            return 0  # another state was adopted meanwhile
+    async def _evaluate(self, base_round: int, count: int) -> int:
         began = self._clock()
-        loss = self._device.trainer.evaluate(count)
+        loss = await self._worker.evaluate(base_round, count)
+        if loss is None:
+            return 0  # another state was adopted meanwhile
         self._sequence_seconds = self._spent(began) / count
         return min(LOSS_MAX, max(1, round(loss * MILLION))) if math.isfinite(loss) else 0
 
-    def _write(self, base_round: int) -> None:
-        if self._device.trainer.round != base_round:
-            return
+    async def _write(self, base_round: int) -> None:
         began, count = self._clock(), TOKENS_MIN
         if self._token_seconds:
-            mine = TIME_SHARE / 2 * (self._clock() - self._began) - self._text_seconds
+            mine = TIME_SHARE / 2 * (began - self._began) - self._text_seconds
             left = min(mine, self._time_left(), self._training_left())
             count = min(TOKENS_MAX, int(left / self._token_seconds))
             if count < TOKENS_MIN:
                 return
 
         def go_on() -> None:
-            if self._device.is_stopping:
+            if self._worker.is_stopping:
                 raise StoppedError("the node ends")
 
-        written = self._device.trainer.sample(SampleRequest("", count, seed=base_round), go_on)
+        written = await self._worker.sample(SampleRequest("", count, seed=base_round), go_on, base_round)
+        if written is None:
+            return
         seconds = self._spent(began)
         self._token_seconds = seconds / count
         self._text_seconds += seconds

@@ -8,7 +8,6 @@ socket (control.py).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -18,9 +17,6 @@ from p2ptrain.node.driver import Driver
 from p2ptrain.node.limits import MachineLimits
 
 RATE_MAX = 10**12  # bytes a second, as in the config
-SAVES_MAX = 3  # attempts to save a state while rounds go on
-CORE_SECONDS = 10.0  # for the core to hear of a round that the trainer has applied; it may have other events to handle
-LOOK_SECONDS = 0.02
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -63,7 +59,7 @@ def _limit(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any])
         raise ConfigError(f"{threads!r} is not valid", key="--threads", fix="Give a number from 1 to 1,024")
     machine_limits.change(order)
     if threads is not None:
-        driver.device.set_threads(threads)
+        driver.worker.set_threads(threads)
         log.info("threads of the next training: %d", threads)
     for name, rate in rates.items():
         bucket = driver.edges.upload if name == "upload" else driver.edges.download
@@ -73,24 +69,10 @@ def _limit(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any])
 
 async def save_now(driver: Driver) -> int:
     """Saves the current state and returns its round."""
-    persistence, device, view = driver.edges.persistence, driver.device, driver.node.view()
-    for _ in range(SAVES_MAX):
-        await _let_the_core_hear(driver)
-        number = device.trainer.round
-        entry, root = view.entry(number), view.roots.get(number)
-        if entry is None or not root:
-            if any(each.round == number for each in persistence.store.checkpoints.present()):
-                return number  # an adopted state is saved when it is adopted
-            raise DataError("no state to save yet: no round has been applied since the node started")
-        await persistence.checkpoint(device, entry.manifest, root, now=True)
-        if any(each.round == number for each in persistence.store.checkpoints.present()):
-            return number
-    raise DataError("the state was not saved; see the daemon's log")
-
-
-async def _let_the_core_hear(driver: Driver) -> None:
-    """Waits until the core knows of what the trainer has applied: only then is there a root to save it by."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + CORE_SECONDS
-    while driver.device.trainer.round > driver.node.view().applied_round and loop.time() < until:  # noqa: ASYNC110
-        await asyncio.sleep(LOOK_SECONDS)
+    persistence, standings, number = driver.edges.persistence, driver.replica.standings, driver.replica.replica.round
+    if number not in standings:
+        raise DataError("no state to save yet: no round has been applied since the node started")
+    saved = number if persistence.has(number) else await persistence.save(driver.worker, standings)
+    if saved is None:
+        raise DataError("the state was not saved; see the daemon's log")
+    return saved

@@ -1,6 +1,6 @@
 """Writes contributions, history and checkpoints to the store, each kind in its own thread.
 
-A checkpoint is copied in the trainer's thread, between two rounds, and written in another, so that training does not
+A checkpoint is copied in the worker's thread, between two trainings, and written in another, so that training does not
 wait for the disk.
 """
 
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
 from shutil import disk_usage
-from time import monotonic, sleep, time
+from time import monotonic, time
 from typing import TypeVar
 
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.digest import leaves_of
 from p2ptrain.errors import DataError
-from p2ptrain.exact.shortage import is_out_of_memory
-from p2ptrain.node.device import Device
+from p2ptrain.node.replica_thread import Standing
 from p2ptrain.node.served_blobs import SavedStates
+from p2ptrain.node.work import Worker
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.diary import Trained
 from p2ptrain.store.records import Batch
@@ -36,34 +36,7 @@ PRUNE_ROUNDS = 8  # between prunings of the store
 log = logging.getLogger("p2ptrain.node")
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class CheckpointDraft:
-    """The contents of a checkpoint that is about to be written."""
-
-    round: int
-    branch: bytes
-    head: bytes
-    root: bytes
-    trained: int  # the number of the last training in it
-    capture: Capture
-
-    @classmethod
-    def of(
-        cls, device: Device, number: int, branch: bytes, head: bytes, root: bytes, is_copied: bool = True
-    ) -> CheckpointDraft | None:
-        """Captures the state after a round; None if another state has been adopted. Runs in the trainer's thread.
-
-        A copy is not needed if that thread waits until the checkpoint is written.
-        """
-        if device.trainer.round != number:
-            return None
-        try:
-            return cls(number, branch, head, root, device.trained, device.trainer.capture(is_copied))
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise DataError("not enough memory for a copy of the state") from error
+Standings = Mapping[int, Standing]  # by round
 
 
 class Persistence:
@@ -88,6 +61,9 @@ class Persistence:
         self.free_bytes: int | None = None  # on the disk, at the last check; None: unknown
         self._saved_round = 0  # the round of the last checkpoint
         self._turn = asyncio.Lock()  # one checkpoint at a time: there is memory for one copy
+        self.is_safe = asyncio.Event()  # a training may begin
+        self.is_safe.set()
+        self._holding = 0  # who has training wait
         self._disk = ThreadPoolExecutor(1, "disk")
         self._historian = ThreadPoolExecutor(1, "records")  # sqlite may prune for a second; votes must not wait
         self._writer = ThreadPoolExecutor(1, "checkpoint")  # votes must not wait for gigabytes
@@ -174,65 +150,52 @@ class Persistence:
     # -----------------------------------------------------------------------------------------------
     # Checkpoints
 
-    async def checkpoint(self, device: Device, manifest: Manifest, root: bytes, *, now: bool = False) -> None:
-        """Saves the state after this round if one is due. Training waits for the copy in memory, not for the disk.
+    async def checkpoint(self, worker: Worker, standings: Standings, number: int) -> None:
+        """Saves the state if one is due after this round. Training waits for the copy in memory, not for the disk.
 
         A checkpoint that is due while another is being written is skipped: there is memory for one copy only. But if
         the last checkpoint is about to become older than the kept history, training waits until one is saved: without
         it, a restart would have nothing to go on from.
         """
-        is_last_chance = manifest.round - self._saved_round >= LAST_CHANCE * self._history_rounds
-        if is_last_chance and not now:
-            await device.run(self._save_at_last, device, manifest, root)
-            return
-        if not now and (manifest.round % self._checkpoint_rounds or self._turn.locked()):
-            return
+        if number - self._saved_round >= LAST_CHANCE * self._history_rounds:
+            with self.training_waits():
+                while not worker.is_stopping and number > self._saved_round:
+                    if await self.save(worker, standings) is None:
+                        await asyncio.sleep(RETRY_SECONDS)
+        elif not (number % self._checkpoint_rounds or self._turn.locked()):
+            await self.save(worker, standings)
+
+    @contextmanager
+    def training_waits(self) -> Iterator[None]:
+        """Lets no training begin inside the block."""
+        self._holding += 1
+        self.is_safe.clear()
+        try:
+            yield
+        finally:
+            self._holding -= 1
+            if not self._holding:
+                self.is_safe.set()
+
+    async def save(self, worker: Worker, standings: Standings) -> int | None:
+        """Saves the state that the replica has now. Returns its round; None if that failed."""
         async with self._turn:
             try:
-                draft = await device.run(
-                    CheckpointDraft.of, device, manifest.round, manifest.branch, manifest.digest, root
-                )
+                capture = await worker.capture()
             except DataError as error:
-                self._failed(manifest.round, error)
-                return
-            if draft is None:
-                log.info("no checkpoint of round %d: another state was adopted", manifest.round)
-            else:
-                await asyncio.get_running_loop().run_in_executor(self._writer, self._try, draft)
+                self._failed(worker.replica.round, error)
+                return None
+            standing, loop = standings[capture.round], asyncio.get_running_loop()
+            return capture.round if await loop.run_in_executor(self._writer, self._try, capture, standing) else None
 
-    def _save_at_last(self, device: Device, manifest: Manifest, root: bytes) -> None:
-        """Blocks the trainer's thread until the checkpoint is written or the node ends."""
-        while not device.is_stopping and manifest.round > self._saved_round:
-            try:
-                draft = CheckpointDraft.of(
-                    device, manifest.round, manifest.branch, manifest.digest, root, is_copied=False
-                )
-                if draft is None or self._writer.submit(self._try, draft).result():
-                    return
-            except DataError as error:
-                self._failed(manifest.round, error)
-            sleep(RETRY_SECONDS)
+    def has(self, number: int) -> bool:
+        """Whether there is a checkpoint of this round."""
+        return any(each.round == number for each in self.store.checkpoints.present())
 
-    def checkpoint_first(self, device: Device, root: bytes) -> Checkpoint:
-        """Saves the first weights, on the node that starts the run. Runs in the trainer's thread."""
-        genesis = self.store.genesis
-        draft = CheckpointDraft.of(device, 0, genesis.branch, genesis.head, root, is_copied=False)
-        assert draft is not None, "the trainer has them"
-        return self._writer.submit(self._write, draft).result()
-
-    async def checkpoint_adopted(self, device: Device, number: int, root: bytes) -> None:
-        """Saves a state that was adopted. Training waits for it, since it builds on it."""
-
-        def save() -> None:
-            try:
-                draft = CheckpointDraft.of(device, number, b"", b"", root, is_copied=False)
-            except DataError as error:
-                self._failed(number, error)
-                return
-            if draft is not None:
-                self._writer.submit(self._try, draft).result()
-
-        await device.run(save)
+    async def save_first(self, worker: Worker, standing: Standing) -> Checkpoint:
+        """Saves the first weights, on the node that starts the run."""
+        capture = await worker.capture()
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._write, capture, standing)
 
     async def note(self, trained: Trained) -> None:
         """Notes a training so that a restart can repeat it. If that fails, a restart is only inexact."""
@@ -242,11 +205,11 @@ class Persistence:
             self.checkpoint_trouble = str(error)
             log.error("%s; a restart before the next checkpoint will not repeat this training", error)
 
-    def _try(self, draft: CheckpointDraft) -> bool:
+    def _try(self, capture: Capture, standing: Standing) -> bool:
         try:
-            self._write(draft)
+            self._write(capture, standing)
         except DataError as error:
-            self._failed(draft.round, error)
+            self._failed(standing.round, error)
             return False
         self.checkpoint_trouble = ""
         return True
@@ -255,13 +218,13 @@ class Persistence:
         self.checkpoint_trouble = str(error)
         log.error("could not save the checkpoint of round %d: %s", number, error)
 
-    def _write(self, draft: CheckpointDraft) -> Checkpoint:
-        capture = draft.capture
-        leaves = leaves_of(capture.state, draft.root)  # none if the root is partial and proves no pieces
+    def _write(self, capture: Capture, standing: Standing) -> Checkpoint:
+        leaves = leaves_of(capture.state, standing.root)  # none if the root is partial and proves no pieces
         checkpoint = self.store.checkpoints.write(
-            draft.round, draft.branch, draft.head, draft.root, draft.trained, capture.write, capture.state, leaves
-        )
-        self._saved_round = draft.round
+            standing.round, standing.branch, standing.head, standing.root, capture.trained, capture.write,
+            capture.state, leaves,
+        )  # fmt: skip
+        self._saved_round = standing.round
         if leaves:
             self._states.offer(checkpoint, leaves)
         return checkpoint

@@ -12,7 +12,7 @@ from p2ptrain.data.dataset import MANIFEST_BYTES_MAX, MANIFEST_NAME, TOKENIZER_N
 from p2ptrain.data.tokenizer import tokenizer_digest
 from p2ptrain.digest import is_piece, leaf_digests
 from p2ptrain.errors import DataError
-from p2ptrain.models.adapters import Base
+from p2ptrain.models.adapters import FrozenBase
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import Blob, BlobName, Check, TreeFile, WholeFile, all_pieces
 from p2ptrain.net.blobs.fetch import Fetcher
@@ -59,7 +59,7 @@ class ServedBlobs:
         states: SavedStates,
         dataset: TokenDataset,
         fetcher: Fetcher,
-        base: Base | None = None,
+        base: FrozenBase | None = None,
     ) -> None:
         self._base = None if base is None else TreeFile(base.path, base.size, base.leaves)
         self.run, self.store, self.states, self.dataset, self.fetcher = run, store, states, dataset, fetcher

@@ -16,7 +16,6 @@ from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
-from p2ptrain.node.region import RegionDevice
 from p2ptrain.observe.rounds import Recorder
 from p2ptrain.observe.schema import (
     FaultTolerance,
@@ -29,6 +28,7 @@ from p2ptrain.observe.schema import (
     Status,
     Traffic,
 )
+from p2ptrain.region.worker import RegionWorker
 from p2ptrain.train.private import Privacy
 
 ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than once in so many
@@ -64,10 +64,10 @@ class Running(Protocol):
 def status_of(daemon: Running) -> Status:
     """Builds the node's status."""
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
-    view, device = driver.node.view(), driver.device
-    region = device if isinstance(device, RegionDevice) else None
+    view, worker, figures = driver.node.view(), driver.worker, driver.worker.figures
+    replica, region = driver.replica, worker if isinstance(worker, RegionWorker) else None
     state, roots = view.state, view.roots
-    speed, held_out, measured = device.tokens_per_second, view.held_out, records.measured
+    speed, held_out, measured = figures.tokens_per_second, view.held_out, records.measured
     swarm = None if speed is None else records.swarm_tokens_per_second  # the others' scripts have loaders, too
     complaints = complaints_of(daemon)
     return Status(
@@ -85,25 +85,27 @@ def status_of(daemon: Running) -> Status:
         since_applied_seconds=daemon.since_applied,
         state_root=roots.get(view.applied_round, b"").hex(),
         certified_round=state.root_round,
-        loss=device.loss,
+        loss=figures.loss,
         held_out_loss=held_out.loss if held_out else measured.held_out_loss if measured else None,
         held_out_round=held_out.round if held_out else measured.held_out_round if measured else None,
         held_out_said=held_out.said if held_out else measured.held_out_said if measured else 0,
         swarm_loss=view.training_of(view.applied_round).loss,
-        gradient_norm=device.gradient_norm,
-        drift=device.drift,
-        compression_ratio=round(device.gradient_bytes / device.payload_bytes * daemon.run.recipe.local_steps, 1),
+        gradient_norm=figures.gradient_norm,
+        drift=worker.drift,
+        compression_ratio=round(
+            worker.replica.gradient_bytes / replica.payload_bytes * daemon.run.recipe.local_steps, 1
+        ),
         text=driver.progress.text,
         text_round=driver.progress.text_round,
-        step=device.step,
-        tokens=device.tokens,
+        step=figures.step,
+        tokens=figures.tokens,
         tokens_per_second=None if speed is None else round(speed, 1),
-        training_seconds=round(device.training_seconds, 3),
+        training_seconds=round(figures.seconds, 3),
         swarm_tokens_per_second=None if swarm is None else round(swarm, 1),
         contribution_tokens=records.contribution_tokens,
         mine=records.mine,
         world_round=region.region.world_round if region else None,
-        device=str(device.trainer.device),
+        device=str(worker.device),
         is_paused=bool(driver.pauses),
         peers=sorted(peer_id_of(peer) for peer in edges.connections.linked),
         roster=[peer_id_of(key) for key in state.members],
@@ -123,11 +125,11 @@ def status_of(daemon: Running) -> Status:
         http=daemon.http,
         loop_lag_seconds=round(daemon.lag.worst, 4),
         uptime_seconds=round(daemon.uptime, 1),
-        own_data=_own_data_text(daemon.run, device.privacy),
-        privacy_epsilon=device.privacy.spent if device.privacy else None,
+        own_data=_own_data_text(daemon.run, worker.privacy),
+        privacy_epsilon=worker.privacy.spent if worker.privacy else None,
         roots={str(number): root.hex() for number, root in sorted(roots.items())[-ROOTS_TOLD:]},
-        payload_bytes=device.payload_bytes,
-        state_bytes=device.state_bytes,
+        payload_bytes=replica.payload_bytes,
+        state_bytes=worker.replica.state_bytes,
         bytes=edges.transport.counters(),
         traffic=traffic_of(edges),
         limits=limits_of(daemon),
@@ -136,7 +138,7 @@ def status_of(daemon: Running) -> Status:
         counters=view.counters
         | dict(driver.counters)
         | edges.mailboxes.counters()
-        | {"trainings not finite": device.not_finite, "damaged files": edges.persistence.store.damaged_files}
+        | {"trainings not finite": figures.not_finite, "damaged files": edges.persistence.store.damaged_files}
         | ({"contributions for the region": region.contributions} if region else {}),
         staleness={str(rounds): count for rounds, count in view.staleness.items()},
         observed=view.observed,
@@ -160,7 +162,7 @@ def complaints_of(daemon: Running) -> list[Complaint]:
     found = [complaint(code, why=why) for code, why in disk.items() if why]
     found += [machine_limits.over_memory] if machine_limits.over_memory else []
     found += daemon.edges.transport.boundary.complaints
-    return by_gravity([*found, *driver.node.view().complaints, *driver.pauses, *driver.device.complaints])
+    return by_gravity([*found, *driver.node.view().complaints, *driver.pauses, *driver.worker.complaints])
 
 
 def unreadiness_of(daemon: Running) -> list[str]:
@@ -180,7 +182,7 @@ def limits_of(daemon: Running) -> Limits:
         memory_bytes=limits.memory_bytes,
         hours=limits.hours,
         device_percent=limits.device_percent,
-        threads=daemon.driver.device.threads,
+        threads=daemon.driver.worker.threads,
         on_battery=limits.on_battery,
         on_gpu_busy=limits.on_gpu_busy,
     )

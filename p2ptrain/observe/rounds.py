@@ -22,10 +22,11 @@ from pydantic import ValidationError
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
+from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.core.node import Node
 from p2ptrain.errors import DataError
-from p2ptrain.node.device import Device
 from p2ptrain.node.persistence import Persistence
+from p2ptrain.node.work import Worker
 from p2ptrain.observe.parts import Stored
 from p2ptrain.observe.peer_history import PeerHistory
 from p2ptrain.observe.schema import PHASES, Mine, RoundRecord
@@ -45,7 +46,7 @@ class Recorder:
     def __init__(
         self,
         node: Node,
-        device: Device,
+        worker: Worker,
         persistence: Persistence,
         counters: Callable[[], dict[str, int]],
         blob_protocol: str,
@@ -56,7 +57,7 @@ class Recorder:
         """`counters` returns the transport's counts, where `blob_protocol` names the one for blobs; `hears` are called
         with each new record.
         """
-        self.node, self.device, self.clock = node, device, clock
+        self.node, self.worker, self.clock = node, worker, clock
         self.mine = next(Mine.of_rows([past.mine]), Mine())
         self.peers = PeerHistory(past.peers)
         self.contribution_tokens = tokens_of(node.view().run)
@@ -104,11 +105,12 @@ class Recorder:
         view, mine = self.node.view(), self.mine
         contributions = self.peers.look(view.standings(), self.clock())
         tokens, training = int(since["tokens"]), since["training seconds"]
-        claims, device, held_out = view.training_of(event.round), self.device, view.held_out
+        claims, held_out = view.training_of(event.round), view.held_out
+        worker, figures, replica = self.worker, self.worker.figures, self.worker.replica
         if held_out is not None and self.measured is not None and held_out.round == self.measured.held_out_round:
             held_out = None  # it is in an earlier record
-        sent = device.payload_bytes * len(entry.manifest.taken)
-        step_tokens = 0 if device.tokens_per_second is None else self._step_tokens  # scripts read what nobody counts
+        sent = (KEY_BYTES + replica.outer.payload_bytes) * len(entry.manifest.taken)
+        step_tokens = 0 if figures.tokens_per_second is None else self._step_tokens  # scripts read what nobody counts
         self.mine = Mine(
             tokens=mine.tokens + tokens,
             swarm_tokens=mine.swarm_tokens + claims.steps * step_tokens,
@@ -141,12 +143,12 @@ class Recorder:
             held_out_said=held_out.said if held_out else 0,
             swarm_loss=claims.loss,
             swarm_tokens=claims.steps * step_tokens,
-            gradient_norm=device.gradient_norm if training else None,
-            drift=device.drift,
-            compression_ratio=round(device.gradient_bytes * claims.steps / sent, 1) if claims.steps else None,
-            loss=device.loss if training else None,
-            steps=device.steps if training else 0,
-            own_drift=device.own_drift if training else None,
+            gradient_norm=figures.gradient_norm if training else None,
+            drift=worker.drift,
+            compression_ratio=round(replica.gradient_bytes * claims.steps / sent, 1) if claims.steps else None,
+            loss=figures.loss if training else None,
+            steps=figures.steps if training else 0,
+            own_drift=figures.own_drift if training else None,
             tokens=tokens,
             tokens_per_second=tokens / training if training > 0 else 0.0,
             late=contributions.late,
@@ -172,8 +174,8 @@ class Recorder:
             "received": traffic.get("bytes received", 0),
             "blobs sent": traffic.get(f"sent {blob_protocol}", 0),
             "blobs received": traffic.get(f"received {blob_protocol}", 0),
-            "tokens": self.device.tokens,
-            "training seconds": self.device.training_seconds,
+            "tokens": self.worker.figures.tokens,
+            "training seconds": self.worker.figures.seconds,
         }
 
     def _slim(self, record: RoundRecord) -> RoundRecord:

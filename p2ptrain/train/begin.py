@@ -28,7 +28,7 @@ from p2ptrain.data.tokenizer import TOKENIZER_BYTES_MAX, load_tokenizer, tokeniz
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.root import octets, state_root
 from p2ptrain.files import read_regular
-from p2ptrain.models.adapters import Base, base_file, base_tensors, make_base, read_base
+from p2ptrain.models.adapters import FrozenBase, base_file, base_tensors, make_base, read_base
 from p2ptrain.models.kinds import by_name, first_model, named_shapes, shapes_digest, without_adapters
 from p2ptrain.train.own_data import KEY, PREPARE_FIX, open_own, share_held_out
 
@@ -43,7 +43,7 @@ class NewRun(NamedTuple):
     run: RunConfig  # sealed
     dataset: Path
     state: bytes  # the first weights, as the state root hashes them
-    base: Base | None = None  # the frozen ones, if adapters train
+    base: FrozenBase | None = None  # the frozen ones, if adapters train
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def first_weights(run: RunConfig) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
 
-def _base(run: RunConfig, directory: Path | None, given: GivenWeights | None) -> Base:
+def _base(run: RunConfig, directory: Path | None, given: GivenWeights | None) -> FrozenBase:
     """Returns the frozen weights: those of a run that was begun here before, or the given ones, or from the seed."""
     assert directory is not None, "whoever begins a run that trains adapters has a directory for frozen weights"
     wanted, model = run.adapt.base, without_adapters(run.model)

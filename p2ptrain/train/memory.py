@@ -25,6 +25,7 @@ from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DeviceError
 from p2ptrain.exact.aggregate import INT16_MAX
 from p2ptrain.exact.outer import Outer
+from p2ptrain.exact.replica import UNPACKED_BYTES
 from p2ptrain.exact.root import FETCHED_PIECES, FLOAT_BYTES
 from p2ptrain.exact.shortage import mega
 from p2ptrain.exact.transform import block_chunks
@@ -37,7 +38,6 @@ from p2ptrain.train.recipes import copies_of
 PROCESS_BYTES = 400 * 10**6  # Python, torch and hivemind, without a model: 360 MB on Linux
 CHECKPOINTING_BYTES = 90 * 10**6  # main memory: torch imports its compiler for checkpointing
 PAYLOADS_BYTES = 256 * 2**20  # limit of contributions kept in memory (store/payloads.py)
-UNPACKED_BYTES = 64 * 2**20  # limit of contributions kept unpacked between their check and their round; a guess
 # A checkpoint holds the node's contributions that may still be taken: of this round, of the last one, and late ones.
 KEPT_COPIES = 2
 WITHIN_OPERATIONS = 1.03  # factor for memory that operations allocate internally in a pass; measured on a CPU

@@ -23,7 +23,7 @@ therefore kept until a manifest takes the contribution (`forget`) or none can an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ from torch import Tensor
 from p2ptrain.config import RecipeConfig
 from p2ptrain.exact.aggregate import apply_own, apply_residual
 from p2ptrain.exact.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, Indices, every_index, value_type
+from p2ptrain.exact.outer import Uncounted
 from p2ptrain.exact.schedule import inner_rate
 from p2ptrain.exact.selection import largest
 from p2ptrain.exact.shortage import where_it_fits
@@ -117,23 +118,17 @@ class Residual:
         self.kept[round_number] = Withdrawal(indices, removed)
         return contribution
 
-    def forget(
-        self, round_number: int, uncounted: Callable[[NDArray[np.float32]], NDArray[np.float32]] | None = None
-    ) -> bool:
+    def forget(self, round_number: int, uncounted: Uncounted = lambda removed: None) -> bool:
         """Notes that a manifest took the round's contribution, and puts back the part of it that was not counted; False
         if the node has no such contribution."""
         kept = self.kept.pop(round_number, None)
-        if kept is not None and uncounted is not None:
-            self._give_back(round_number, kept.indices, uncounted(kept.removed))
+        if kept is not None and (values := uncounted(kept.removed)) is not None:
+            self._give_back(round_number, kept.indices, values)
         return kept is not None
 
     def restore(self, round_number: int) -> bool:
         """Puts back a contribution that no manifest can take any more; False if the node has no such contribution."""
-        kept = self.kept.pop(round_number, None)
-        if kept is None:
-            return False
-        self._give_back(round_number, kept.indices, kept.removed)
-        return True
+        return self.forget(round_number, lambda removed: removed)
 
     def _give_back(self, round_number: int, indices: Indices, values: NDArray[np.float32]) -> None:
         coefficients = self._by_fragment[self.fragment_of(round_number)]
@@ -251,12 +246,11 @@ class Recipe(Protocol):
     its settings as well."""
 
     residual: Residual
-    agreed: Tensor  # [parameters] the flat master weights
-    agreed_state: Tensor  # what the trainer updates in place: `agreed`, and the outer momentum if there is one
+    base: Tensor  # [parameters] a copy of the agreed weights, renewed before each round
     drift: float | None  # norm of what the last round's steps moved, over that of the weights; None: they move nothing
 
     def begin(self, round_number: int) -> None:
-        """Starts a round, counted from 1, from the agreed weights and what the recipe adds to them."""
+        """Starts a round, counted from 1, from `base` and what the recipe adds to it."""
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
         """Takes one local step on `batch`.
@@ -265,7 +259,7 @@ class Recipe(Protocol):
         """
 
     def end(self) -> None:
-        """Ends the round's steps. The agreed weights may change before they are contributed."""
+        """Ends the round's steps."""
 
     def contribute(self, round_number: int) -> Contribution:
         """Turns the round's steps into a contribution."""
@@ -279,7 +273,7 @@ class GradientRecipe:
 
     def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:
         self.config, self.live = config, live
-        self.agreed = self.agreed_state = live.weights  # only the agreed update ever changes them
+        self.base = live.weights  # no step moves them
         self.drift: float | None = None  # the steps move nothing
         self.residual = Residual(layouts, live.weights.device, live.state_type)
 
@@ -312,10 +306,7 @@ class LocalRecipe:
 
     def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:
         self.config, self.live = config, live
-        size = live.weights.numel()
-        self.agreed_state = torch.zeros(config.state_copies * size, device=live.weights.device)
-        self.agreed = self.agreed_state[:size]
-        self.agreed.copy_(live.weights)
+        self.base = live.weights.clone()
         self.residual = Residual(layouts, live.weights.device, live.state_type)
         self.inner = INNER_OPTIMIZERS[config.inner](config, live)
         self.rate = 0.0
@@ -324,7 +315,7 @@ class LocalRecipe:
         self._is_moved = False  # whether the live weights are how far this round's steps have moved
 
     def begin(self, round_number: int) -> None:
-        self.live.weights.copy_(self.agreed)
+        self.live.weights.copy_(self.base)
         if self.pending is not None:
             self.live.weights.sub_(self.pending)
         self._start_ahead(1)
@@ -337,7 +328,7 @@ class LocalRecipe:
         return result
 
     def end(self) -> None:
-        torch.sub(self.agreed, self.live.weights, out=self.live.weights)
+        torch.sub(self.base, self.live.weights, out=self.live.weights)
         if self.pending is not None:
             self.live.weights.sub_(self.pending)
         self._start_ahead(1)
@@ -354,13 +345,13 @@ class LocalRecipe:
 
     @contextmanager
     def rebased(self) -> Iterator[None]:
-        """Lets the agreed weights change between two steps: the round's steps go on from the new ones."""
+        """Lets `base` change between two steps: the round's steps go on from the new weights."""
         self._start_ahead(-1)
-        self.live.weights.sub_(self.agreed)
+        self.live.weights.sub_(self.base)
         try:
             yield
         finally:
-            self.live.weights.add_(self.agreed)
+            self.live.weights.add_(self.base)
             self._start_ahead(1)
 
     def take(self, moved: Tensor) -> None:
@@ -368,7 +359,7 @@ class LocalRecipe:
         if moved is not self.live.weights:
             self.live.weights.copy_(moved)
         self._is_moved = True
-        distance, norm = (float(torch.linalg.vector_norm(each)) for each in (self.live.weights, self.agreed))
+        distance, norm = (float(torch.linalg.vector_norm(each)) for each in (self.live.weights, self.base))
         self.drift = distance / norm if norm else None
 
     def contribute(self, round_number: int) -> Contribution:

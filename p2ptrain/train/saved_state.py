@@ -1,4 +1,4 @@
-"""A trainer's saved state: its tensors in a file, and what of such a file is refused."""
+"""A node's saved state: its tensors in a file, and what of such a file is refused."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from torch import Tensor
 from p2ptrain.errors import DataError
 from p2ptrain.exact.codec import every_index
 from p2ptrain.exact.outer import Outer
+from p2ptrain.exact.replica import MOMENTUM_NAME, WEIGHTS_PREFIX
 from p2ptrain.exact.root import octets
 from p2ptrain.train.recipes import KEPT_ROUNDS_MAX, Withdrawal
 
 STATE_FORMAT = "p2ptrain trainer 1"
-WEIGHTS_PREFIX, MOMENTUM_NAME = "weights.", "momentum"  # of the agreed state
 STATE_TYPES = torch.float32, torch.bfloat16
 FINITE_BLOCK = 2**20  # numbers that are checked at a time
 
 
 @dataclass(frozen=True)
 class Capture:
-    """A trainer's state at one moment, to be written while training continues."""
+    """A copy of a node's state after one round, to be written while training goes on."""
 
+    round: int
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
     agreed: Tensor  # flat; weights and momentum in `tensors` are views into it
+    trained: int = 0  # the number of the last training in it, by the diary
 
     @property
     def state(self) -> memoryview:
@@ -84,6 +86,6 @@ def is_finite(tensor: Tensor) -> bool:
     return all(bool(torch.isfinite(part).all()) for part in torch.split(tensor.reshape(-1), FINITE_BLOCK))
 
 
-def in_memory(tensor: Tensor, is_copied: bool) -> Tensor:
-    """Returns the tensor contiguous in main memory, as a copy of its own if `is_copied`."""
-    return tensor.detach().to("cpu", copy=is_copied).contiguous()
+def in_memory(tensor: Tensor) -> Tensor:
+    """Returns a contiguous copy in main memory."""
+    return tensor.detach().to("cpu", copy=True).contiguous()

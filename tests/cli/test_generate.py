@@ -28,12 +28,10 @@ from p2ptrain.models.built_in import Transformer
 from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest
 from p2ptrain.node import control
 from p2ptrain.node.control import Control, ask
-from p2ptrain.node.device import Device
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.core import KEYS
 from tests.helpers.export import Command, Node, saved_node, state_of
 from tests.helpers.tokenizers import prepared, written
-from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY
+from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY, Trainer, worker_of
 from tests.helpers.web import STATUS, a_status
 
 MORE = ("--tokens", "30")
@@ -151,12 +149,13 @@ class Lived:
         self.trainer.train(0, 0, 1)
         self.trainer.apply(0, [self.trainer.contribute(0)])
         self.node = Node(directory / "node", run)
-        self.node.save(1, self.trainer.recipe.agreed, root=self.trainer.root())
+        self.node.save(1, self.trainer.replica.weights, root=self.trainer.root())
         self.trainer.train(1, 0, 1)  # its own weights are others now
-        self.device = Device(self.trainer, bytes(32))
+        self.trainer.contribute(1)
+        self.worker = worker_of(self.trainer)
         has_begun = asyncio.Event()
         has_begun.set()
-        driver: Any = SimpleNamespace(has_begun=has_begun, device=self.device)
+        driver: Any = SimpleNamespace(has_begun=has_begun, worker=self.worker)
         nothing: Any = None
         self.daemon = Daemon.__new__(Daemon)
         self.daemon.run, self.daemon.driver, self.daemon.edges = run, driver, nothing
@@ -170,7 +169,7 @@ def lived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lived]:
     monkeypatch.setattr(life, "status_of", lambda daemon: a_status(STATUS | {"run_id": daemon.run.run_id}))
     lived = Lived(tmp_path)
     yield lived
-    lived.device.close()
+    lived.worker.close()
 
 
 @asynccontextmanager
@@ -209,7 +208,7 @@ async def test_the_daemon_and_its_checkpoint_write_the_same(lived: Lived, p2ptra
     assert (from_daemon[0], from_daemon[1][:5]) == (0, "some ")
     assert (other_run[0], "no run none in" in other_run[2]) == (2, True)
     assert torch.equal(lived.trainer.live.weights, own)
-    assert not torch.equal(own, lived.trainer.recipe.agreed)
+    assert not torch.equal(own, lived.trainer.replica.weights)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ async def test_what_would_hold_up_training_for_too_long_is_broken_off(
         assert err.startswith("tokens: this many take more than ")
         assert err.endswith("Ask for fewer, or sample from a checkpoint with --round\n")
         monkeypatch.setattr(life, "SAMPLE_SECONDS_MAX", 60.0)
-        lived.device.stop_training()
+        lived.worker.stop()
         with pytest.raises(P2ptrainError, match="the daemon is stopping"):
             await lived.ask(prompt="a", tokens=2, seed=1)
     assert drawn == []

@@ -23,10 +23,9 @@ from p2ptrain.models.built_in import Model
 from p2ptrain.models.kinds import first_model
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.memory import PassSettings, need_of
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.hf_models import ARCHITECTURES, hf_model
 from tests.helpers.tokenizers import written
-from tests.helpers.trainer import ONE_THREAD, TINY, make, swarm_round
+from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, make, swarm_round
 
 END = 0
 KINDS = ["builtin", *(pytest.param(kind, marks=pytest.mark.hf) for kind in ARCHITECTURES)]

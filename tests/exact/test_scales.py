@@ -204,13 +204,13 @@ def test_one_that_is_alone_in_a_round_moves_the_weights_no_further_than_local_st
     trainer = make(dataset, "local", k=256)
     rounds = []
     for number, factor in enumerate((1.0, 1e6)):
-        before = trainer.recipe.agreed.clone()
+        before = trainer.replica.weights.clone()
         trainer.train(number, 0, 1)
         trainer.live.weights.mul_(factor)
         payload = trainer.contribute(number)
         assert trainer.check(payload) is None
         trainer.apply(number, [payload], {number: payload})
-        rounds.append(float((trainer.recipe.agreed - before).square().mean().sqrt()))
+        rounds.append(float((trainer.replica.weights - before).square().mean().sqrt()))
     honest, huge = rounds
     assert huge < 2 * 4 * 0.01, "four steps at the rate 1/100"
     assert 2 * honest < huge

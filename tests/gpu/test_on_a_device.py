@@ -28,10 +28,9 @@ from p2ptrain.models import built_in as model_module
 from p2ptrain.node.energy import meter_of
 from p2ptrain.train.memory import CUDA_LIBRARIES_BYTES, PassSettings, need_of
 from p2ptrain.train.recipes import Residual
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.exact_numbers import contribution, weights
 from tests.helpers.golden import FAMILY, SHAPES, family_root, flat_weights, golden, golden_cases, golden_root, parts
-from tests.helpers.trainer import RECIPES, TINY, embedded, make, swarm_round
+from tests.helpers.trainer import RECIPES, TINY, Trainer, embedded, make, swarm_round
 
 DEVICE = torch.device(os.environ.get("GPU_TESTS_DEVICE") or "cuda")
 if DEVICE.type == "cuda" and DEVICE.index is None:

@@ -10,6 +10,7 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from p2ptrain.daemon import Daemon, save_last
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.identity import Identity
 from p2ptrain.net.connections import topic_of
-from p2ptrain.node.assembly import Launch
-from p2ptrain.node.device import Device
+from p2ptrain.node.assembly import Launch, open_workshop
+from p2ptrain.node.local_worker import LocalWorker
+from p2ptrain.node.work import Done, Task
 from p2ptrain.store.log import read_own
 from p2ptrain.store.segment import Snapshot, decoded, frame, frames_of, header
 from p2ptrain.train.begin import begin
@@ -55,12 +57,12 @@ def a_run(**changes: Any) -> RunConfig:
     return RunConfig.model_validate(raw | changes)
 
 
-class PacedDevice(Device):
-    """The real device, slowed down: otherwise rounds would pass before a newcomer can speak."""
+class PacedWorker(LocalWorker):
+    """The real worker, slowed down: otherwise rounds would pass before a newcomer can speak."""
 
-    async def train(self, *arguments: Any) -> Any:
+    async def train(self, task: Task) -> Done:
         await at(asyncio.get_running_loop().time() + 1.0)
-        return await super().train(*arguments)
+        return await super().train(task)
 
 
 async def _live(root: Path, run: RunConfig, state: bytes, data: Path, ready: Callable[[list[Any]], bool]) -> None:
@@ -82,9 +84,8 @@ async def _live(root: Path, run: RunConfig, state: bytes, data: Path, ready: Cal
             )
             dataset = TokenDataset.open(data, run.data.manifest)
             first = state if number < FOUNDERS else b""
-            device = await PacedDevice.open(run, config.device, dataset, me.key)
-            stack.callback(device.close)
-            daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=first), device=device)
+            opened = partial(open_workshop, make=PacedWorker)
+            daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=first), opened=opened)
             view = daemon.driver.node.view()
             await transport.subscribe(topic_of(daemon.edges.run_id), daemon.driver.intake.hear, view.is_in)
             tasks.append(asyncio.create_task(daemon.edges.connections.run()))

@@ -1,22 +1,24 @@
 """Helpers for tests of the driver and its edges: a scripted core, and a trainer whose state is a chain of hashes.
 
-The driver, its edges, the store and the device are the real ones. Only the device's jobs are done on the loop and take
-time of the loop, so that nothing depends on threads.
+The driver, its edges, the store and the worker are the real ones. Only the jobs of worker and replica are done on the
+loop and take time of the loop, so that nothing depends on threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 
 from p2ptrain.config import RecipeConfig, RunConfig
 from p2ptrain.core import events as ev
@@ -34,16 +36,20 @@ from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import everyone
-from p2ptrain.node.device import Device
+from p2ptrain.node.assembly import Workshop
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.intake import Intake
+from p2ptrain.node.local_worker import LearnerThread, LocalWorker, Note
 from p2ptrain.node.persistence import Persistence
+from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.node.strangers import messages_of_strangers
+from p2ptrain.node.work import Worker
 from p2ptrain.store.store import Store
 from p2ptrain.train.live import StepResult
+from p2ptrain.train.saved_state import Capture
 from tests.helpers.blobs import RUN, Node
 from tests.helpers.core import KEYS, FakeSigner, plain_manifest, run_of, signed
 from tests.helpers.memory_network import MemoryTransport, Network
@@ -63,12 +69,15 @@ def root_of(state: bytes) -> bytes:
 
 
 class ChainTrainer:
-    """A fake trainer: its state hashes all applied payloads, its residual all that was trained and restored."""
+    """A fake learner, and its own replica: its state hashes all applied payloads, its residual all that was trained and
+    restored."""
 
     def __init__(self, dataset: TokenDataset | None = None, seed: int = 0) -> None:
-        self.dataset = dataset
+        self.dataset = self.trained_on = dataset
+        self.replica = self
+        self.lock, self.weights, self.adopted = RLock(), torch.zeros(1), 0
         self.round, self.state = 0, STATE
-        self.device = "cpu"
+        self.device = torch.device("cpu")
         self.run = RunConfig(name="chain", recipe=RecipeConfig(name="distro"))
         self.own_drift = 0.25
         self.drift: float | None = None
@@ -79,9 +88,14 @@ class ChainTrainer:
         self.outer = SimpleNamespace(payload_bytes=PAYLOAD_BYTES - KEY_BYTES, parameters=len(STATE) // 4)
         self.can_rebase = False
         self.done: list[tuple[Any, ...]] = []  # what was asked for, in order
+        self.returned: list[int] = []
 
     @property
-    def state_size(self) -> int:
+    def state_bytes(self) -> int:
+        return len(self.state)
+
+    @property
+    def gradient_bytes(self) -> int:
         return len(self.state)
 
     @property
@@ -93,12 +107,23 @@ class ChainTrainer:
             return np.zeros(0, dtype=np.int64)
         return shard(0, number, place, places, 2, self.dataset.sequences(SEQUENCE))
 
+    # A learner's part
+
+    def catch_up(self) -> None:
+        pass
+
     def train(
-        self, number: int, place: int, places: int, on_step: Callable[[StepResult], None], shift: Any = None
+        self,
+        number: int,
+        place: int,
+        places: int,
+        on_step: Callable[[StepResult], object],
+        shifted: Callable[[Any], Any] = lambda weights: None,
     ) -> list[StepResult]:
         if self.dataset is not None:
             self.dataset.batch(self.positions_for(number, place, places), SEQUENCE)  # DataError if it is not here
         self.done.append(("train", number, place, places))
+        shifted(self.weights)
         words = (each.to_bytes(8, "little") for each in (number, place, places))
         self.residual = digest("test training", self.residual, self.state[:32], *words)
         result = StepResult(loss=1.0, tokens=64, gradient_norm=1.0, learned=64)
@@ -111,6 +136,18 @@ class ChainTrainer:
         self.made[number] = Random(self.residual).randbytes(PAYLOAD_BYTES - KEY_BYTES)
         return self.made[number]
 
+    def settle(self, number: int, uncounted: object) -> None:
+        if uncounted is None:
+            self.returned.append(number)
+        else:
+            self.kept.discard(number)
+            self.done[-1] += (number,)
+
+    def restore_all_but(self, outstanding: Collection[int]) -> None:
+        returned, self.returned = self.returned, []
+        for number in (*returned, *(kept for kept in self.kept_rounds if kept not in outstanding)):
+            self.restore(number)
+
     def restore(self, number: int) -> bool:
         self.done.append(("restore", number))
         was_kept = number in self.kept
@@ -119,18 +156,6 @@ class ChainTrainer:
         self.kept.discard(number)
         return was_kept
 
-    def check(self, payload: bytes) -> str | None:
-        return "it says so itself" if payload.startswith(b"bad") else None
-
-    def apply(self, number: int, payloads: Sequence[bytes], own: Mapping[int, bytes]) -> None:
-        assert number == self.round
-        assert set(own.values()) <= set(payloads)
-        assert all(payload == self.made.get(each, payload) for each, payload in own.items()), "of another node"
-        link = digest("test chain", self.state[:32], *payloads)
-        self.state, self.round = link + self.state[32:], number + 1
-        self.kept -= own.keys()
-        self.done.append(("apply", number + 1, len(payloads), *own))
-
     def evaluate(self, sequences: int) -> float:
         return 1.0 + self.state[0] / 256
 
@@ -138,28 +163,10 @@ class ChainTrainer:
         on_token()
         return f"{self.round} rounds"
 
-    def root(self, manifest: bytes = b"") -> bytes:
-        return root_of(self.state)
-
-    def state_bytes(self) -> bytes:
-        return self.state
-
-    def leaves(self) -> list[bytes]:
-        return leaf_digests(self.state)
-
-    def adopt(self, number: int, pieces: Iterable[bytes]) -> None:
-        self.round, self.state = number, b"".join(pieces)
-        self.done.append(("adopt", number))
-
-    def capture(self, is_copied: bool = True) -> Any:
+    def capture(self) -> Capture:
         kept = b"".join(number.to_bytes(8, "little") for number in self.kept_rounds)
         counts = self.round.to_bytes(8, "little") + len(self.kept).to_bytes(8, "little")
-        content, state = counts + kept + self.residual + self.state, self.state
-
-        def write(path: Path) -> None:
-            path.write_bytes(content)
-
-        return SimpleNamespace(write=write, state=memoryview(state))
+        return ChainCapture(self.round, counts + kept + self.residual + self.state, memoryview(self.state))  # type: ignore[return-value]
 
     def load(self, path: Path) -> None:
         content = path.read_bytes()
@@ -168,20 +175,73 @@ class ChainTrainer:
         rest = content[16 + 8 * count :]
         self.kept, self.residual, self.state = set(numbers[2 : 2 + count]), rest[:32], rest[32:]
 
+    # A replica's part
 
-class LoopDevice(Device):
-    """A device whose jobs run on the loop, one after the other, and take the loop's time."""
+    def check(self, payload: bytes) -> str | None:
+        return "it says so itself" if payload.startswith(b"bad") else None
 
-    def __init__(self, trainer: ChainTrainer, me: bytes = ME, train_seconds: float = 1.0) -> None:
-        super().__init__(trainer, me)  # type: ignore[arg-type]
-        self.chain, self.train_seconds = trainer, train_seconds
+    def apply(self, number: int, payloads: Sequence[bytes]) -> Any:
+        assert number == self.round + 1
+        link = digest("test chain", self.state[:32], *payloads)
+        self.state, self.round = link + self.state[32:], number
+        self.done.append(("apply", number, len(payloads)))
+        return SimpleNamespace(uncounted=lambda payload: lambda removed: None)
+
+    def root(self, manifest: bytes = b"") -> bytes:
+        return root_of(self.state)
+
+    def as_bytes(self) -> bytes:
+        return self.state
+
+    def leaves(self) -> list[bytes]:
+        return leaf_digests(self.state)
+
+    def adopt(self, number: int, pieces: Iterable[bytes | memoryview]) -> None:
+        self.round, self.state, self.adopted = number, b"".join(pieces), self.adopted + 1
+        self.done.append(("adopt", number))
+
+
+@dataclass(frozen=True)
+class ChainCapture:
+    """What a ChainTrainer saves."""
+
+    round: int
+    content: bytes
+    state: memoryview
+    trained: int = 0
+
+    def write(self, path: Path) -> None:
+        path.write_bytes(self.content)
+
+
+class LoopThread(LearnerThread):
+    """Runs a learner's jobs on the loop, one after the other, which takes the loop's time."""
+
+    def __init__(self, trainer: ChainTrainer, train_seconds: float = 1.0) -> None:
+        super().__init__(trainer)  # type: ignore[arg-type]
+        self.train_seconds = train_seconds
+        self._turn = asyncio.Lock()
+
+    async def run(self, job: Callable[..., T], *arguments: object) -> T:
+        async with self._turn:
+            is_training = getattr(job, "__name__", "") == "_train"
+            await at(asyncio.get_running_loop().time() + (self.train_seconds if is_training else 0.001))
+            return job(*arguments)
+
+
+class LoopReplica(ReplicaThread):
+    """Runs a replica's jobs on the loop, one after the other."""
+
+    def __init__(self, worker: Worker, chain: ChainTrainer) -> None:
+        super().__init__(worker)
+        self.chain = chain
         self.checked: list[bytes] = []
         self.gate: Callable[[], Awaitable[None]] | None = None  # in the way of checks
         self._turn = asyncio.Lock()
 
     async def run(self, job: Callable[..., T], *arguments: object) -> T:
         async with self._turn:
-            await at(asyncio.get_running_loop().time() + (self.train_seconds if job == self._train else 0.001))
+            await at(asyncio.get_running_loop().time() + 0.001)
             return job(*arguments)
 
     async def check(self, payload: bytes) -> str | None:
@@ -189,6 +249,13 @@ class LoopDevice(Device):
             await self.gate()
         self.checked.append(payload)
         return self.chain.check(content_of(payload))
+
+
+def loop_workshop(trainer: ChainTrainer, note: Note, me: bytes = ME, train_seconds: float = 1.0) -> Workshop:
+    """Returns what a node with this trainer trains and applies with."""
+    thread = LoopThread(trainer, train_seconds)
+    worker = LocalWorker(thread, me, note)
+    return Workshop(thread, worker, LoopReplica(worker, trainer))
 
 
 class LoopPersistence(Persistence):
@@ -272,7 +339,7 @@ class Bench:
     genesis: AgreedState
     store: Store
     node: ScriptedNode
-    device: LoopDevice
+    workshop: Workshop
     edges: Edges
     persistence: LoopPersistence
     driver: Driver
@@ -283,8 +350,13 @@ class Bench:
     servers: list[Node] = field(default_factory=list)
 
     @property
+    def replica(self) -> LoopReplica:
+        assert isinstance(self.workshop.replica, LoopReplica)
+        return self.workshop.replica
+
+    @property
     def trainer(self) -> ChainTrainer:
-        return self.device.chain
+        return self.replica.chain
 
     async def serve(self, key: bytes, connected: bool = True) -> Node:
         """Makes a peer that serves these blobs."""
@@ -326,7 +398,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     )
     base = genesis(RUN, KEYS[:4], root_of(STATE))
     store = Store(tmp_path / "run", run, base, ME, tmp_path / "key")
-    node, device = ScriptedNode(run), LoopDevice(ChainTrainer())
+    node = ScriptedNode(run)
     node.seen.state = base
     blamed: list[tuple[bytes, str]] = []
     done: list[tuple[Any, ...]] = []
@@ -343,6 +415,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     fetching = Fetching(run, transport, connections, fetcher, data, states, place, lambda *each: blamed.append(each))
     persistence = LoopPersistence(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
     persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
+    workshop = loop_workshop(ChainTrainer(), persistence.note)
     free = TokenBucket(0)
     server = Server(transport, RUN, served_blobs, upload=free, blame=lambda *each: None, is_admitted=everyone)
     edges = Edges(
@@ -357,12 +430,14 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
 
     transport.publish = published  # type: ignore[method-assign]
     strangers = messages_of_strangers(node.view().is_welcome, transport.range_of)
-    intake = Intake(FakeSigner(ME), device, node.view().is_in, strangers, persistence.put, transport.boundary)
+    replica = workshop.replica
+    intake = Intake(FakeSigner(ME), replica, node.view().is_in, strangers, persistence.put, transport.boundary)
     handled: list[tuple[ev.Event, Any]] = []
-    driver = Driver(node, device, intake, edges, lambda now, *each: handled.append(each))  # type: ignore[arg-type]
+    watch = lambda now, *each: handled.append(each)  # noqa: E731
+    driver = Driver(node, replica, workshop.worker, intake, edges, watch)  # type: ignore[arg-type]
     started = ev.Started(store.saved(None))
     made = Bench(
-        network, transport, run, base, store, node, device, edges, persistence, driver, started, done, handled, blamed
+        network, transport, run, base, store, node, workshop, edges, persistence, driver, started, done, handled, blamed
     )
     try:
         yield made
@@ -371,7 +446,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
             await server.server.__aexit__(None, None, None)
         for each in list(network.nodes.values()):
             await each.close()
-        device.close()
+        workshop.close()
         persistence.close()
         store.close()
 

@@ -7,9 +7,10 @@ lost, done twice or done in another order shows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import StorageConfig
@@ -18,10 +19,12 @@ from p2ptrain.data.dataset import TokenDataset, manifest_digest
 from p2ptrain.digest import digest
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.identity import Identity
-from p2ptrain.node.assembly import Launch
+from p2ptrain.node.assembly import Launch, Workshop
+from p2ptrain.node.local_worker import Note
+from p2ptrain.node.work import Base
 from p2ptrain.observe.build import complaints_of
 from p2ptrain.train.live import StepResult
-from tests.helpers.driver import SEQUENCE, STATE, ChainTrainer, LoopDevice, root_of
+from tests.helpers.driver import SEQUENCE, STATE, ChainTrainer, loop_workshop, root_of
 from tests.helpers.memory_network import Network
 from tests.helpers.net import SkippingLoop, until
 from tests.helpers.store import PowerCut
@@ -40,7 +43,7 @@ class WatchedTrainer(ChainTrainer):
         self.bits: dict[int, Bits] = {}
 
     def train(
-        self, number: int, place: int, places: int, on_step: Callable[[StepResult], None], shift: object = None
+        self, number: int, place: int, places: int, on_step: Callable[[StepResult], object], shifted: Any = None
     ) -> list[StepResult]:
         results = super().train(number, place, places, on_step)
         assert self.dataset is not None
@@ -60,20 +63,24 @@ async def live(root: Path, dataset: TokenDataset, rounds: int, me: Identity = ME
         manifest=manifest_digest(dataset.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[ME.key.hex()]
     )
     network, trainer = Network(), WatchedTrainer(dataset)
-    device = LoopDevice(trainer)
-    apply = trainer.apply
 
-    def applied(number: int, payloads: Sequence[bytes], own: Mapping[int, bytes]) -> None:
-        apply(number, payloads, own)
-        trainer.note()
+    async def opened(launch: Launch, note: Note) -> Workshop:
+        workshop = loop_workshop(trainer, note, me.key)
+        moved = workshop.worker.moved
 
-    trainer.apply = applied  # type: ignore[method-assign]
+        def noted(base: Base) -> None:
+            moved(base)
+            if base.payloads is not None:
+                trainer.note()
+
+        workshop.worker.moved = noted  # type: ignore[method-assign]
+        return workshop
+
     transport = network.transport(me.key)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)
-        stack.callback(device.close)
         config = NodeConfig(storage=StorageConfig(directory=str(root), checkpoint_every_rounds=3))
-        daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=STATE), device=device)
+        daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=STATE), opened=opened)
         running = asyncio.create_task(daemon.driver.run(daemon.started))
         try:
             async with asyncio.timeout(LIFE_SECONDS):

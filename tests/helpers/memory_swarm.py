@@ -18,9 +18,10 @@ from p2ptrain.daemon import Daemon, Outputs, save_last
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.identity import Identity
 from p2ptrain.net.connections import topic_of
-from p2ptrain.node.assembly import Launch
+from p2ptrain.node.assembly import Launch, Workshop
+from p2ptrain.node.local_worker import Note
 from p2ptrain.observe.build import status_of
-from tests.helpers.driver import STATE, ChainTrainer, LoopDevice, a_dataset, root_of
+from tests.helpers.driver import STATE, ChainTrainer, a_dataset, loop_workshop, root_of
 from tests.helpers.memory_network import MemoryTransport, Network
 from tests.helpers.net import until
 
@@ -40,7 +41,7 @@ class Member:
         self.why = ""
         self.daemon: Daemon
         self.outputs: Outputs | None = None
-        self.device: LoopDevice
+        self.workshop: Workshop
         self.life: asyncio.Task[None]
 
     @property
@@ -75,12 +76,16 @@ class Member:
             limits=LimitsConfig(upload_bytes_per_second=10**9, download_bytes_per_second=2 * 10**9),
         )
         dataset = a_dataset(self.directory / "data", is_whole=is_founder)
-        self.device = LoopDevice(ChainTrainer(dataset, seed=self.number), self.key)
+        trainer = ChainTrainer(dataset, seed=self.number)
+
+        async def opened(launch: Launch, note: Note) -> Workshop:
+            self.workshop = loop_workshop(trainer, note, self.key)
+            return self.workshop
+
         state = STATE if is_founder else b""
         async with AsyncExitStack() as stack:
-            stack.callback(self.device.close)
             launch = Launch(swarm.run, config, self.identity, transport, dataset, state=state)
-            self.daemon = await Daemon.open(stack, launch, self.outputs, self.device)
+            self.daemon = await Daemon.open(stack, launch, self.outputs, opened)
             stack.callback(self.daemon.edges.persistence.close)
             driver = self.daemon.driver
             is_in = driver.node.view().is_in

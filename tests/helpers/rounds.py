@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.messages import KEY_BYTES
+from p2ptrain.node.work import Figures
 from p2ptrain.observe.rounds import Recorder
 from p2ptrain.store.records import Batch, Records, SavedRows
 from tests.helpers.core import Bench, root_of
@@ -33,25 +36,17 @@ class Watched:
 
     def __init__(self, tmp_path: Path, past: SavedRows | None = None, **changes: Any) -> None:
         self.bench = Bench(4, **changes)
-        self.device: Any = SimpleNamespace(
-            loss=None,
-            steps=0,
-            own_drift=None,
-            tokens=0,
-            training_seconds=0.0,
-            tokens_per_second=0.0,
-            gradient_norm=None,
-            drift=None,
-            gradient_bytes=4_000,
-            payload_bytes=50,
+        self.figures = Figures(rates=deque([0.0]))
+        outer = SimpleNamespace(payload_bytes=50 - KEY_BYTES)
+        self.worker: Any = SimpleNamespace(
+            figures=self.figures, drift=None, replica=SimpleNamespace(gradient_bytes=4_000, outer=outer)
         )
         self.traffic = {"bytes sent": 100, "bytes received": 200, "sent blobs": 50, "received blobs": 60}
         self.persistence = NotedPersistence(tmp_path)
         persistence: Any = self.persistence
-        device: Any = self.device
         self.rounds = Recorder(
             self.bench.node,
-            device,
+            self.worker,
             persistence,
             lambda: dict(self.traffic),
             "blobs",

@@ -55,9 +55,9 @@ COMMON |= {
 # What is found by its name alone, or is this machine's and faces no peer: its processes, owner, disk and device.
 OWN_MODULES = {
     *("audit.findings", "audit.history", "net.boundary", "net.libp2p.process", "net.tasks"),
-    *(f"node.{name}" for name in ("assembly", "consent", "control", "device", "directories", "energy", "event_log")),
+    *(f"node.{name}" for name in ("assembly", "consent", "control", "directories", "energy", "event_log")),
     *(f"node.{name}" for name in ("gpu_use", "lag", "limits", "model_progress", "notify", "orders", "persistence")),
-    *(f"node.{name}" for name in ("region", "saved")),
+    *(f"node.{name}" for name in ("local_worker", "pacing", "replica_thread", "saved", "work")),
 }
 # The core's own handling, which ends the node if it is wrong: the queue of its events, and the loops that carry out its
 # effects; and what runs as the node begins or ends.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from p2ptrain.config import AgreementConfig, DeviceConfig, ModelConfig, RecipeConfig, RunConfig
@@ -11,7 +13,8 @@ from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.prepare import prepare
 from p2ptrain.data.tokenizer import load_tokenizer
-from p2ptrain.train.trainer import Trainer
+from p2ptrain.node.local_worker import LearnerThread, LocalWorker
+from p2ptrain.train.learner import Learner
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 64, "sequence_length": 64}
 ONE_THREAD = DeviceConfig(name="cpu", threads=1, autocast="off")
@@ -33,6 +36,52 @@ FAMILY: dict[str, dict[str, Any]] = {  # what the recipe `local` can be besides
     "fragments": _LOCAL | {"k": 64, "fragments": 3},
     "streaming": _DENSE | {"value_bits": 8, "decay": 0, "fragments": 2} | _NESTEROV,
 }
+
+
+class Trainer(Learner):
+    """A learner that also changes its replica, as swarms in one process do: in one thread, one round after another.
+
+    `apply` counts rounds from 0; its `own` are this trainer's payloads among the others, by their rounds.
+    """
+
+    def check(self, payload: bytes) -> str | None:
+        return self.replica.check(payload)
+
+    def apply(
+        self, round_number: int, payloads: Sequence[bytes], own: Mapping[int, bytes] = MappingProxyType({})
+    ) -> None:
+        counted = self.replica.apply(round_number + 1, payloads)
+        for number, payload in own.items():
+            self.settle(number, counted.uncounted(payload))
+        self.catch_up()
+
+    def root(self, manifest: bytes = bytes(32)) -> bytes:
+        return self.replica.root(manifest)
+
+    def leaves(self) -> list[bytes]:
+        return self.replica.leaves()
+
+    @property
+    def state_size(self) -> int:
+        return self.replica.state_bytes
+
+    def state_bytes(self) -> bytes:
+        return self.replica.as_bytes()
+
+    def adopt(self, number: int, pieces: Iterable[bytes | memoryview]) -> None:
+        self.replica.adopt(number, pieces)
+        self.catch_up()
+
+    def save(self, path: Path) -> None:
+        self.capture().write(path)
+
+
+def worker_of(trainer: Trainer, me: bytes = bytes(32)) -> LocalWorker:
+    """Makes a worker that keeps no diary."""
+
+    async def note(entry: object) -> None: ...
+
+    return LocalWorker(LearnerThread(trainer), me, note)
 
 
 def embedded(directory: Path) -> TokenDataset:

@@ -28,8 +28,8 @@ from p2ptrain.node import limits
 from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import find_dataset, open_dataset
 from p2ptrain.train import memory
+from p2ptrain.train.learner import EVALUATED_SEQUENCES, Trainer
 from p2ptrain.train.memory import need_of
-from p2ptrain.train.trainer import EVALUATED_SEQUENCES, Trainer
 from tests.helpers.large_sets import manifest_of
 from tests.helpers.plugins import install
 from tests.helpers.trainer import ONE_THREAD, TINY, embedded

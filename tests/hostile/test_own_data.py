@@ -71,7 +71,7 @@ async def test_own_data_is_sent_to_nobody_by_any_name(who: Identity, tmp_path: P
         stack.push_async_callback(transport.close)
         stack.push_async_callback(peer.close)
         daemon = await Daemon.open(stack, Launch(run, config, ME, transport, shared, state=state, own=own))
-        assert daemon.driver.device.trainer.trained_on is own.dataset
+        assert daemon.driver.worker.learner.trained_on is own.dataset
         running = asyncio.create_task(daemon.driver.run(daemon.started))
         await daemon.driver.has_begun.wait()
         await peer.connect(transport.addresses()[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ FROZEN, OTHERS = "ab" * 32, "cd" * 32
 
 
 def check(begin: Begin, run: RunConfig) -> None:
-    ScriptLoop(None, None, begin).check(run)  # type: ignore[arg-type]  # nothing is said yet
+    ScriptLoop(None, None, begin, Path()).check(run)  # type: ignore[arg-type]  # nothing is said yet
 
 
 def begun(frozen: str = "", **said: Any) -> Begin:
@@ -81,9 +82,10 @@ def test_the_digest_of_frozen_parameters_is_of_names_types_shapes_and_numbers() 
 async def test_batches_that_cannot_tell_what_is_learned_are_refused(is_masked: bool, documents: str) -> None:
     dataset = SimpleNamespace(is_masked=is_masked)
     run = RunConfig(name="mine", data=DataConfig(documents=documents))  # type: ignore[arg-type]
-    device = SimpleNamespace(trainer=SimpleNamespace(dataset=dataset, trained_on=dataset))
-    daemon: Any = SimpleNamespace(run=run, driver=SimpleNamespace(device=device))
-    loop = ScriptLoop(None, None, begun())  # type: ignore[arg-type]  # nothing is said yet
+    worker = SimpleNamespace(learner=SimpleNamespace(dataset=dataset, trained_on=dataset))
+    daemon: Any = SimpleNamespace(run=run)
+    loop = ScriptLoop(None, None, begun(), Path())  # type: ignore[arg-type]  # nothing is said yet
+    loop._worker = worker  # type: ignore[assignment]
     with pytest.raises(DataError, match=r"and a plain batch can carry neither\. Load and mask the data in the script"):
         await loop._read(range(2), daemon)
 
@@ -91,8 +93,8 @@ async def test_batches_that_cannot_tell_what_is_learned_are_refused(is_masked: b
 async def test_a_script_that_names_no_data_gets_no_batches_of_a_run_whose_nodes_bring_theirs() -> None:
     closed = {"policy": "allowlist", "keys": ["ab" * 32]}
     run = RunConfig.model_validate({"name": "mine", "data": {"source": "own"}, "admission": closed})
-    loop = ScriptLoop(None, None, begun())  # type: ignore[arg-type]  # nothing is said yet
-    loop._device = SimpleNamespace(trainer=SimpleNamespace(own=None))  # type: ignore[assignment]
+    loop = ScriptLoop(None, None, begun(), Path())  # type: ignore[arg-type]  # nothing is said yet
+    loop._worker = SimpleNamespace(learner=SimpleNamespace(own=None))  # type: ignore[assignment]
     loop._daemon = SimpleNamespace(run=run)  # type: ignore[assignment]
     with pytest.raises(
         ConfigError, match=r"this script has none\. Give the directory .* or read batches from a loader"

@@ -45,7 +45,7 @@ class Node:
         with self._socket, self._socket.makefile("rb") as file:
             while head := file.read(4):
                 asked = decoder.decode(file.read(int.from_bytes(head, "big")))
-                answer: channel.Answer = channel.Done()
+                answer: channel.Answer = channel.CarriedOut()
                 match asked.body:
                     case Begin(parameters=((name, _),)):
                         answer = channel.NodeReady("run", "nowhere", ("/ip4/127.0.0.1",), (name,), MOST, LEAST)

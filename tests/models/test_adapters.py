@@ -14,15 +14,14 @@ from p2ptrain.config import AdaptConfig, ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.tokenizer import BytesTokenizer
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.models.adapters import Base, load_base, make_base, read_base
+from p2ptrain.models.adapters import FrozenBase, load_base, make_base, read_base
 from p2ptrain.models.export import export, load_model
 from p2ptrain.models.given_weights import read_weights
 from p2ptrain.models.kinds import build, check_base_bytes, exported_shapes, first_model, named_shapes, parameter_count
 from p2ptrain.train.begin import GivenWeights, NewRun, begin
 from p2ptrain.train.memory import need_of
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.export import Node, model_of, weights_of
-from tests.helpers.trainer import ONE_THREAD, TINY, embedded, swarm_round
+from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, embedded, swarm_round
 
 ME = "ab" * 32
 MODEL = ModelConfig(**TINY)
@@ -43,7 +42,7 @@ def begun(place: Path, run: RunConfig | None = None, given: GivenWeights | None 
     return begin(run or run_of(), place / "data", [ME], None, given, place / "bases")
 
 
-def base_of(place: Path, seed: int = 3, dtype: torch.dtype = torch.float32) -> Base:
+def base_of(place: Path, seed: int = 3, dtype: torch.dtype = torch.float32) -> FrozenBase:
     weights = first_model(MODEL, seed).named_parameters()
     return make_base(place, {name: each.detach().to(dtype).float() for name, each in weights})
 

@@ -33,11 +33,10 @@ from p2ptrain.models.kinds import (
 from p2ptrain.train.begin import begin
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.memory import PassSettings, activations, need_of
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.export import Node, weights_of
 from tests.helpers.hf_models import hf_model
 from tests.helpers.live_memory import peak_of_pass
-from tests.helpers.trainer import ONE_THREAD, RECIPES, embedded, swarm_round
+from tests.helpers.trainer import ONE_THREAD, RECIPES, Trainer, embedded, swarm_round
 
 ME = "ab" * 32
 TOLERANCE = 2e-5  # by which fp32 differs from fp64 here, as for the built-in model
@@ -324,7 +323,7 @@ def test_an_export_loads_in_transformers_and_gives_the_same_logits(
     trainer = Trainer(run, ONE_THREAD, dataset)
     assert trainer.root().hex() == run.state.initial_root
     swarm_round([trainer], 0)
-    weights = weights_of(Node(tmp_path / "node", run).save(1, trainer.recipe.agreed), run)
+    weights = weights_of(Node(tmp_path / "node", run).save(1, trainer.replica.weights), run)
     export(tmp_path / "out", weights, BytesTokenizer(), (3, 3))
     theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert {name: sorted(found) for name, found in told.items() if found} == {}, "nothing missing, nothing left over"

@@ -21,9 +21,8 @@ from p2ptrain.models.given_weights import read_weights
 from p2ptrain.models.kinds import build, build_with, first_model, named_shapes, refuse_trained_buffers, shapes_digest
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.train.memory import need_of
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.plugins import EXAMPLES, MODEL, RECIPE, install, install_example
-from tests.helpers.trainer import ONE_THREAD, TINY, embedded, swarm_round
+from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, embedded, swarm_round
 
 THEIRS = "a-plugin 1.0"
 HEAD = """\

@@ -15,9 +15,8 @@ from p2ptrain.data.tokenizer import BytesTokenizer, JsonTokenizer
 from p2ptrain.errors import ConfigError
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.models.sample import SampleRequest, sample
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.tokenizers import END, json_lines, prepared, tokenizer_json, written
-from tests.helpers.trainer import ONE_THREAD, TINY, make
+from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, make
 
 BYTES = BytesTokenizer()
 

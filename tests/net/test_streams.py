@@ -11,7 +11,7 @@ import uvloop
 
 from p2ptrain.net.libp2p import streams
 from p2ptrain.net.transport import Stream
-from tests.helpers.net import key
+from tests.helpers.net import key, until
 from tests.helpers.streams import PROTOCOL, SECONDS, echo, listening
 
 
@@ -87,13 +87,12 @@ def test_a_stream_that_is_given_up_while_its_last_frame_is_read_is_no_fault(
             incoming.streams.handlers[PROTOCOL] = answered_once
             lingering = [await incoming.open(number) for number in (1, 1, 1, 1, 2, 2, 2, 2)]
             assert [await incoming.is_answered(each) for each in lingering] == [True] * 8
-            await asyncio.sleep(0.05)
             if is_all:
                 incoming.streams.abort()
             else:
                 assert await incoming.is_answered(await incoming.open(3))
                 assert incoming.counters["streams given up"] == 1
-            await asyncio.sleep(0.05)
+            await until(lambda: len(incoming.streams._open) <= (0 if is_all else 8))
             assert not incoming.boundary.counts
 
     with asyncio.Runner(loop_factory=new_loop) as runner:

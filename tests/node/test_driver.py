@@ -232,7 +232,7 @@ async def test_what_is_published_last_goes_out_before_the_end(tmp_path: Path) ->
             each.driver.give(ev.PeerSeen(PEER))
             assert await task == "left"
         assert each.done == [("publish", bytes([number])) for number in range(3)]
-        assert each.device.is_stopping
+        assert each.workshop.worker.is_stopping
 
 
 @skipping_time

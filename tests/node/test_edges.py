@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, FileSink
 from p2ptrain.net.transport import Stream
 from p2ptrain.node.driver import DISK_SECONDS
+from p2ptrain.node.replica_thread import Standing
 from p2ptrain.train.saved_state import Capture
 from tests.helpers.blobs import MemoryBlob, Node
 from tests.helpers.core import KEYS
@@ -28,6 +28,7 @@ from tests.helpers.driver import (
     STATE,
     STATE_BYTES,
     Bench,
+    ChainCapture,
     a_dataset,
     a_manifest,
     bench,
@@ -160,10 +161,11 @@ async def test_a_checkpoint_that_cannot_be_written_stops_nothing(
 ) -> None:
     async with bench(tmp_path) as each, each.running():
 
-        def broken(path: Path) -> None:
-            raise OSError(28, "No space left on device")
+        class Broken(ChainCapture):
+            def write(self, path: Path) -> None:
+                raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(each.trainer, "capture", lambda _: SimpleNamespace(write=broken, state=memoryview(STATE)))
+        monkeypatch.setattr(each.trainer, "capture", lambda: Broken(4, b"", memoryview(STATE)))
         each.trainer.adopt(3, [NEWER])
         for number in (4, 5):
             doing(each, ev.Apply(held(each, number)))
@@ -180,7 +182,7 @@ async def test_a_checkpoint_that_cannot_be_written_stops_nothing(
 def test_a_trainer_that_finds_no_room_for_its_state_says_so_as_a_disk_does(tmp_path: Path) -> None:
     """safetensors raises its own error for that, which is not an OSError."""
     with pytest.raises(DataError):
-        Capture({}, {}, torch.zeros(0)).write(tmp_path / "gone" / "trainer.safetensors")
+        Capture(0, {}, {}, torch.zeros(0)).write(tmp_path / "gone" / "trainer.safetensors")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -335,7 +337,8 @@ async def test_who_answers_with_junk_when_asked_for_its_states_is_blamed(tmp_pat
 @skipping_time
 async def test_my_own_checkpoint_is_read_before_anybody_is_asked_for_it(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running():
-        mine = each.persistence.checkpoint_first(each.device, root_of(STATE))
+        first = Standing(0, each.genesis.branch, each.genesis.head, root_of(STATE))
+        mine = await each.persistence.save_first(each.workshop.worker, first)
         doing(each, ev.CatchUp(((0, root_of(STATE)),), (), 1))
         await each.heard(ev.CaughtUp(0, root_of(STATE), 1))
         (mine.path / "state.bin").write_bytes(NEWER)  # damaged: then others are asked
@@ -389,12 +392,12 @@ async def test_a_round_that_passes_is_no_trouble_and_needs_no_data(
 ) -> None:
     data = a_dataset(tmp_path / "missing", is_whole=False)
     async with bench(tmp_path, data) as each, each.running():
-        each.trainer.dataset, each.driver.device.reads_data = data, False
+        each.trainer.dataset, each.driver.worker.reads_data = data, False
 
         async def passed(*_: object) -> None:
             raise PassedError("its turn has not come")
 
-        each.driver.device.train = passed  # type: ignore[method-assign,assignment]
+        each.driver.worker.train = passed  # type: ignore[method-assign,assignment]
         doing(each, ev.Train(1, 0, 1, 4))
         await until(lambda: bool(each.node.events))
         assert each.node.events == [ev.TrainingFailed(1, "its turn has not come")]
@@ -426,7 +429,7 @@ async def test_the_device_is_told_the_pace_while_it_trains_and_the_steps_that_it
 ) -> None:
     async with bench(tmp_path) as each, each.running():
         told: list[tuple[int, float, float]] = []
-        monkeypatch.setattr(each.driver.device, "keep_pace", lambda *pace: told.append(pace))
+        monkeypatch.setattr(each.driver.worker, "keep_pace", lambda *pace: told.append(pace))
         train = each.trainer.train
         monkeypatch.setattr(each.trainer, "train", lambda *arguments: 3 * train(*arguments))
         doing(each, ev.Train(1, 0, 1, 4), ev.Pace(1, 2.0, 3.0))
@@ -452,8 +455,10 @@ async def test_a_contribution_that_nobody_took_goes_back(tmp_path: Path) -> None
         doing(each, ev.Train(1, 0, 1, 4))
         await until(lambda: bool(each.node.events))
         assert each.trainer.kept_rounds == (1,)
-        doing(each, ev.Return(1))
-        await until(lambda: each.trainer.kept_rounds == ())
+        doing(each, ev.Return(1), ev.Train(2, 0, 1, 4))
+        await until(lambda: len(each.node.events) == 2)
+        assert each.trainer.kept_rounds == (2,)
+        assert ("restore", 1) in each.trainer.done
 
 
 @skipping_time

@@ -63,7 +63,7 @@ async def test_the_next_rounds_data_are_fetched_while_this_one_trains(tmp_path: 
     async with joined(tmp_path, whole, 2 * ROUND_PIECES) as (each, data):
         server = await each.serve(PEER)
         give(server, whole, needed(each, whole, 1) + needed(each, whole, 2))
-        each.device.train_seconds = 60.0
+        each.workshop.thread.train_seconds = 60.0
         doing(each, ev.Train(1, 0, PLACE, PLACES))
         await until(lambda: lacks(each, data, 2) == [])
         assert each.node.events == [], "the training goes on"
@@ -154,7 +154,7 @@ async def test_trainings_that_a_restart_repeats_get_the_data_that_had_to_go(
     async with joined(tmp_path, whole, ROUND_PIECES) as (each, _):
         give(await each.serve(PEER), whole, [bytes.fromhex(name) for name in whole.manifest.training.pieces])
         noted = [Trained(number, number, 0, PLACE, PLACES, (), "ab" * 32) for number in (1, 2)]
-        each.device.repeat(noted, 2)
+        each.workshop.worker.repeat_all(noted, 2)
         manifest = a_manifest(each.genesis, 1, [])
         doing(each, ev.Apply(manifest))
         await until(lambda: bool(each.node.events))

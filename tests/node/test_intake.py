@@ -86,7 +86,7 @@ async def test_an_attachment_is_checked_before_the_core_hears_of_it(tmp_path: Pa
         evil = authored(OTHER, b"bad" + some_bytes(PAYLOAD_BYTES - KEY_BYTES - 3))
         bad = signed(announced(OTHER, payload=payload_digest(evil), payload_bytes=len(evil)), evil)
         opened = asyncio.Event()
-        each.device.gate = opened.wait  # type: ignore[assignment]
+        each.replica.gate = opened.wait  # type: ignore[assignment]
         async with each.running():
             each.driver.intake.hear(PEER, good.envelope)
             each.driver.intake.hear(THIRD, bad.envelope)
@@ -110,7 +110,7 @@ async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
         offer = signed(announced(author, payload=payload_digest(body), payload_bytes=size), body)
         each.driver.intake.hear(PEER, offer.envelope)
         await each.heard(ev.MessageReceived(PEER, bare(offer)))
-        assert (each.device.checked, each.persistence.fresh, list(each.store.payloads.names())) == ([], {}, [])
+        assert (each.replica.checked, each.persistence.fresh, list(each.store.payloads.names())) == ([], {}, [])
 
 
 @skipping_time
@@ -118,7 +118,7 @@ async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -
     """Anyone can sign announcements with new keys, and a check takes longer than a frame takes to arrive."""
     async with bench(tmp_path) as each:
         shut, opened = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES)), asyncio.Event()
-        each.device.gate = opened.wait  # type: ignore[assignment]
+        each.replica.gate = opened.wait  # type: ignore[assignment]
         offer = signed(announced(PEER, payload=payload_digest(shut), payload_bytes=len(shut)), shut).envelope
         async with each.running():
             await at(0.1)
@@ -128,7 +128,7 @@ async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -
             assert each.driver.counters["events dropped"] == 10, "the others are heard without their payload"
             opened.set()
             await until(lambda: len(each.node.events) == SHARE_OF_MEMBER_MAX and not each.driver.intake.events)
-        assert each.device.checked == [shut]
+        assert each.replica.checked == [shut]
         intake = each.driver.intake
         assert (intake._shares, intake._waiting, intake._checking, intake._checks) == (
             {},
@@ -143,7 +143,7 @@ async def test_copies_of_an_announcement_hold_up_no_other(tmp_path: Path) -> Non
     """Each is checked once, however many send it, and each sender's copy is heard with the outcome."""
     async with bench(tmp_path) as each:
         opened = asyncio.Event()
-        each.device.gate = opened.wait  # type: ignore[assignment]
+        each.replica.gate = opened.wait  # type: ignore[assignment]
         bodies = {author: authored(author, some_bytes(PAYLOAD_BYTES - KEY_BYTES)) for author in (PEER, OTHER)}
         copied, honest = (
             signed(announced(author, payload=payload_digest(body), payload_bytes=len(body)), body)
@@ -165,7 +165,7 @@ async def test_copies_of_an_announcement_hold_up_no_other(tmp_path: Path) -> Non
             }
             whole = [event for event in each.node.events if event.sender == THIRD and event.received.attachment]  # type: ignore[union-attr]
             assert len(whole) == CHECKS_MAX, "the other copies are heard without their payload"
-            assert each.device.checked == [bodies[PEER], bodies[OTHER]]
+            assert each.replica.checked == [bodies[PEER], bodies[OTHER]]
 
 
 @skipping_time
@@ -178,7 +178,7 @@ async def test_a_run_whose_contributions_are_too_large_takes_no_attachments(
         offer = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
         each.driver.intake.hear(PEER, offer.envelope)
         await each.heard(ev.MessageReceived(PEER, bare(offer)))
-        assert each.device.checked == []
+        assert each.replica.checked == []
 
 
 @skipping_time

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
+from p2ptrain.config import LimitsConfig, NodeConfig, RecipeConfig, RunConfig
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
 from p2ptrain.exact.shortage import mega
-from p2ptrain.node import device as device_module
 from p2ptrain.node import limits as limits_module
-from p2ptrain.node.device import Device, StoppedError
+from p2ptrain.node import pacing
 from p2ptrain.node.limits import (
     MachineLimits,
     is_on_battery,
@@ -30,11 +29,11 @@ from p2ptrain.node.limits import (
     resident_bytes,
     rest_seconds,
 )
+from p2ptrain.node.pacing import Pacing
 from p2ptrain.observe.build import unreadiness_of
 from p2ptrain.train import memory as memory_module
 from p2ptrain.train.memory import PassSettings, demands_of, need_of
 from tests.helpers.cli import p2ptrain
-from tests.helpers.driver import ChainTrainer
 from tests.helpers.memory_swarm import swarm
 from tests.helpers.net import skipping_time, until
 
@@ -206,7 +205,7 @@ class Machine:
     def machine_limits(self, limits: LimitsConfig, daemon: Any) -> MachineLimits:
         driver = daemon.driver
         return MachineLimits(
-            limits, driver.pauses, driver.device, lambda: self.now, lambda: self.is_unplugged, lambda: self.resident
+            limits, driver.pauses, driver.worker, lambda: self.now, lambda: self.is_unplugged, lambda: self.resident
         )
 
 
@@ -268,7 +267,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
         with caplog.at_level(logging.INFO, "p2ptrain.node"):
             told = await daemon.answer({"do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "train"})
         assert (told["hours"], told["device_percent"], told["on_battery"]) == ("22:00-07:00", 25, "train")
-        assert daemon.driver.device.percent == 25
+        assert daemon.driver.worker.pacing.percent == 25
         assert daemon.driver.pauses  # without waiting for the next look
         assert "limits: hours = '22:00-07:00', device_percent = 25" in caplog.text
         for option, wrong in (("hours", "7-8"), ("hours", "07:00-07:00"), ("percent", 0), ("percent", "9"),
@@ -292,22 +291,6 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
 # The device's share
 
 
-class Steps(ChainTrainer):
-    """A trainer with two steps of one second each."""
-
-    def __init__(self, time: Any) -> None:
-        super().__init__()
-        self.time = time
-        self.run = SimpleNamespace(recipe=SimpleNamespace(local_steps=2))
-
-    def train(self, number: int, place: int, places: int, on_step: Any, shift: Any = None) -> Any:
-        results = []
-        for _ in range(2):
-            self.time.now += 1.0
-            results += super().train(number, place, places, on_step)
-        return results
-
-
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = SimpleNamespace(now=0.0, naps=[])
@@ -316,56 +299,61 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.naps.append(seconds)
         made.now += seconds
 
-    monkeypatch.setattr(device_module, "sleep", sleep)
-    monkeypatch.setattr(device_module, "perf_counter", lambda: made.now)
+    monkeypatch.setattr(pacing, "sleep", sleep)
+    monkeypatch.setattr(pacing, "perf_counter", lambda: made.now)
     return made
 
 
+def trained(made: Pacing, time: Any) -> None:
+    """Takes two steps of one second each."""
+    made.begin()
+    for step in (1, 2):
+        time.now += 1.0
+        made.step()
+        if step == 1:
+            made.rest()
+
+
 def test_the_device_rests_between_steps_and_what_it_idled_between_rounds_counts(time: Any) -> None:
-    device = Device(Steps(time), bytes(32))  # type: ignore[arg-type]
-    try:
-        device._train_now(1, 0, 1, frozenset())
-        assert (time.now, time.naps) == (2.0, [])
-        device.set_percent(50)
-        device._train_now(2, 0, 1, frozenset({1}))
-        assert time.now == pytest.approx(
-            2 + 3
-        )  # a step, a second of rest, and a step, after which others need not wait
-        assert max(time.naps) <= device_module.NAP_SECONDS
-        device._train_now(3, 0, 1, frozenset({1, 2}))
-        assert time.now == pytest.approx(5 + 4)  # the rest that was owed comes first
-        time.now += 0.75
-        device._train_now(4, 0, 1, frozenset({1, 2, 3}))
-        assert time.now == pytest.approx(9 + 4)
-        time.now += 100.0
-        device._train_now(5, 0, 1, frozenset({1, 2, 3, 4}))
-        assert time.now == pytest.approx(113 + 3)
-        assert device.training_seconds == pytest.approx(10)  # rest is no training
-        assert device.tokens_per_second == pytest.approx(64)
-    finally:
-        device.close()
+    made = Pacing(RecipeConfig())
+    trained(made, time)
+    assert (time.now, time.naps) == (2.0, [])
+    made.percent = 50
+    trained(made, time)
+    assert time.now == pytest.approx(2 + 3)  # a step, a second of rest, and a step, after which others need not wait
+    assert max(time.naps) <= pacing.NAP_SECONDS
+    assert made.worked == pytest.approx(2)  # rest is no training
+    trained(made, time)
+    assert time.now == pytest.approx(5 + 4)  # the rest that was owed comes first
+    time.now += 0.75
+    trained(made, time)
+    assert time.now == pytest.approx(9 + 4)
+    time.now += 100.0
+    trained(made, time)
+    assert time.now == pytest.approx(113 + 3)
 
 
-def test_a_device_that_rests_ends_and_takes_a_new_limit_without_waiting(time: Any) -> None:
-    device = Device(Steps(time), bytes(32))  # type: ignore[arg-type]
-    try:
-        device.set_percent(1)
-        device._owed, device._stepped_at = 99.0, 0.0
-        naps = iter(range(3))
+def test_a_device_that_rests_ends_and_takes_a_new_limit_without_waiting(
+    time: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, naps = Pacing(RecipeConfig()), list[float]()
 
-        def sleep(seconds: float) -> None:
-            if next(naps, None) is None:
-                device.set_percent(100)
+    def changed(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            made.percent = 100
 
-        device_module.sleep = sleep  # type: ignore[attr-defined]
-        device._train_now(1, 0, 1, frozenset())
-        device.set_percent(1)
-        device._owed = 99.0
-        device_module.sleep = lambda seconds: device.stop_training()  # type: ignore[attr-defined]
-        with pytest.raises(StoppedError):
-            device._train_now(2, 0, 1, frozenset({1}))
-    finally:
-        device.close()
+    def ended(seconds: float) -> None:
+        made.is_stopping = True
+
+    made.percent = 1
+    monkeypatch.setattr(pacing, "sleep", changed)
+    trained(made, time)
+    assert len(naps) == 3, "of 99 seconds, the first three naps"
+    made.percent = 1
+    monkeypatch.setattr(pacing, "sleep", ended)
+    trained(made, time)
+    assert made.is_stopping
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -101,10 +101,10 @@ async def test_a_newcomer_gets_data_and_state_from_the_others_and_takes_part(tmp
         await newcomer.start()
         await until(lambda: newcomer.key in made.nodes[0].members)
         await made.reach(made.newest + 3)
-        adopted = [number for what, number, *_ in newcomer.device.chain.done if what == "adopt"]
+        adopted = [number for what, number, *_ in newcomer.workshop.replica.chain.done if what == "adopt"]
         assert adopted
-        assert newcomer.device.chain.dataset is not None
-        assert newcomer.device.chain.dataset.missing_anywhere() == []
+        assert newcomer.workshop.replica.chain.dataset is not None
+        assert newcomer.workshop.replica.chain.dataset.missing_anywhere() == []
         assert newcomer.status["counters"]["contributions taken"] >= 1
         assert newcomer.status["health"] == []
         made.compare(13)
@@ -118,7 +118,7 @@ async def test_who_leaves_is_missed_by_nobody_and_may_come_again(tmp_path: Path)
         await leaver.leave()
         assert leaver.why
         rounds = [int(path.name.split("-")[-1]) for path in leaver.directory.glob("runs/*/checkpoints/*")]
-        assert max(rounds) == leaver.device.chain.round >= 5  # the last thing it does is to save where it was
+        assert max(rounds) == leaver.workshop.replica.chain.round >= 5  # the last thing it does is to save where it was
         await until(lambda: all(leaver.key not in node.members for node in others))  # who leaves hears of it first
         await made.reach(made.newest + 5, *others)
         assert all(len(node.members) == 3 for node in others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.node import persistence
+from p2ptrain.node.replica_thread import Standing
 from tests.helpers.driver import STATE, Bench, a_manifest, bench, root_of
 from tests.helpers.net import some_bytes
 
@@ -28,38 +29,39 @@ def gate() -> Iterator[threading.Event]:
     opened.set()
 
 
-class LazyDisk:
-    """Replaces the writing thread: runs a job only when somebody waits for it."""
-
-    def submit(self, job: Callable[..., Any], *arguments: Any) -> Any:
-        return SimpleNamespace(result=lambda: job(*arguments))
-
-    def shutdown(self) -> None: ...
-
-
-async def saved(each: Bench, number: int, **options: Any) -> None:
-    """Saves a checkpoint after a round."""
+def stands(each: Bench, number: int) -> None:
+    """Lets the replica have applied a round."""
     each.trainer.round = number
-    manifest = a_manifest(each.genesis, number, [])
-    await each.persistence.checkpoint(each.device, manifest, root_of(each.trainer.state), **options)
+    each.replica.begin(Standing(number, each.genesis.branch, bytes(32), root_of(each.trainer.state)))
 
 
-async def begun(each: Bench, gate: threading.Event, number: int, **options: Any) -> asyncio.Task[None]:
+async def saved(each: Bench, number: int, *, now: bool = False) -> None:
+    """Saves a checkpoint after a round, if it is due."""
+    stands(each, number)
+    worker, standings = each.workshop.worker, each.replica.standings
+    if now:
+        await each.persistence.save(worker, standings)
+    else:
+        await each.persistence.checkpoint(worker, standings, number)
+
+
+async def begun(each: Bench, gate: threading.Event, number: int, *, now: bool = False) -> asyncio.Task[None]:
     """Begins a checkpoint that cannot be written, nor any later one, until the gate is open."""
     capture, has_begun = each.trainer.capture, threading.Event()
 
-    def slow(is_copied: bool) -> Any:
+    def slow() -> Any:
         moment = capture()
 
-        def write(path: Path) -> None:
-            has_begun.set()
-            assert gate.wait(GATE_SECONDS)
-            moment.write(path)
+        class Slow(type(moment)):  # type: ignore[misc]
+            def write(self, path: Path) -> None:
+                has_begun.set()
+                assert gate.wait(GATE_SECONDS)
+                moment.write(path)
 
-        return SimpleNamespace(write=write, state=moment.state)
+        return Slow(moment.round, moment.content, moment.state)  # type: ignore[attr-defined]
 
     each.trainer.capture = slow  # type: ignore[method-assign]
-    saving = asyncio.create_task(saved(each, number, **options))
+    saving = asyncio.create_task(saved(each, number, now=now))
     assert await asyncio.to_thread(has_begun.wait, GATE_SECONDS)
     return saving
 
@@ -68,7 +70,7 @@ def failing(each: Bench, why: str, times: int = 2**62) -> list[int]:
     """Makes the trainer fail to copy its state a number of times. Returns the rounds of the attempts."""
     capture, tries = each.trainer.capture, []
 
-    def fail(is_copied: bool = True) -> Any:
+    def fail() -> Any:
         tries.append(each.trainer.round)
         if len(tries) <= times:
             raise RuntimeError(why)
@@ -87,7 +89,8 @@ async def test_training_waits_for_a_copy_of_the_state_and_not_for_the_disk(
 ) -> None:
     async with bench(tmp_path) as each:
         saving = await begun(each, gate, 4)
-        await each.device.run(each.trainer.adopt, 5, [NEWER])  # the device is free, and the state changes
+        await each.replica.adopt(5, bytes(32), [NEWER])  # the worker is free, and the state changes
+        await each.workshop.thread.run(lambda: None)
         assert not saving.done()
         gate.set()
         await saving
@@ -110,18 +113,22 @@ async def test_a_checkpoint_that_is_due_while_one_is_written_is_left_out_unless_
         assert rounds_saved(each) == [4, 9]
 
 
-async def test_what_is_trained_on_a_state_that_was_taken_over_waits_until_it_is_saved(tmp_path: Path) -> None:
+async def test_no_training_begins_while_one_waits_for_what_it_builds_on(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        each.persistence._writer.shutdown()
-        each.persistence._writer = LazyDisk()  # type: ignore[assignment]
-        each.trainer.round = 7
-        await each.persistence.checkpoint_adopted(each.device, 7, root_of(STATE))
-        assert rounds_saved(each) == [7]
+        persistence = each.persistence
+        with persistence.training_waits(), persistence.training_waits():
+            assert not persistence.is_safe.is_set()
+        assert persistence.is_safe.is_set()
+        with persistence.training_waits():
+            with persistence.training_waits():
+                pass
+            assert not persistence.is_safe.is_set()
 
 
 async def test_the_first_checkpoint_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        made = await each.device.run(each.persistence.checkpoint_first, each.device, root_of(STATE))
+        first = Standing(0, each.genesis.branch, each.genesis.head, root_of(STATE))
+        made = await each.persistence.save_first(each.workshop.worker, first)
         assert each.store.checkpoints.present() == [made]
         assert each.edges.served_blobs.states.places() == ((0, root_of(STATE)),)
 
@@ -146,7 +153,7 @@ async def test_orders_for_a_checkpoint_hold_one_copy_at_a_time(tmp_path: Path, g
         orders = [await begun(each, gate, 4, now=True)]
         orders += [asyncio.create_task(saved(each, 4, now=True)) for _ in range(3)]
         await asyncio.sleep(0)
-        await each.device.run(lambda: None)
+        await each.workshop.thread.run(lambda: None)
         assert copies == [4]
         gate.set()
         await asyncio.gather(*orders)

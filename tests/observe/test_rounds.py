@@ -20,7 +20,8 @@ from p2ptrain.daemon import Daemon, save_last
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity, peer_id_of
-from p2ptrain.node.assembly import Launch
+from p2ptrain.node.assembly import Launch, Workshop
+from p2ptrain.node.local_worker import Note
 from p2ptrain.observe import peer_history
 from p2ptrain.observe import rounds as module
 from p2ptrain.observe.build import complaints_of, peers_of, status_of, unreadiness_of
@@ -28,7 +29,7 @@ from p2ptrain.observe.rounds import ROUNDS_KEPT
 from p2ptrain.observe.schema import Mine, PeerRecord, RoundRecord
 from p2ptrain.store.records import Batch, Records, SavedRows
 from tests.helpers.core import KEYS, RUN, Bench, announced, payload, root_of, signed
-from tests.helpers.driver import STATE, ChainTrainer, LoopDevice, a_dataset
+from tests.helpers.driver import STATE, ChainTrainer, a_dataset, loop_workshop
 from tests.helpers.driver import root_of as root_of_state
 from tests.helpers.memory_network import Network
 from tests.helpers.net import skipping_time, until
@@ -41,9 +42,9 @@ ME, A, B, C = KEYS[:4]
 def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200, "sent blobs": 350, "received blobs": 460}
-    watched.device.loss, watched.device.tokens, watched.device.training_seconds = 2.5, 640, 8.0
-    watched.device.steps, watched.device.own_drift = 3, 0.02
-    watched.device.gradient_norm, watched.device.drift = 0.75, 0.001
+    watched.figures.loss, watched.figures.tokens, watched.figures.seconds = 2.5, 640, 8.0
+    watched.figures.steps, watched.figures.own_drift = 3, 0.02
+    watched.figures.gradient_norm, watched.worker.drift = 0.75, 0.001
     watched.round()
     entry = watched.bench.node.chain.entry(1)
     assert entry is not None
@@ -84,8 +85,8 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
 
 def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    watched.traffic, watched.device.loss, watched.device.tokens = {"bytes sent": 1_100}, 2.5, 640
-    watched.device.training_seconds = 8.0
+    watched.traffic, watched.figures.loss, watched.figures.tokens = {"bytes sent": 1_100}, 2.5, 640
+    watched.figures.seconds = 8.0
     watched.round()
     watched.round()
     first, second = watched.rounds.last()
@@ -97,8 +98,9 @@ def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path)
 
 def test_of_a_script_that_reads_data_of_its_own_all_is_recorded_but_tokens(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    watched.device.loss, watched.device.steps, watched.device.own_drift = 2.5, 3, 0.02
-    watched.device.training_seconds, watched.device.tokens_per_second = 8.0, None
+    watched.figures.loss, watched.figures.steps, watched.figures.own_drift = 2.5, 3, 0.02
+    watched.figures.seconds = 8.0
+    watched.figures.rates.clear()
     watched.round()
     (record,) = watched.rounds.last()
     assert (record.loss, record.steps, record.own_drift) == (2.5, 3, 0.02)
@@ -322,7 +324,7 @@ def test_authors_come_and_go_and_the_tallies_stay_bounded() -> None:
 
 def test_a_restart_goes_on_counting_and_records_no_round_twice(tmp_path: Path) -> None:
     first = Watched(tmp_path)
-    first.device.tokens, first.device.training_seconds = 64, 7_200.0
+    first.figures.tokens, first.figures.seconds = 64, 7_200.0
     first.bench.do(ev.MalformedReceived(A, "junk"))
     first.round()
     first.round()
@@ -427,11 +429,14 @@ async def taking_part(root: Path, stack: AsyncExitStack, rounds: int) -> Daemon:
         initial_root=root_of_state(STATE).hex(),
         founders=[me.key.hex()],
     )
-    transport, device = Network().transport(me.key), LoopDevice(ChainTrainer(dataset), me.key)
+    transport = Network().transport(me.key)
     stack.push_async_callback(transport.close)
-    stack.callback(device.close)
+
+    async def opened(launch: Launch, note: Note) -> Workshop:
+        return loop_workshop(ChainTrainer(dataset), note, me.key)
+
     config = NodeConfig(storage=StorageConfig(directory=str(root / "node"), checkpoint_every_rounds=3))
-    daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=STATE), device=device)
+    daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=STATE), opened=opened)
     running = asyncio.create_task(daemon.driver.run(daemon.started))
     stack.push_async_callback(asyncio.wait, [running])
     stack.callback(running.cancel)
@@ -455,8 +460,7 @@ async def test_a_daemon_records_its_rounds_and_goes_on_with_them(
         assert all((each.contributors, each.loss, each.tokens) == ((me,), 1.0, 64) for each in first)
         assert all(each.train_seconds > 0 and each.mine_taken == (each.round,) for each in first)
         assert [each.root for each in first] == [daemon.driver.node.view().roots[number] for number in range(1, 6)]
-        monkeypatch.setattr(daemon.driver.device.trainer, "device", "cpu", raising=False)
-        daemon.driver.device.not_finite, daemon.driver.device.drift = 3, 0.001
+        daemon.driver.worker.figures.not_finite, daemon.driver.replica.replica.drift = 3, 0.001
         status = status_of(daemon).model_dump()
         assert status["counters"]["trainings not finite"] == 3
         assert status["drift"] == 0.001, "the round's, not that of the training here"

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu import Peak, Report, codec, learning, ratio, steps, swarm, wheels
 from benchmarks.gpu import __main__ as program
-from p2ptrain.train.trainer import Trainer
+from tests.helpers.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = """
@@ -80,7 +80,7 @@ def test_a_swarm_whose_roots_differ_is_found(tmp_path: Path, monkeypatch: pytest
     def apply(self: Trainer, round_number: int, payloads: Any, own: Any) -> None:
         real(self, round_number, payloads, own)
         if next(calls) % 4 == 3:
-            self.recipe.agreed[7] = torch.nextafter(self.recipe.agreed[7], torch.tensor(9.0))
+            self.replica.weights[7] = torch.nextafter(self.replica.weights[7], torch.tensor(9.0))
 
     monkeypatch.setattr(Trainer, "apply", apply)
     with pytest.raises(SystemExit, match="roots differ"):

@@ -42,9 +42,10 @@ LAYERS = {
     "sim": {"sim", "core", "replay", *LEARNING},
     "audit": {"audit", "core", "store", "identity", *LEARNING},
     "node": {"node", "core", "net", "store", "identity", "replay", *LEARNING},  # a node at work has no face
-    "observe": {"observe", "node", "core", "net", "store", "identity", *LEARNING},
-    "daemon": {"daemon", "observe", "node", "core", "net", "identity", *LEARNING},
-    "launch": {"launch", "loop", "daemon", "observe", "node", "net", "store", "identity", *LEARNING},
+    "observe": {"observe", "region", "node", "core", "net", "store", "identity", *LEARNING},
+    "region": {"region", "loop", "node", "core", "net", "store", "identity", *LEARNING},
+    "daemon": {"daemon", "observe", "region", "node", "core", "net", "identity", *LEARNING},
+    "launch": {"launch", "loop", "region", "daemon", "observe", "node", "net", "store", "identity", *LEARNING},
     "loop": {"loop", "launch", "daemon", "observe", "node", "core", "net", "store", *LEARNING},
     "swarm": {"swarm", "loop", "node", "core", *LEARNING},  # a script's process, whose node is another
     "hf": {"hf", "swarm"},

@@ -166,7 +166,6 @@ def places_of_the_boundary() -> dict[str, list[str]]:
 
 PLACES = {
     "daemon.py": ["the addresses to remember", "the last addresses to remember", "the node's status"],
-    "loop/world.py": ["the world's run"],
     "net/blobs/fetch.py": ["a fetch", "a source"],
     "net/blobs/swarm_fetch.py": ["a source of pieces"],
     "net/connections.py": [
@@ -213,6 +212,7 @@ PLACES = {
     "node/intake.py": ["the check of a payload", "the reading of a history"],
     "node/model_progress.py": ["the fetch of held-out data"],
     "node/outbox.py": ["gossiping a message"],
+    "region/world.py": ["the world's run"],
 }
 
 

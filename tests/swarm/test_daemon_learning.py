@@ -14,8 +14,8 @@ from p2ptrain.data.prepare import _fraction_of
 from p2ptrain.node.control import ask
 from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.daemons import ANSWER_SECONDS, TEST_SECONDS, Daemon, Swarm, p2ptrain
+from tests.helpers.trainer import Trainer
 
 EVERY = 10
 ROUNDS = 120

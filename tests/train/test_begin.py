@@ -16,10 +16,9 @@ from p2ptrain.data.tokenizer import JsonTokenizer
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.errors import ConfigError
 from p2ptrain.train.begin import begin
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.hf_models import hf_model
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
-from tests.helpers.trainer import ONE_THREAD, TINY
+from tests.helpers.trainer import ONE_THREAD, TINY, Trainer
 
 ME, OTHER = "ab" * 32, "cd" * 32
 RUN = RunConfig(name="test", seed=3, model=ModelConfig(**TINY))

@@ -14,12 +14,11 @@ from p2ptrain.core.messages import content_of
 from p2ptrain.data.dataset import TokenDataset, decode_manifest, manifest_digest, read_manifest
 from p2ptrain.data.tokenizer import JsonTokenizer
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.node.device import Device
+from p2ptrain.node.work import Task
 from p2ptrain.train.begin import begin
 from p2ptrain.train.own_data import OwnData, open_own, share_held_out
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
-from tests.helpers.trainer import ONE_THREAD, TINY
+from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, worker_of
 
 ME, OTHER = b"m" * 32, b"o" * 32
 KEY = ME.hex()
@@ -139,15 +138,16 @@ def test_a_node_trains_on_its_own_sequences_whatever_its_place(own: TokenDataset
     assert len(set(drawn)) == len(drawn) <= sequences  # nothing twice in a pass
 
 
-def test_a_training_of_own_data_is_repeated_to_the_bit_in_another_place(own: TokenDataset, tmp_path: Path) -> None:
+async def test_a_training_of_own_data_is_repeated_to_the_bit_in_another_place(
+    own: TokenDataset, tmp_path: Path
+) -> None:
     shared = share_held_out(own, tmp_path)
     elsewhere = own_set(tmp_path / "others", "others")
     payloads = []
     for key, data in ((ME, own), (ME, own), (OTHER, own), (ME, elsewhere)):
-        device = Device(a_trainer(RUN, shared, OwnData(data, key)), key)
-        _, payload, _ = device._train(1, len(payloads), 5, frozenset())
-        payloads.append(content_of(payload))
-        device.close()
+        worker = worker_of(a_trainer(RUN, shared, OwnData(data, key)), key)
+        payloads.append(content_of((await worker.train(Task(1, len(payloads), 5))).payload))
+        worker.close()
     assert payloads[0] == payloads[1]
     assert len(set(payloads)) == 3
 

@@ -28,9 +28,8 @@ from p2ptrain.train.private import (
     open_privacy,
     refuse_without_own_steps,
 )
-from p2ptrain.train.trainer import Trainer
 from tests.helpers.tokenizers import prepared, written
-from tests.helpers.trainer import ONE_THREAD, TINY
+from tests.helpers.trainer import ONE_THREAD, TINY, Trainer
 
 ME = b"m" * 32
 LENGTH = TINY["sequence_length"]
@@ -315,7 +314,7 @@ def test_what_was_trained_without_privacy_is_dropped_when_it_begins(own: TokenDa
     plain.save(tmp_path / "plain")
     private = a_trainer(own, tmp_path, privacy_of(tmp_path, config_of()))
     private.load(tmp_path / "plain")
-    assert torch.equal(private.recipe.agreed, plain.recipe.agreed)
+    assert torch.equal(private.replica.weights, plain.replica.weights)
     assert not private.kept_rounds
     assert not any(
         bool(each.any()) for each in [private.recipe.residual.coefficients, *private.recipe.state().values()]

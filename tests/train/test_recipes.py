@@ -235,10 +235,10 @@ def test_local_steps_are_those_of_torchs_adamw() -> None:
         optimizer.step()
     theirs = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     assert torch.allclose(live.weights, theirs, atol=2e-5)
-    assert not torch.allclose(live.weights, local.agreed, atol=1e-3)
-    moved = local.agreed - live.weights
+    assert not torch.allclose(live.weights, local.base, atol=1e-3)
+    moved = local.base - live.weights
     local.end()
-    assert local.drift == pytest.approx(np.linalg.norm(moved.numpy()) / np.linalg.norm(local.agreed.numpy()), rel=1e-5)
+    assert local.drift == pytest.approx(np.linalg.norm(moved.numpy()) / np.linalg.norm(local.base.numpy()), rel=1e-5)
     local.contribute(0)
     expected = Residual((Layout(live.shapes, 64),), CPU)
     expected.add(0, live.parts(moved), 0.95)
@@ -254,8 +254,8 @@ def test_the_schedule_shapes_the_rate_of_local_steps() -> None:
         local = LocalRecipe(local.config, live, (Layout(live.shapes, 64),))  # with a new optimizer
         local.begin(number)
         local.local_step(0, batch(0), [])
-        moved.append(float((live.weights - local.agreed).norm()))
-        live.weights.copy_(local.agreed)
+        moved.append(float((live.weights - local.base).norm()))
+        live.weights.copy_(local.base)
     assert moved[1] == pytest.approx(4 * moved[0], rel=1e-3)
 
 
@@ -277,7 +277,7 @@ def test_muons_steps_are_those_of_torchs_muon_and_adamw(monkeypatch: pytest.Monk
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         muon.step()
         adamw.step()
-    before = dict(zip(named, live.parts(local.agreed), strict=True))
+    before = dict(zip(named, live.parts(local.base), strict=True))
     for name, ours in zip(named, live.parts(live.weights), strict=True):
         moved, theirs = ours - before[name], named[name].detach() - before[name]
         apart = float((moved - theirs).norm() / theirs.norm())

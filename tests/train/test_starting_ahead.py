@@ -52,7 +52,7 @@ def test_a_round_starts_with_its_share_of_the_residual_which_does_not_count_as_m
     unsent = Residual(layouts, CPU)
     unsent.coefficients.copy_(local.residual.coefficients)
     local.begin(2)
-    ahead = local.agreed - live.weights
+    ahead = local.base - live.weights
     if local.pending is not None:
         ahead -= local.pending
     expected = torch.zeros_like(ahead)
@@ -69,7 +69,7 @@ def test_a_round_also_starts_with_half_of_an_open_contribution() -> None:
     local = LocalRecipe(RecipeConfig(k=32), live, (Layout(live.shapes, 64),))
     one_round(local, 1)
     local.begin(2)
-    ahead = local.agreed - live.weights
+    ahead = local.base - live.weights
     expected, parts = torch.zeros_like(ahead), live.parts
     kept = local.residual.kept[1]
     apply_own(local.residual.layouts[0], kept.indices, kept.removed, -0.5, parts(expected))
@@ -86,7 +86,7 @@ def test_a_round_that_is_applied_between_two_steps_moves_where_they_start_and_no
     local.local_step(0, batch(2), [])
     moved = before - live.weights
     with local.rebased():
-        local.agreed.add_(0.5)
+        local.base.add_(0.5)
         local.residual.forget(1, lambda removed: removed / 2)  # half of it was not counted, and is unsent again
     local.end()
     assert torch.allclose(live.weights, moved, atol=1e-5)

@@ -21,9 +21,9 @@ from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.train import trainer as trainer_module
-from p2ptrain.train.trainer import Trainer, open_device
+from p2ptrain.train.learner import open_device
 from tests.helpers.tokenizers import prepared
-from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY, embedded, make, swarm_round
+from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY, Trainer, embedded, make, swarm_round
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +104,7 @@ def test_a_trainer_that_loads_what_another_saved_goes_on_to_the_same_bits(
             other.apply(round_number, payloads if round_number % 2 else [*payloads, own], given)
     never_stopped.save(tmp_path / "state")
     restarted = make(dataset, name, half_state=half_state)
-    restarted.recipe.agreed.add_(1)  # all weights must come from the file
+    restarted.replica.weights.add_(1)  # all weights must come from the file
     restarted.load(tmp_path / "state")
     assert restarted.round == 3
     assert sorted(restarted.recipe.residual.kept) == sorted(never_stopped.recipe.residual.kept) == [1]
@@ -206,14 +206,14 @@ def test_a_file_that_is_no_saved_state_is_named(dataset: TokenDataset, content: 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_poisoned_step_is_an_error_and_never_a_contribution(dataset: TokenDataset, name: str) -> None:
     trainer, healthy = make(dataset, name), make(dataset, name)
-    trainer.recipe.agreed[0] = float("nan")
+    trainer.replica.weights[0] = float("nan")
     with pytest.raises(TrainingError) as caught:
         trainer.train(0, 0, 1)
     assert caught.value.what == "the loss"
     assert len(caught.value.positions) == 4
     with pytest.raises(AssertionError, match="a contribution follows its training"):
         trainer.contribute(0)
-    trainer.recipe.agreed.copy_(healthy.recipe.agreed)  # as catching up would
+    trainer.replica.weights.copy_(healthy.replica.weights)  # as catching up would
     for one in (trainer, healthy):
         one.train(0, 0, 1)
     assert trainer.contribute(0) == healthy.contribute(0)
@@ -246,7 +246,7 @@ def test_an_update_between_training_and_contributing_changes_nothing_that_is_sai
 def test_a_failed_training_takes_back_the_one_before(dataset: TokenDataset) -> None:
     trainer = make(dataset)
     trainer.train(0, 0, 1)
-    trainer.recipe.agreed[0] = float("nan")
+    trainer.replica.weights[0] = float("nan")
     with pytest.raises(TrainingError):
         trainer.train(0, 0, 1)
     with pytest.raises(AssertionError, match="a contribution follows its training"):
@@ -271,7 +271,7 @@ def test_evaluating_looks_at_the_agreed_weights_and_puts_ones_own_back(
     agreed = trainer.evaluate()
     trainer.train(0, 0, 1)
     own = trainer.live.weights.clone()
-    assert not torch.equal(own, trainer.recipe.agreed)
+    assert not torch.equal(own, trainer.replica.weights)
     assert trainer.evaluate() == agreed
     assert torch.equal(trainer.live.weights, own)
     assert agreed == pytest.approx(np.log(256), abs=0.1)

@@ -14,7 +14,7 @@ from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.train import trainer as trainer_module
-from p2ptrain.train.trainer import EVALUATED_SEQUENCES, Trainer
+from p2ptrain.train.learner import EVALUATED_SEQUENCES, Trainer
 from tests.helpers.trainer import FAMILY, ONE_THREAD, RECIPES, embedded, make, swarm_round
 
 
@@ -61,7 +61,7 @@ def test_the_states_bytes_are_what_its_root_is_made_of(dataset: TokenDataset, na
     assert len(state) == trainer.state_size
     assert merkle_root(leaf_digests(state), len(state)) == trainer.root()
     size = trainer.live.weights.numel()
-    halves = [trainer.live.parts(half) for half in torch.split(trainer.recipe.agreed_state, size)]
+    halves = [trainer.live.parts(half) for half in torch.split(trainer.replica.state, size)]
     numbers = np.concatenate([part.numpy().ravel() for half in halves for part in half])
     assert state == numbers.astype("<f4").tobytes()
     assert len(halves) == (2 if trainer.run.recipe.momentum else 1)

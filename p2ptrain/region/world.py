@@ -16,7 +16,6 @@ from pathlib import Path
 from random import sample
 from subprocess import Popen, TimeoutExpired
 from time import perf_counter
-from typing import Any
 
 import msgspec
 from pydantic import ValidationError
@@ -33,8 +32,9 @@ from p2ptrain.net.transport import TransportError
 from p2ptrain.node.assembly import Launch
 from p2ptrain.node.directories import data_directory
 from p2ptrain.node.edges import Edges
-from p2ptrain.node.region import RegionDevice
-from p2ptrain.train.region import Region, World
+from p2ptrain.node.local_worker import LearnerThread, LocalWorker, Note
+from p2ptrain.region.shift import Region, World
+from p2ptrain.region.worker import RegionWorker
 
 DIRECTORY = "world"  # of the world node, within this one's
 ASKED, TOLD = 8, 4  # members of the region that are asked for addresses of the world's run; addresses of each
@@ -75,7 +75,7 @@ class WorldLink:
         self._region = Region(launch.identity.key, run.world.rounds, round_reach)
         self._loop = asyncio.get_running_loop()
         self._session: Session | None = None
-        self._made: RegionDevice | None = None
+        self._made: RegionWorker | None = None
         self._unsent: Tensor | None = None  # what the region has moved, and could not be contributed yet
 
     @asynccontextmanager
@@ -86,20 +86,17 @@ class WorldLink:
             yield
             task.cancel()
 
-    async def device(self) -> RegionDevice:
-        """Makes the device of this node."""
+    def worker(self, thread: LearnerThread, me: bytes, note: Note) -> RegionWorker:
+        """Makes the worker of this node."""
 
-        def contribute(moved: Tensor) -> None:  # in the trainer's thread
+        def contribute(moved: Tensor) -> None:  # in the replica's thread
             self._loop.call_soon_threadsafe(self._contribute, moved)
 
-        launch = self._launch
-        run, config, data, me = launch.run, launch.config.device, launch.data, launch.identity.key
-        parts: dict[str, Any] = {"region": self._region, "contribute": contribute}
-        self._made = await RegionDevice.open(run, config, data, me, own=launch.own, **parts)
+        self._made = RegionWorker(LocalWorker(thread, me, note), self._region, contribute)
         return self._made
 
     @property
-    def _device(self) -> RegionDevice:
+    def _worker(self) -> RegionWorker:
         assert self._made is not None, "it is made before the node is"
         return self._made
 
@@ -111,7 +108,7 @@ class WorldLink:
         if self._unsent is None or session is None or session.since is None:
             return
         session.memory.moved.copy_(self._unsent)
-        trained = channel.RoundTrained(session.steps, self._device.loss, 0, perf_counter() - session.since)
+        trained = channel.RoundTrained(session.steps, self._worker.figures.loss, 0, perf_counter() - session.since)
         session.sent, session.since, self._unsent = (session.ask(trained), self._unsent), None, None
 
     def _keep(self, moved: Tensor) -> None:
@@ -126,9 +123,9 @@ class WorldLink:
             try:
                 await self._take_part(edges)
             except (DataError, OSError, msgspec.DecodeError) as error:
-                wait = wait if self._device.is_lost else RETRY_SECONDS
+                wait = wait if self._worker.is_lost else RETRY_SECONDS
                 log.warning("not in the world's run; trying again in %.0f s: %s", wait, error)
-                self._device.lose(str(error))
+                self._worker.lose(str(error))
             await asyncio.sleep(wait)
             wait = min(2 * wait, RETRY_SECONDS_MAX)
 
@@ -182,21 +179,21 @@ class WorldLink:
             case channel.NodeReady(steps=steps, addresses=addresses):
                 session.steps = steps
                 session.ask(channel.NextRound())
-                self._device.meet(addresses[:TOLD])
-                self._device.lose("the world node has joined, and waits for others")
+                self._worker.meet(addresses[:TOLD])
+                self._worker.lose("the world node has joined, and waits for others")
             case channel.NodeNote(text=text, is_trouble=is_trouble):
                 if is_trouble or not session.has_heard:
-                    self._device.lose(text)
+                    self._worker.lose(text)
                 else:
-                    self._device.follow()
+                    self._worker.follow()
             case channel.RoundToTrain(base=base):
                 session.since, session.has_heard = perf_counter(), True
-                self._device.hear(World(base, session.memory.base.clone()))
+                self._worker.hear(World(base, session.memory.base.clone()))
                 session.ask(channel.NextRound(base))
                 self._contribute()
-            case channel.Done() if contributed:
+            case channel.CarriedOut() if contributed:
                 session.sent = None
-                self._device.contributed()
+                self._worker.contributed()
                 log.info("contributed to the world for the region")
             case channel.NodeFailed() if contributed and session.sent is not None:  # the round has passed
                 self._keep(session.sent[1])

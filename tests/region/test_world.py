@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,14 +12,15 @@ from torch import Tensor
 
 from p2ptrain.config import NodeConfig, RecipeConfig, RunConfig, WorldConfig
 from p2ptrain.errors import DataError
-from p2ptrain.loop import world as module
-from p2ptrain.loop.channel import Done, NodeAnswer, NodeFailed, NodeNote, NodeReady, RoundToTrain
-from p2ptrain.loop.world import Session, WorldLink
+from p2ptrain.loop.channel import CarriedOut, NodeAnswer, NodeFailed, NodeNote, NodeReady, RoundToTrain
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import Reach
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.transport import TransportError
-from p2ptrain.node.region import RegionDevice
+from p2ptrain.node.work import Figures
+from p2ptrain.region import world as module
+from p2ptrain.region.worker import RegionWorker
+from p2ptrain.region.world import Session, WorldLink
 
 DENSE = RecipeConfig(transform="none", k=64**2, value_bits=8)
 RUN = RunConfig(name="region", recipe=DENSE, world=WorldConfig(run="ab" * 32))
@@ -40,9 +40,9 @@ class Writer:
 async def link() -> WorldLink:
     launch = SimpleNamespace(run=RUN, config=NodeConfig(), identity=SimpleNamespace(key=ME), run_id=bytes(32))
     made = WorldLink(cast(Any, launch))
-    trainer = SimpleNamespace(run=RUN, live=SimpleNamespace(privacy=None), outer=None)
-    made._made = RegionDevice(cast(Any, trainer), ME, ThreadPoolExecutor(1), 1, made._region, lambda moved: None)
-    made._made.loss = 2.5
+    parts = dict.fromkeys(("replica", "learner", "capture", "evaluate", "sample"))
+    inner = SimpleNamespace(figures=Figures(loss=2.5), complaints=[], **parts)
+    made._made = RegionWorker(cast(Any, inner), made._region, lambda moved: None)
     return made
 
 
@@ -58,16 +58,16 @@ def moved(value: float) -> Tensor:
 async def test_a_movement_goes_to_the_round_that_the_world_node_trains(link: WorldLink) -> None:
     link._session = talk = session()
     link._hear(NodeAnswer(0, NodeReady("run", "", ("/ip4/127.0.0.1/tcp/1",), (), 30, 30)), talk)
-    assert link._device.addresses == ("/ip4/127.0.0.1/tcp/1",)
+    assert link._worker.addresses == ("/ip4/127.0.0.1/tcp/1",)
     link._contribute(moved(1.0))
     assert talk.sent is None, "it trains none yet"
     link._hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
     assert talk.sent is not None
-    assert not link._device.is_lost
+    assert not link._worker.is_lost
     assert talk.memory.moved.tolist() == [1.0, 1.0]
     link._contribute(moved(0.5))
-    link._hear(NodeAnswer(talk.sent[0], Done()), talk)
-    assert (link._device.contributions, talk.sent) == (1, None)
+    link._hear(NodeAnswer(talk.sent[0], CarriedOut()), talk)
+    assert (link._worker.contributions, talk.sent) == (1, None)
     link._hear(NodeAnswer(9, RoundToTrain(7, 6, 1)), talk)
     assert talk.memory.moved.tolist() == [0.5, 0.5], "what was due meanwhile goes with the next round"
 
@@ -79,7 +79,7 @@ async def test_what_came_too_late_goes_with_the_next(link: WorldLink) -> None:
     assert talk.sent is not None
     link._contribute(moved(0.25))
     link._hear(NodeAnswer(talk.sent[0], NodeFailed("ConfigError", "no round is being trained")), talk)
-    assert link._device.contributions == 0
+    assert link._worker.contributions == 0
     link._hear(NodeAnswer(9, RoundToTrain(7, 6, 1)), talk)
     assert talk.memory.moved.tolist() == [1.25, 1.25]
 
@@ -87,12 +87,12 @@ async def test_what_came_too_late_goes_with_the_next(link: WorldLink) -> None:
 async def test_notes_tell_why_the_world_is_away_until_it_is_there(link: WorldLink) -> None:
     talk = session()
     link._hear(NodeAnswer(1, NodeNote("waiting for round 4: no peers")), talk)
-    assert link._device._lost[1] == "waiting for round 4: no peers"
+    assert link._worker._lost[1] == "waiting for round 4: no peers"
     link._hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
     link._hear(NodeAnswer(2, NodeNote("waiting for round 7: no peers", is_trouble=True)), talk)
-    assert link._device.is_lost
+    assert link._worker.is_lost
     link._hear(NodeAnswer(2, NodeNote("waiting for round 7: the others are not done")), talk)
-    assert not link._device.is_lost
+    assert not link._worker.is_lost
     with pytest.raises(DataError, match="it cannot go on"):
         link._hear(NodeAnswer(0, NodeFailed("DataError", "it cannot go on")), talk)
 

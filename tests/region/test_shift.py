@@ -11,7 +11,7 @@ import torch
 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.exact.outer import TAIL_BYTES, Tail
-from p2ptrain.train.region import Region, World
+from p2ptrain.region.shift import Region, World
 
 ROUNDS = 4  # of the region to one of the world
 STEP = 1.0  # what each round of the region learns

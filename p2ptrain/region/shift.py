@@ -45,7 +45,8 @@ class World:
 
 
 class Region:
-    """Tracks a region and the world for one node. The trainer's thread calls all but `hear`, `follow` and `lose`.
+    """Tracks a region and the world for one node. All but `hear`, `follow` and `lose` are called while the replica is
+    locked.
 
     round_reach: how far the steps of a round can move a weight
     """

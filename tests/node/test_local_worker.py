@@ -1,0 +1,514 @@
+"""The worker with a real learner: it goes on bit for bit after a kill, and no error of it costs the swarm a vote."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from fractions import Fraction
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from p2ptrain.core.messages import payload_digest
+from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.errors import MemoryShortError, TrainingError
+from p2ptrain.node import pacing
+from p2ptrain.node.local_worker import FAILED, LearnerThread, LocalWorker
+from p2ptrain.node.pacing import Pacing
+from p2ptrain.node.replica_thread import ReplicaThread
+from p2ptrain.node.work import Task
+from p2ptrain.store.diary import Diary, Trained
+from tests.helpers.trainer import FAMILY, RECIPES, Trainer, embedded, make
+
+ROUNDS = 7
+NONE_OPEN: frozenset[int] = frozenset()
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    return embedded(tmp_path_factory.mktemp("corpus") / "data")
+
+
+async def fetch(number: int, place: int, places: int) -> None:
+    """All data is here."""
+
+
+def manifest(number: int) -> Any:
+    return SimpleNamespace(round=number, branch=bytes(32), digest=bytes(32))
+
+
+class Life:
+    """A worker alone in its run; the contribution of round 3 is never taken."""
+
+    def __init__(self, dataset: TokenDataset, name: str, **changes: Any) -> None:
+        self.trainer: Trainer = make(dataset, name, **changes)
+        self.diary: list[Trained] = []
+        self.worker = LocalWorker(LearnerThread(self.trainer), bytes(32), self.note)
+        self.replica = ReplicaThread(self.worker)
+        self.payloads: dict[int, bytes] = {}
+
+    async def note(self, trained: Trained) -> None:
+        self.diary.append(trained)
+
+    async def train(self, number: int) -> None:
+        outstanding = frozenset({3}) if number == 4 else NONE_OPEN
+        done = await self.worker.train(Task(number, 0, 1, outstanding))
+        self.payloads[number] = done.payload
+        assert done.name == payload_digest(done.payload)
+        assert done.base == number - 1  # also of one that was trained before a restart
+
+    async def apply(self, number: int, taken: dict[int, bytes] | None = None) -> None:
+        """Applies own payloads, by their rounds."""
+        if taken is None:
+            taken = {} if number == 3 else {number: self.payloads[number]}
+        await self.worker.repeat(fetch, is_applying=True)
+        adopted = self.replica.replica.adopted
+        assert await self.replica.apply(manifest(number), list(taken.values()), taken, adopted) is not None
+
+    async def save(self, path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
+        """Saves all that a checkpoint contains."""
+        (await self.worker.capture()).write(path)
+        with safe_open(path, framework="np") as file:
+            return file.metadata(), {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+    def close(self) -> None:
+        self.worker.close()
+        self.replica.close()
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *FAMILY])
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("killed_in", [3, 4, 6])
+async def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
+    name: str, is_trained: bool, killed_in: int, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    whole = Life(dataset, name)
+    checkpoint = tmp_path / "checkpoint"
+    for number in range(1, ROUNDS + 1):
+        await whole.train(number)
+        if number == killed_in and is_trained:
+            noted = list(whole.diary)
+        if number == killed_in and not is_trained:
+            noted = whole.diary[:-1]
+        await whole.apply(number)
+        if number == 2:
+            await whole.save(checkpoint)
+
+    again = Life(dataset, name)
+    again.trainer.load(checkpoint)
+    again.worker.repeat_all(noted[2:], noted[-1].number)
+    again.payloads = dict(whole.payloads)  # they are on the disk, or the swarm has them
+    for number in range(3, killed_in):  # what the log has is applied again
+        await again.apply(number)
+    for number in range(killed_in, ROUNDS + 1):
+        await again.worker.repeat(fetch)
+        await again.train(number)
+        await again.apply(number)
+    assert again.payloads == whole.payloads
+    assert await again.save(tmp_path / "again") == await whole.save(tmp_path / "whole")
+    assert [each.number for each in noted] + [each.number for each in again.diary] == list(range(1, ROUNDS + 1))
+    assert caplog.text == ""
+    for life in (whole, again):
+        life.close()
+
+
+class LateLife(Life):
+    """A worker whose rounds are agreed on while the next one trains, after so many of its steps."""
+
+    def __init__(self, dataset: TokenDataset, after: dict[int, int], **changes: Any) -> None:
+        super().__init__(dataset, "local", is_late=True, **changes)
+        self.after = after  # by round
+        self._step = self.trainer.recipe.local_step
+
+    async def apply(self, number: int, taken: dict[int, bytes] | None = None) -> None:
+        await super().apply(number, {number: self.payloads[number]} if taken is None else taken)
+
+    async def train_and_apply_the_last(self, number: int) -> None:
+        """Trains a round; the one before it is applied in its middle, or afterwards."""
+        loop = asyncio.get_running_loop()
+
+        def step(place: int, *arguments: Any) -> Any:
+            result = self._step(place, *arguments)
+            if number > 1 and place + 1 == self.after.get(number, 0):
+                asyncio.run_coroutine_threadsafe(super(LateLife, self).apply(number - 1, last), loop).result()
+            return result
+
+        last = {number - 1: self.payloads[number - 1]} if number > 1 else {}
+        self.trainer.recipe.local_step = step  # type: ignore[method-assign]
+        done = await self.worker.train(Task(number, 0, 1, frozenset(last)))
+        self.trainer.recipe.local_step = self._step  # type: ignore[method-assign]
+        self.payloads[number] = done.payload
+        assert done.base == (number - 1 if self.after.get(number, 0) else max(0, number - 2))
+        if number > 1 and self.replica.replica.round < number - 1:
+            await self.apply(number - 1)
+
+
+@pytest.mark.parametrize("killed_in", [3, 4])
+async def test_a_training_in_whose_middle_a_round_was_applied_is_repeated_bit_for_bit(
+    killed_in: int, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    whole, checkpoint = LateLife(dataset, {2: 1, 3: 2, 4: 3, 5: 1}), tmp_path / "checkpoint"
+    for number in range(1, 6):
+        await whole.train_and_apply_the_last(number)
+        if number == 2:
+            await whole.save(checkpoint)
+    assert [each.applied_after for each in whole.diary] == [0, 1, 2, 3, 1]
+
+    again = LateLife(dataset, whole.after)
+    again.trainer.load(checkpoint)
+    again.worker.repeat_all(whole.diary[2:killed_in], killed_in)
+    again.payloads = {number: whole.payloads[number] for number in range(1, killed_in + 1)}
+    for number in range(2, killed_in):
+        await again.apply(number)
+    for number in range(killed_in + 1, 6):
+        await again.worker.repeat(fetch)
+        await again.train_and_apply_the_last(number)
+    assert again.payloads == whole.payloads
+    assert await again.save(tmp_path / "again") == await whole.save(tmp_path / "whole")
+    assert caplog.text == ""
+    for life in (whole, again):
+        life.close()
+
+
+async def test_a_training_that_needs_a_round_in_its_middle_is_not_repeated_without_it(dataset: TokenDataset) -> None:
+    life = LateLife(dataset, {2: 1})
+    for number in (1, 2):
+        await life.train_and_apply_the_last(number)
+    again = LateLife(dataset, life.after)
+    again.worker.repeat_all(life.diary, 2)
+    again.payloads = life.payloads
+    await again.worker.repeat(fetch)  # only the first, which needs none
+    assert again.trainer.kept_rounds == (1,)
+    await again.apply(1)
+    await again.worker.repeat(fetch)
+    assert again.trainer.kept_rounds == (2,)
+    assert again.trainer.root() == life.trainer.root()
+    again.close()
+    life.close()
+
+
+@pytest.mark.parametrize("is_adopted", [True, False])
+async def test_a_training_that_waits_for_a_round_in_its_middle_ends_when_there_will_be_none(
+    is_adopted: bool, dataset: TokenDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = LateLife(dataset, {2: 1})
+    for number in (1, 2):
+        await life.train_and_apply_the_last(number)
+    again = LateLife(dataset, life.after)
+    again.worker.repeat_all(life.diary, 2)
+    await again.worker.repeat(fetch, is_applying=True)
+    if is_adopted:
+        await again.replica.adopt(5, bytes(32), [life.trainer.state_bytes()])
+        await again.worker.repeat(fetch)
+        assert "another state was adopted" in caplog.text
+        done = await again.worker.train(Task(6, 0, 1))
+        assert done.base == 5
+    again.close()
+    life.close()
+
+
+async def test_what_is_agreed_on_is_applied_while_a_step_takes_long(dataset: TokenDataset) -> None:
+    life, gate, began = Life(dataset, "local"), Event(), Event()
+    await life.train(1)
+    take = life.trainer.recipe.local_step
+
+    def slow(*arguments: Any) -> Any:
+        began.set()
+        gate.wait()
+        return take(*arguments)
+
+    life.trainer.recipe.local_step = slow  # type: ignore[method-assign]
+    training = asyncio.ensure_future(life.worker.train(Task(2, 0, 1, frozenset({1}))))
+    await asyncio.to_thread(began.wait)
+    before = life.trainer.root()
+    await life.apply(1)
+    assert (life.replica.replica.round, life.trainer.round) == (1, 0)
+    assert life.trainer.root() != before
+    gate.set()
+    assert (await training).base == 0, "where contributions have to be in time, no step goes on from other weights"
+    life.close()
+
+
+async def test_an_error_of_a_step_costs_a_contribution_and_no_vote(dataset: TokenDataset) -> None:
+    life, other = Life(dataset, "local"), Life(dataset, "local")
+    await other.train(1)
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    life.trainer.live.model.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(MemoryShortError, match="one sequence"):
+        await life.train(1)
+    assert (life.diary, life.trainer.live.sequences_per_pass) == ([], 1)
+    for each in (life, other):
+        await each.apply(1, {1: other.payloads[1]})
+    assert life.trainer.root() == other.trainer.root()
+    life.close()
+    other.close()
+
+
+async def test_rounds_beyond_the_next_one_are_not_taken_in_between_two_steps(dataset: TokenDataset) -> None:
+    """The diary says where one was; of two, a training that is repeated could not say which it took."""
+    life, gate, began = LateLife(dataset, {}), Event(), Event()
+    for number in (1, 2):
+        await life.train_and_apply_the_last(number)
+    take = life.trainer.recipe.local_step
+
+    def slow(*arguments: Any) -> Any:
+        began.set()
+        gate.wait()
+        return take(*arguments)
+
+    life.trainer.recipe.local_step = slow  # type: ignore[method-assign]
+    training = asyncio.ensure_future(life.worker.train(Task(3, 0, 1, frozenset({2}))))
+    await asyncio.to_thread(began.wait)
+    await life.apply(2)
+    await life.apply(3, {})
+    gate.set()
+    assert (await training).base == 1
+    assert life.diary[-1].applied_after == 0
+    life.close()
+
+
+@pytest.mark.parametrize("name", ["fragments", "streaming"])
+async def test_fragments_move_in_turn_until_all_have_moved(name: str, dataset: TokenDataset) -> None:
+    life = Life(dataset, name)
+    trainer = life.trainer
+    first, moved = [each.clone() for each in trainer.live.parts(trainer.replica.weights)], []
+    for number in range(1, trainer.run.recipe.fragments + 1):
+        before = [each.clone() for each in trainer.live.parts(trainer.replica.weights)]
+        await life.train(number)
+        await life.apply(number, {number: life.payloads[number]})
+        after = trainer.live.parts(trainer.replica.weights)
+        moved.append(sum(not torch.equal(*each) for each in zip(before, after, strict=True)))
+    assert all(moved)
+    assert sum(moved) == len(first)
+    life.close()
+
+
+async def test_steps_go_on_from_the_weights_that_were_agreed_on_in_their_middle(dataset: TokenDataset) -> None:
+    """What a round moves is the sum of its steps, wherever the weights are meanwhile."""
+    life = LateLife(dataset, {2: 2}, inner_learning_rate=Fraction(0))
+    life.trainer.recipe.residual.coefficients.normal_(generator=torch.Generator().manual_seed(1))
+    await life.train_and_apply_the_last(1)
+    before = life.trainer.replica.weights.clone()
+    await life.train_and_apply_the_last(2)
+    assert not torch.equal(life.trainer.replica.weights, before)
+    assert life.worker.figures.own_drift == pytest.approx(0.0, abs=1e-6)  # its steps moved nothing
+    assert life.worker.drift == pytest.approx(float((life.trainer.replica.weights - before).norm() / before.norm()))
+    life.close()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+async def test_a_training_of_fewer_steps_is_repeated_with_as_many_whatever_the_pace_is_then(
+    steps: int, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    whole, checkpoint = Life(dataset, "local"), tmp_path / "checkpoint"
+    await whole.save(checkpoint)
+    for number in (1, 2, 3):
+        takes = iter([True] * (steps - 1) + [False])
+        if number != 2:
+            whole.worker.pacing.takes_another = lambda *_, takes=takes: next(takes)  # type: ignore[method-assign, misc]
+        else:
+            del whole.worker.pacing.takes_another
+            whole.worker.keep_pace(number, 1e6, 1e6)
+        await whole.train(number)
+        assert whole.worker.figures.steps == (4 if number == 2 else steps)
+        if number != 3:  # of which only the training was noted
+            await whole.apply(number)
+    assert [each.steps for each in whole.diary] == [steps, 0, steps]
+
+    again = Life(dataset, "local")
+    again.trainer.load(checkpoint)
+    again.worker.repeat_all(whole.diary, 3)
+    again.payloads = dict(whole.payloads)
+    for number in (1, 2):
+        again.worker.keep_pace(number, 0.0, 0.0)
+        await again.apply(number)
+    again.worker.keep_pace(3, 1e6, 1e6)
+    await again.worker.repeat(fetch)
+    await again.train(3)
+    assert again.worker.figures.steps == steps
+    assert again.payloads == whole.payloads
+    assert await again.save(tmp_path / "again") == await whole.save(tmp_path / "whole")
+    assert caplog.text == ""
+    for life in (whole, again):
+        life.close()
+
+
+@pytest.mark.parametrize("inner", ["muon", "adamw"])
+@pytest.mark.parametrize("failing", [1, 2, 3])
+async def test_a_training_that_failed_midway_is_repeated_as_far_as_it_went(
+    inner: str, failing: int, dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its steps have moved the inner optimizer, from which the next training begins."""
+    caplog.set_level(logging.WARNING)
+    whole, checkpoint = Life(dataset, "local", inner=inner), tmp_path / "checkpoint"
+    await whole.save(checkpoint)
+    await whole.train(1)
+    await whole.apply(1)
+    model, steps = whole.trainer.live.model, iter(range(10))
+    real = model.loss
+    model.loss = lambda batch: real(batch) * (float("nan") if next(steps) == failing else 1.0)  # type: ignore[method-assign]
+    with pytest.raises(TrainingError):
+        await whole.train(2)
+    failed = whole.diary[-1]
+    assert (len(whole.diary), failed.round, failed.steps, failed.payload) == (2, 2, failing, FAILED)
+    model.loss = real  # type: ignore[method-assign]
+    await whole.apply(2, {})
+    await whole.train(3)
+
+    again = Life(dataset, "local", inner=inner)
+    again.trainer.load(checkpoint)
+    again.worker.repeat_all(whole.diary, 3)
+    again.payloads = dict(whole.payloads)
+    await again.apply(1)
+    await again.apply(2, {})
+    await again.worker.repeat(fetch)
+    await again.train(3)
+    assert again.payloads == whole.payloads
+    assert await again.save(tmp_path / "again") == await whole.save(tmp_path / "whole")
+    assert (caplog.text, again.diary) == ("", [])
+    for life in (whole, again):
+        life.close()
+
+
+async def test_a_training_that_failed_in_its_first_step_has_moved_nothing_and_is_not_noted(
+    dataset: TokenDataset,
+) -> None:
+    life = Life(dataset, "local")
+    life.trainer.live.model.loss = lambda batch: batch.sum() * float("nan")  # type: ignore[method-assign]
+    with pytest.raises((TrainingError, RuntimeError)):
+        await life.train(1)
+    assert (life.diary, (await life.worker.capture()).trained) == ([], 0)
+    life.close()
+
+
+def test_a_diary_that_says_no_steps_is_of_trainings_of_all_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "diary.jsonl"
+    Diary(path).note(Trained(1, 1, 0, 0, 1, (), payload_digest(b"some").hex(), 1, 4))
+    assert b"steps" not in path.read_bytes()
+    Diary(path).note(Trained(2, 2, 1, 0, 1, (), payload_digest(b"others").hex(), 1, 4, 3))
+    assert [each.steps for each in Diary(path).entries] == [0, 3]
+
+
+async def test_a_training_ends_after_the_last_step_that_fits_the_pace(dataset: TokenDataset) -> None:
+    life = Life(dataset, "local", local_steps_min=2)
+    life.worker.keep_pace(2, 0.0, 0.0)  # of another round
+    await life.train(1)
+    assert (life.worker.figures.steps, life.diary[-1].steps) == (4, 0)
+    await life.apply(1)
+    life.worker.keep_pace(2, 0.0, 0.0)
+    await life.train(2)
+    assert (life.worker.figures.steps, life.diary[-1].steps) == (2, 2)
+    life.close()
+
+
+@pytest.mark.parametrize(
+    ("percent", "worked", "usual", "another"),
+    [
+        (100, 5.0, 6.0, True),  # a step takes five seconds
+        (50, 5.0, 6.0, False),  # and as long a rest follows it
+        (50, 5.0, 11.0, True),
+        (100, 1.0, 0.9, False),
+        (50, 2.0, 4.5, True),  # two seconds of work, two of rest
+        (50, 2.0, 3.5, False),
+    ],
+)
+def test_a_step_of_a_device_that_rests_takes_its_work_and_the_rest_that_follows(
+    percent: int, worked: float, usual: float, another: bool, dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1_000.0]
+    monkeypatch.setattr(pacing, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(pacing, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    made = Pacing(make(dataset, "local", local_steps_min=1).run.recipe)
+    made.percent = percent
+    made.begin()
+    now[0] += worked
+    made.step()
+    made.rest()  # is no work, and the next step takes as long
+    now[0] += worked
+    made.step()
+    made.keep(1, usual, 0.0)
+    assert made.takes_another(1, 2) is another
+    assert made.worked == pytest.approx(2 * worked)
+
+
+async def test_a_training_that_comes_out_otherwise_is_told(
+    dataset: TokenDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(dataset, "distro")
+    life.worker.repeat_all([Trained(1, 1, 0, 0, 1, (), payload_digest(b"another").hex())], 1)
+    await life.worker.repeat(fetch)
+    assert "the training of round 1 came out differently than before the restart" in caplog.text
+    life.close()
+
+
+async def test_trainings_take_as_many_threads_as_they_are_told_and_are_repeated_with_as_many(
+    dataset: TokenDataset,
+) -> None:
+    life, threads = Life(dataset, "distro"), torch.get_num_threads() + 1
+    life.worker.set_threads(threads)  # as `p2ptrain limit --threads` has it
+    await life.train(1)
+    assert [each.threads for each in life.diary] == [threads]
+    again = Life(dataset, "distro")
+    again.worker.repeat_all(life.diary, 1)
+    await again.worker.repeat(fetch)
+    await again.train(1)
+    await again.apply(1)
+    await again.train(2)
+    assert [each.threads for each in again.diary] == [threads]
+    for each in (life, again):
+        each.close()
+
+
+async def test_a_training_that_diverges_contributes_nothing_and_is_counted(dataset: TokenDataset) -> None:
+    """The steps are so large that the weights overflow: the loss after them is not finite."""
+    life = Life(dataset, "local", inner_learning_rate=Fraction(10**15))
+    for number in (1, 2):
+        with pytest.raises(TrainingError, match="is not finite"):
+            await life.train(number)
+        assert (life.worker.figures.not_finite, life.worker.figures.loss) == (number, None)
+    life.close()
+
+
+async def test_trainings_are_repeated_with_as_many_sequences_a_pass_as_there_was_memory_for(
+    dataset: TokenDataset,
+) -> None:
+    life = Life(dataset, "distro")
+    real = life.trainer.live.model.loss
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(batch)
+
+    life.trainer.live.model.loss = loss  # type: ignore[method-assign]
+    await life.train(1)
+    assert [each.sequences_per_pass for each in life.diary] == [2]
+    again = Life(dataset, "distro")
+    again.worker.repeat_all(life.diary, 1)
+    await again.worker.repeat(fetch)
+    assert again.trainer.live.sequences_per_pass == 0, "for what comes, what the owner has set"
+    await again.train(1)
+    assert (again.payloads, again.diary) == (life.payloads, []), "the same bits, not trained again"
+    again.close()
+    life.close()
+
+
+async def test_a_state_that_is_taken_over_ends_repeating(dataset: TokenDataset, tmp_path: Path) -> None:
+    life = Life(dataset, "distro")
+    life.worker.repeat_all([Trained(1, 1, 0, 0, 1, (), "0" * 64)], 1)
+    await life.replica.adopt(0, bytes(32), [life.trainer.state_bytes()])
+    before = await life.save(tmp_path / "before")
+    await life.worker.repeat(fetch)
+    assert await life.save(tmp_path / "after") == before
+    life.close()
