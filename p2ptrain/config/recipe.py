@@ -35,7 +35,7 @@ class RecipeSpec:
     adamw_defaults: Mapping[str, object] = field(default_factory=dict)  # and these, if the inner optimizer is AdamW
     limits: Mapping[str, Limit] = field(default_factory=dict)  # the largest values that work with it
     is_family: bool = False  # whether it takes the settings of the DiLoCo family: FAMILY
-    copies: int = 0  # of the weights in memory, besides the live ones, their gradient and the inner optimizer's state
+    copies: int = 0  # of the weights in memory, besides agreed and live ones, a gradient and the inner optimizer
 
 
 _SIGNS_ALONE = Limit(1, "sends only signs", "use 1 or recipe demo")
@@ -74,7 +74,7 @@ RECIPES: dict[str, RecipeSpec] = {
         is_scaled=True,
         is_family=True,
         adamw_defaults={"inner_learning_rate": Fraction(3, 1000)},  # its best rate is lower (LOG.md)
-        copies=1,  # the agreed weights
+        copies=1,  # the weights that a round began from
     ),
 }
 MOMENTUM_MAX = Fraction(9_999, 10_000)  # a little above it rounds to 1

@@ -302,8 +302,8 @@ class LocalWorker:
         diary, base = self._diary, self.learner.round - bool(self._applied_after)
         outstanding, threads = tuple(sorted(task.outstanding)), torch.get_num_threads()
         return Trained(
-            diary.next_number(), task.round, base, task.place, task.places, outstanding, payload, threads, sequences, steps,
-            self._applied_after, tail.hex(),
+            diary.next_number(), task.round, base, task.place, task.places, outstanding, payload, threads, sequences,
+            steps, self._applied_after, tail.hex(),
         )  # fmt: skip
 
     def _steps(self, task: Task, before: Trained | None, shifted: Shifted = lambda weights: None) -> bytes:

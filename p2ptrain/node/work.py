@@ -135,8 +135,11 @@ class Worker(Protocol):
 
     replica: Replica  # whose weights its steps go on from
     figures: Figures
-    threads: int  # of torch, for the next training; 0: unchanged
     reads_data: bool  # whether trainings need the run's
+
+    @property
+    def threads(self) -> int:
+        """How many threads of torch the next training takes; 0: unchanged."""
 
     @property
     def device(self) -> torch.device:

@@ -92,7 +92,7 @@ class Need:
     payload: int  # one contribution
     residual: int
     momentum: int  # of the outer update
-    optimizer: int  # the agreed weights, if they are not the live ones, and the state of the inner optimizer
+    optimizer: int  # the weights that a round began from, if steps move the live ones, and the inner optimizer's state
     activations: int  # peak of a training pass
     codec: int  # peak of making a contribution or applying a round; never during a pass
     program: int  # without a model
@@ -105,7 +105,7 @@ class Need:
     @property
     def trainer(self) -> int:
         """Memory that the run needs on the training device."""
-        kept = 2 * self.state + self.base + self.residual + self.momentum + self.optimizer
+        kept = 3 * self.state + self.base + self.residual + self.momentum + self.optimizer
         return kept + max(self.activations, self.codec)
 
     def main(self, device: str) -> int:
@@ -119,6 +119,7 @@ class Need:
         """Spells out how `trainer` adds up, for a person."""
         parts = {
             "frozen weights": self.base,
+            "agreed weights": self.state,
             "weights": self.state,
             "gradient": self.state,
             "residual": self.residual,
