@@ -39,6 +39,7 @@ from p2ptrain import digest as digests
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.state import Taken, genesis
+from p2ptrain.daemon.assembly import Workshop, _restore
 from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import TokenDataset, manifest_digest
 from p2ptrain.data.prepare import prepare
@@ -49,7 +50,6 @@ from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import everyone
-from p2ptrain.node.assembly import Workshop, _restore
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.local_worker import LearnerThread, LocalWorker

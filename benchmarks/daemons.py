@@ -448,7 +448,7 @@ def shared_out(process: int) -> int:
 def memory_without_torch() -> str:
     """Measures processes that only import the network (with hivemind's imports), and torch."""
     found = []
-    for name in ("p2ptrain.net.libp2p.p2pd", "torch", "p2ptrain.launch", "p2ptrain.core.node"):
+    for name in ("p2ptrain.net.libp2p.p2pd", "torch", "p2ptrain.daemon.launch", "p2ptrain.core.node"):
         script = f"import {name}, psutil, sys; print(psutil.Process().memory_info().rss, 'torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603
         size, has_torch = done.stdout.split()

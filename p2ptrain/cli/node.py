@@ -125,7 +125,7 @@ def start(  # noqa: PLR0913, PLR0917  # a command has many options
 
         given, beside = open_weights(node, place)
         what = load_run_config(run, beside)
-    from p2ptrain.launch import start as begin  # last, so that errors need not wait two seconds for torch
+    from p2ptrain.daemon.launch import start as begin  # last, so that errors need not wait two seconds for torch
 
     begin(what, said, node, data, given)
 
@@ -159,7 +159,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
     what the run asks of this machine, and asks whether to take part.
     """
     node = node_config(config, data_dir, bootstrap, listen, log_level, log_format)
-    from p2ptrain.launch import join as take_part  # last, so that errors need not wait two seconds for torch
+    from p2ptrain.daemon.launch import join as take_part  # last, so that errors need not wait two seconds for torch
 
     take_part(node, run, invitation, trust, data, asks=not yes)
 
@@ -218,7 +218,7 @@ def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile 
     if not node.network.bootstrap:
         fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
         raise ConfigError("no address to ask", key="--bootstrap", fix=fix)
-    from p2ptrain.launch import list_runs
+    from p2ptrain.daemon.launch import list_runs
 
     found = list_runs(node)
     if as_json:

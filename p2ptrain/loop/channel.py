@@ -203,7 +203,7 @@ def spawn_node(parameters: Parameters, directory: Path) -> tuple[subprocess.Pope
     try:
         memory = Memory(os.dup(descriptor), size)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        arguments = [sys.executable, "-m", "p2ptrain.loop.node_side", str(theirs.fileno()), str(descriptor)]
+        arguments = [sys.executable, "-m", "p2ptrain.daemon.script", str(theirs.fileno()), str(descriptor)]
         with (directory / LOG_NAME).open("ab") as output:
             process = subprocess.Popen(  # noqa: S603
                 arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,

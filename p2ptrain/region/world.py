@@ -21,7 +21,7 @@ import msgspec
 from pydantic import ValidationError
 from torch import Tensor
 
-from p2ptrain.config import NetworkConfig
+from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.loop import channel
 from p2ptrain.loop.channel import Begin, Memory, NodeAnswer, ScriptRequest
@@ -29,7 +29,6 @@ from p2ptrain.models.kinds import NamedShapes, named_shapes
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import Reach, is_within, split
 from p2ptrain.net.transport import TransportError
-from p2ptrain.node.assembly import Launch
 from p2ptrain.node.directories import data_directory
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.local_worker import LearnerThread, LocalWorker, Note
@@ -68,11 +67,11 @@ class Session:
 class WorldLink:
     """Joins a region's node to its world node."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch, run = launch, launch.run
+    def __init__(self, run: RunConfig, config: NodeConfig, me: bytes) -> None:
+        self._run, self._config = run, config
         self._shapes = named_shapes(run.model)
         round_reach = run.recipe.local_steps * float(run.recipe.inner_learning_rate)
-        self._region = Region(launch.identity.key, run.world.rounds, round_reach)
+        self._region = Region(me, run.world.rounds, round_reach)
         self._loop = asyncio.get_running_loop()
         self._session: Session | None = None
         self._made: RegionWorker | None = None
@@ -131,8 +130,8 @@ class WorldLink:
 
     async def _take_part(self, edges: Edges) -> None:
         """Runs the world node, and listens to it until it ends, which raises DataError."""
-        directory = data_directory(self._launch.config) / DIRECTORY
-        met = self._launch.config.region.bootstrap or await self._ask_around(edges)
+        directory = data_directory(self._config) / DIRECTORY
+        met = self._config.region.bootstrap or await self._ask_around(edges)
         until = perf_counter() + ASK_SECONDS
         while not met and not directory.exists():
             if perf_counter() > until:
@@ -143,7 +142,9 @@ class WorldLink:
         reader, writer = await asyncio.open_connection(sock=ours)
         self._session = session = Session(writer, memory)
         try:
-            writer.write(channel.framed(ScriptRequest(0, _begin(self._launch, self._shapes, directory, met))))
+            writer.write(
+                channel.framed(ScriptRequest(0, _begin(self._run, self._config, self._shapes, directory, met)))
+            )
             with suppress(asyncio.IncompleteReadError, ConnectionError):
                 while True:
                     async with asyncio.timeout(SILENT_SECONDS if session.steps else JOIN_SECONDS):
@@ -168,7 +169,7 @@ class WorldLink:
         members = [peer for peer in edges.connections.linked if edges.view.is_in(peer)]
         for peer in sample(members, min(ASKED, len(members))):
             with suppress(TransportError, RemoteProtocolError), edges.transport.boundary.guard("the world's run", peer):
-                told = await questions.ask_peers(edges.transport, peer, bytes.fromhex(self._launch.run.world.run))
+                told = await questions.ask_peers(edges.transport, peer, bytes.fromhex(self._run.world.run))
                 met = edges.connections.met.get(peer, Reach.PUBLIC)
                 found |= dict.fromkeys([each for each in told if _is_address(each) and is_within(each, met)][:TOLD])
         return tuple(found)
@@ -211,9 +212,9 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def _begin(launch: Launch, shapes: NamedShapes, directory: Path, met: Sequence[str]) -> Begin:
+def _begin(run: RunConfig, config: NodeConfig, shapes: NamedShapes, directory: Path, met: Sequence[str]) -> Begin:
     """Returns what the world node is to do: it has this node's limits, and a key, an address and a log of its own."""
-    config, own = launch.config, launch.config.region
+    own = config.region
     options = {f"limits.{name}": getattr(config.limits, name) for name in LIMITS}
     options |= {f"network.{name}": getattr(config.network, name) for name in ("nat", "relay", "relay_for_others")}
     options |= {
@@ -236,7 +237,7 @@ def _begin(launch: Launch, shapes: NamedShapes, directory: Path, met: Sequence[s
         run={},
         options=options,
         parameters=shapes,
-        wanted=launch.run.world.run,
+        wanted=run.world.run,
         invitation=own.invitation,
         reads_data=False,
     )

@@ -11,10 +11,10 @@ import pytest
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core.admission import decode_invitation, make_claim, read_claim
+from p2ptrain.daemon.assembly import Launch
 from p2ptrain.errors import NoDaemonError
 from p2ptrain.identity import PRIVATE_PREFIX, Identity, RunSigner
 from p2ptrain.node import control
-from p2ptrain.node.assembly import Launch
 from tests.helpers import memory_swarm
 from tests.helpers.cli import p2ptrain
 from tests.helpers.memory_swarm import FOUNDERS, Member, Swarm, swarm

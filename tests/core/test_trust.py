@@ -22,10 +22,10 @@ from p2ptrain.core.history import ENTRIES_MAX, BranchStart, Entry, History
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.core.trust import RETRY_SECONDS
+from p2ptrain.daemon.assembly import TRUST_NAME, trusted_head
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.node.assembly import TRUST_NAME, trusted_head
 from p2ptrain.store.store import Store
 from tests.helpers.core import KEYS, ROOT0, RUN, Bench, announced, begun, certified, line_of, plain_manifest, published
 from tests.helpers.driver import STATE, a_dataset, root_of

@@ -24,11 +24,11 @@ from p2ptrain.core.journal import Journal
 from p2ptrain.core.messages import Ballot, Certificate, Vote, signed_bytes
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import AgreedState
-from p2ptrain.daemon import Daemon, save_last
+from p2ptrain.daemon.assembly import Launch, open_workshop
+from p2ptrain.daemon.life import Daemon, save_last
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.identity import Identity
 from p2ptrain.net.connections import topic_of
-from p2ptrain.node.assembly import Launch, open_workshop
 from p2ptrain.node.local_worker import LocalWorker
 from p2ptrain.node.work import Done, Task
 from p2ptrain.store.log import read_own

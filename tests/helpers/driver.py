@@ -25,6 +25,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.manifest import Manifest as RoundManifest
 from p2ptrain.core.messages import KEY_BYTES, Hello, content_of, payload_digest
 from p2ptrain.core.state import AgreedState, Taken, genesis
+from p2ptrain.daemon.assembly import Workshop
 from p2ptrain.data.assignment import Positions, shard
 from p2ptrain.data.dataset import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
 from p2ptrain.data.dataset import store_manifest as store_data_manifest
@@ -36,7 +37,6 @@ from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import everyone
-from p2ptrain.node.assembly import Workshop
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.fetching import Fetching

@@ -14,12 +14,12 @@ from typing import Any
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import StorageConfig
-from p2ptrain.daemon import Daemon
+from p2ptrain.daemon.assembly import Launch, Workshop
+from p2ptrain.daemon.life import Daemon
 from p2ptrain.data.dataset import TokenDataset, manifest_digest
 from p2ptrain.digest import digest
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.identity import Identity
-from p2ptrain.node.assembly import Launch, Workshop
 from p2ptrain.node.local_worker import Note
 from p2ptrain.node.work import Base
 from p2ptrain.observe.build import complaints_of

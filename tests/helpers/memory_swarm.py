@@ -14,11 +14,11 @@ from typing import Any
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import LimitsConfig, NetworkConfig, StorageConfig
-from p2ptrain.daemon import Daemon, Outputs, save_last
+from p2ptrain.daemon.assembly import Launch, Workshop
+from p2ptrain.daemon.life import Daemon, Outputs, save_last
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.identity import Identity
 from p2ptrain.net.connections import topic_of
-from p2ptrain.node.assembly import Launch, Workshop
 from p2ptrain.node.local_worker import Note
 from p2ptrain.observe.build import status_of
 from tests.helpers.driver import STATE, ChainTrainer, a_dataset, loop_workshop, root_of

@@ -23,7 +23,7 @@ import sys
 from typing import Any
 
 REQUEST_BYTES_MAX = 131_072  # an environment, mostly
-IMPORTED = ("p2ptrain.cli", "p2ptrain.cli.node", "p2ptrain.launch", "p2ptrain.net.libp2p.p2pd", "uvloop")
+IMPORTED = ("p2ptrain.cli", "p2ptrain.cli.node", "p2ptrain.daemon.launch", "p2ptrain.net.libp2p.p2pd", "uvloop")
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ class Script(Daemon):
 
     @property
     def node(self) -> psutil.Process:
-        (found,) = (each for each in psutil.Process(self.pid).children() if "p2ptrain.loop.node_side" in each.cmdline())
+        (found,) = (each for each in psutil.Process(self.pid).children() if "p2ptrain.daemon.script" in each.cmdline())
         return found
 
     def until_left(self) -> None:

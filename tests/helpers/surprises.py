@@ -55,7 +55,7 @@ COMMON |= {
 # What is found by its name alone, or is this machine's and faces no peer: its processes, owner, disk and device.
 OWN_MODULES = {
     *("audit.findings", "audit.history", "net.boundary", "net.libp2p.process", "net.tasks"),
-    *(f"node.{name}" for name in ("assembly", "consent", "control", "directories", "energy", "event_log")),
+    *(f"node.{name}" for name in ("consent", "control", "directories", "energy", "event_log")),
     *(f"node.{name}" for name in ("gpu_use", "lag", "limits", "model_progress", "notify", "orders", "persistence")),
     *(f"node.{name}" for name in ("local_worker", "pacing", "replica_thread", "saved", "work")),
 }
@@ -92,7 +92,7 @@ class Found:
         for part in PARTS:
             for path in sorted((ROOT / part).rglob("*.py")):
                 self._read(".".join(path.relative_to(ROOT).with_suffix("").parts), ast.parse(path.read_text()))
-        self._read("daemon", ast.parse((ROOT / "daemon.py").read_text()))  # subscribes, and answers questions
+        self._read("daemon.life", ast.parse((ROOT / "daemon/life.py").read_text()))  # subscribes, and answers questions
 
     def _read(self, module: str, tree: ast.Module) -> None:
         for top in tree.body:
@@ -151,7 +151,7 @@ class Found:
         node, short = self.functions[name], name.rpartition(".")[2].rpartition(":")[2]
         is_value = any(_last(each) in ("property", "cached_property", "overload") for each in node.decorator_list)
         is_own = name.partition(":")[2] in OWN or self.modules[name] in OWN_MODULES
-        is_own |= self.modules[name] == "daemon" and short != "ask_by_peer"
+        is_own |= self.modules[name] == "daemon.life" and short != "ask_by_peer"
         is_abstract = isinstance(node.body[-1], ast.Expr) and isinstance(node.body[-1].value, ast.Constant)
         return not (is_value or is_own or is_abstract or short.startswith("__"))
 
@@ -223,7 +223,7 @@ def wrap_all(names: list[str], note: Callable[[str], None]) -> None:
 
 def tell_ends(note: Callable[[str], None]) -> None:
     """Notes what ends the daemon: what crashes a task of the network, or the tasks of the node."""
-    tasks, launch = importlib.import_module("p2ptrain.net.tasks"), importlib.import_module("p2ptrain.launch")
+    tasks, launch = importlib.import_module("p2ptrain.net.tasks"), importlib.import_module("p2ptrain.daemon.launch")
     end, live = tasks.Tasks._end, launch.live
 
     def ended(self: Any, task: Any) -> None:
@@ -246,7 +246,7 @@ def tell_ends(note: Callable[[str], None]) -> None:
 
 def main() -> None:
     orders, log, *command = sys.argv[1:]
-    for name in ("p2ptrain.launch", "p2ptrain.cli", "p2ptrain.cli.node", "p2ptrain.net.libp2p.p2pd"):
+    for name in ("p2ptrain.daemon.launch", "p2ptrain.cli", "p2ptrain.cli.node", "p2ptrain.net.libp2p.p2pd"):
         importlib.import_module(name)
     notes = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 

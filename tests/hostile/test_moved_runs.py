@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain import launch
 from p2ptrain.config import RunConfig
 from p2ptrain.config.node import NetworkConfig, NodeConfig, StorageConfig
+from p2ptrain.daemon import launch
 from p2ptrain.errors import ConfigError
 from p2ptrain.net import questions
 from p2ptrain.node.directories import run_directory

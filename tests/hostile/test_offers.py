@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from p2ptrain import launch
 from p2ptrain.cli import STATUSES
 from p2ptrain.config import RunConfig
 from p2ptrain.config.node import HttpConfig, LimitsConfig, NetworkConfig, NodeConfig, StorageConfig
+from p2ptrain.daemon import launch
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, P2ptrainError, TooLargeError
 from p2ptrain.net import questions

@@ -13,14 +13,14 @@ import pytest
 from p2ptrain.config import DeviceConfig, NodeConfig, RunConfig
 from p2ptrain.config.node import StorageConfig
 from p2ptrain.core.wire import encode
-from p2ptrain.daemon import Daemon
+from p2ptrain.daemon.assembly import Launch
+from p2ptrain.daemon.life import Daemon
 from p2ptrain.data.dataset import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.identity import Identity
 from p2ptrain.net.blobs.blob import Kind
 from p2ptrain.net.blobs.server import BlobRequest, Have, Nothing, blob_protocol, decode_reply
 from p2ptrain.net.transport import FRAME_BYTES_MAX
-from p2ptrain.node.assembly import Launch
 from p2ptrain.train.begin import begin
 from p2ptrain.train.own_data import open_own
 from tests.helpers.memory_network import MemoryTransport, Network

@@ -16,11 +16,11 @@ from p2ptrain.core.claims import drawn
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.tally import AUTHORS_MAX, Tallies
 from p2ptrain.core.view import PeerView
-from p2ptrain.daemon import Daemon, save_last
+from p2ptrain.daemon.assembly import Launch, Workshop
+from p2ptrain.daemon.life import Daemon, save_last
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity, peer_id_of
-from p2ptrain.node.assembly import Launch, Workshop
 from p2ptrain.node.local_worker import Note
 from p2ptrain.observe import peer_history
 from p2ptrain.observe import rounds as module

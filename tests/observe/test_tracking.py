@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon import Outputs
+from p2ptrain.daemon.life import Outputs
 from p2ptrain.errors import ConfigError
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.observe.tensorboard import TensorBoard

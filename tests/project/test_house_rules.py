@@ -43,16 +43,18 @@ LAYERS = {
     "audit": {"audit", "core", "store", "identity", *LEARNING},
     "node": {"node", "core", "net", "store", "identity", "replay", *LEARNING},  # a node at work has no face
     "observe": {"observe", "region", "node", "core", "net", "store", "identity", *LEARNING},
+    "loop": {"loop", "node", "core", "net", "store", *LEARNING},
     "region": {"region", "loop", "node", "core", "net", "store", "identity", *LEARNING},
-    "daemon": {"daemon", "observe", "region", "node", "core", "net", "identity", *LEARNING},
-    "launch": {"launch", "loop", "region", "daemon", "observe", "node", "net", "store", "identity", *LEARNING},
-    "loop": {"loop", "launch", "daemon", "observe", "node", "core", "net", "store", *LEARNING},
+    "daemon": {
+        *("daemon", "loop", "region", "observe", "node", "core", "net", "store", "identity", "replay"),
+        *LEARNING,
+    },
     "swarm": {"swarm", "loop", "node", "core", *LEARNING},  # a script's process, whose node is another
     "hf": {"hf", "swarm"},
     "doctor": {"doctor", "node", "observe", "core", "net", "store", "identity", *LEARNING},
     "demo": {"demo", "node", "net"},  # its nodes are processes of their own
     "cli": {
-        *("cli", "audit", "daemon", "demo", "doctor", "launch", "node", "observe", "sim"),
+        *("cli", "audit", "daemon", "demo", "doctor", "node", "observe", "sim"),
         *("core", "net", "store", "identity", "replay"),
         *LEARNING,
     },
@@ -353,7 +355,7 @@ BROKEN: dict[Rule, list[tuple[str, str]]] = {
         (CORE, "from ..net.transport import Transport"),
         (CORE, "import p2ptrain.store"),
         ("p2ptrain/node/driver.py", "from p2ptrain.observe.schema import Status"),
-        ("p2ptrain/node/orders.py", "if TYPE_CHECKING:\n    from p2ptrain.daemon import Daemon"),
+        ("p2ptrain/node/orders.py", "if TYPE_CHECKING:\n    from p2ptrain.daemon.life import Daemon"),
         (TRAIN, "import asyncio"),
         (TRAIN, "from socket import socket"),
         (TRAIN, "import hivemind"),
@@ -364,7 +366,7 @@ BROKEN: dict[Rule, list[tuple[str, str]]] = {
         (NET, "from p2ptrain.exact.codec import pack"),
         (NET, "from hivemind.p2p import P2P"),
         (CLI, "import hivemind"),
-        ("p2ptrain/daemon.py", "import p2ptrain.cli"),
+        ("p2ptrain/daemon/life.py", "import p2ptrain.cli"),
         ("p2ptrain/config/run.py", "import torch"),
         ("p2ptrain/config/run.py", "from p2ptrain.core import node"),
         ("p2ptrain/sim.py", "from p2ptrain.net import transport"),
@@ -446,7 +448,7 @@ HARMLESS: dict[Rule, list[tuple[str, str]]] = {
     ],
     no_test_sleeps: [
         ("tests/test_a.py", "async def f():\n    await asyncio.sleep(0)"),
-        ("p2ptrain/daemon.py", "async def f():\n    await asyncio.sleep(1)"),
+        ("p2ptrain/daemon/life.py", "async def f():\n    await asyncio.sleep(1)"),
     ],
     modules_say_what_they_are: [(CORE, '"""What it is."""')],
     what_tests_share_lies_in_helpers: [("tests/core/test_a.py", "from tests.helpers.core import x")],

@@ -48,7 +48,7 @@ def the_core_is_seen_through_its_window(path: PurePosixPath, tree: ast.Module) -
 
 
 # Where objects are made and joined: what is set on one there was missing when it was made.
-JOINTS = {"p2ptrain/node/assembly.py", "p2ptrain/launch.py", "p2ptrain/daemon.py"}
+JOINTS = {"p2ptrain/daemon/assembly.py", "p2ptrain/daemon/launch.py", "p2ptrain/daemon/life.py"}
 BEGINS_WITH_AN_EVENT = PurePosixPath("p2ptrain/core/node.py")  # a node is made of what its first event tells
 
 
@@ -102,12 +102,12 @@ RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # wh
     an_object_is_whole_when_it_is_made: (
         [
             ("p2ptrain/node/driver.py", "class A:\n    def __init__(self):\n        self.edges: Edges"),
-            ("p2ptrain/node/assembly.py", "driver.edges = edges"),
-            ("p2ptrain/launch.py", "owner.daemon = http.daemon = daemon"),
+            ("p2ptrain/daemon/assembly.py", "driver.edges = edges"),
+            ("p2ptrain/daemon/launch.py", "owner.daemon = http.daemon = daemon"),
         ],
         [
-            ("p2ptrain/launch.py", "class A:\n    def __init__(self):\n        self.edges: Edges = Edges()"),
-            ("p2ptrain/launch.py", "class A:\n    edges: Edges\nlaunch = replace(launch, http=url)"),
+            ("p2ptrain/daemon/launch.py", "class A:\n    def __init__(self):\n        self.edges: Edges = Edges()"),
+            ("p2ptrain/daemon/launch.py", "class A:\n    edges: Edges\nlaunch = replace(launch, http=url)"),
             ("p2ptrain/node/orders.py", "record.round = number"),
         ],
     ),
@@ -165,7 +165,7 @@ def places_of_the_boundary() -> dict[str, list[str]]:
 
 
 PLACES = {
-    "daemon.py": ["the addresses to remember", "the last addresses to remember", "the node's status"],
+    "daemon/life.py": ["the addresses to remember", "the last addresses to remember", "the node's status"],
     "net/blobs/fetch.py": ["a fetch", "a source"],
     "net/blobs/swarm_fetch.py": ["a source of pieces"],
     "net/connections.py": [

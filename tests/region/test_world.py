@@ -38,8 +38,7 @@ class Writer:
 
 @pytest.fixture
 async def link() -> WorldLink:
-    launch = SimpleNamespace(run=RUN, config=NodeConfig(), identity=SimpleNamespace(key=ME), run_id=bytes(32))
-    made = WorldLink(cast(Any, launch))
+    made = WorldLink(RUN, NodeConfig(), ME)
     parts = dict.fromkeys(("replica", "learner", "capture", "evaluate", "sample"))
     inner = SimpleNamespace(figures=Figures(loss=2.5), complaints=[], **parts)
     made._made = RegionWorker(cast(Any, inner), made._region, lambda moved: None)
@@ -137,7 +136,7 @@ async def test_a_world_node_that_says_nothing_is_given_up(link: WorldLink, monke
     ours, theirs = module.channel.socket.socketpair()
     memory = SimpleNamespace(base=None, moved=None)
     monkeypatch.setattr(module.channel, "spawn_node", lambda *_: (Process(), ours, memory))
-    link._launch.config = NodeConfig.model_validate({"region": {"bootstrap": [at("8.8.8.8")]}})
+    link._config = NodeConfig.model_validate({"region": {"bootstrap": [at("8.8.8.8")]}})
     link._session = None
     with pytest.raises(DataError, match="the world node does not answer"):
         await asyncio.wait_for(link._take_part(cast(Any, None)), 20)

@@ -21,13 +21,13 @@ import pytest
 import structlog
 
 from p2ptrain.core import events as ev
+from p2ptrain.daemon.assembly import TRUST_NAME
 from p2ptrain.data.dataset import TokenDataset, manifest_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.identity import PRIVATE_PREFIX, Identity
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, FileSink
-from p2ptrain.node.assembly import TRUST_NAME
 from p2ptrain.store.mismatches import Mismatches
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
 from tests.helpers.blobs import MemoryBlob, Node

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain import launch
 from p2ptrain.cli.exits import ExitStatus
+from p2ptrain.daemon import launch
 from p2ptrain.errors import DataError, DeviceError, TooLargeError, UnusableError
 from p2ptrain.files import DiskError
 from p2ptrain.identity import Identity
@@ -57,7 +57,7 @@ def test_a_disk_that_cannot_be_read_now_may_be_mended_meanwhile(
     def broken(*_: object, **__: object) -> None:
         raise DiskError(tmp_path, "cannot be read", OSError(5, "Input/output error"))
 
-    monkeypatch.setattr("p2ptrain.node.assembly.Store", broken)
+    monkeypatch.setattr("p2ptrain.daemon.assembly.Store", broken)
     with pytest.raises(DiskError):
         lived(tmp_path / "node", a_dataset(tmp_path / "data"), 2)
 

@@ -55,7 +55,7 @@ def _own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "node"
-    assert [each for each in psutil.Process().children() if "p2ptrain.loop.node_side" in each.cmdline()] == []
+    assert [each for each in psutil.Process().children() if "p2ptrain.daemon.script" in each.cmdline()] == []
 
 
 def started(here: Path, net: nn.Module | None = None, **options: Any) -> Swarm:

@@ -72,7 +72,7 @@ def other_node(node: Daemon) -> dict[str, Any]:
 
 def kill_both(node: Daemon) -> None:
     """Kills a node and its world node, as a power cut does."""
-    (other,) = (each for each in psutil.Process(node.pid).children() if "p2ptrain.loop.node_side" in each.cmdline())
+    (other,) = (each for each in psutil.Process(node.pid).children() if "p2ptrain.daemon.script" in each.cmdline())
     node.signal(signal.SIGSTOP)  # so that it does not see the other end, and start another
     other.kill()
     node.kill()
@@ -123,7 +123,7 @@ def test_a_region_goes_on_without_the_world_and_comes_back_to_it(swarm: Swarm, w
     node.until(lambda: world_of(node)[0] >= 2)
     world.stop()
     for other in psutil.Process(node.pid).children():
-        if "p2ptrain.loop.node_side" in other.cmdline():
+        if "p2ptrain.daemon.script" in other.cmdline():
             other.kill()
     node.until_says("not in the world's run; trying again in 5 s: the world node has ended")
     node.until_applied(node.applied + 3)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
-from p2ptrain.daemon import Daemon, Outputs, end_soon, live, save_last
+from p2ptrain.daemon.assembly import Launch, MakeWorker, open_workshop
+from p2ptrain.daemon.life import Daemon, Outputs, end_soon, live, save_last
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError
 from p2ptrain.identity import Identity
@@ -30,7 +31,6 @@ from p2ptrain.models.kinds import check_base_bytes
 from p2ptrain.models.plugins import allow
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
-from p2ptrain.node.assembly import Launch, MakeWorker, open_workshop
 from p2ptrain.node.begun import begun_here, note_begun
 from p2ptrain.node.consent import takes_part
 from p2ptrain.node.control import Control
@@ -456,7 +456,8 @@ async def _serve(
     """Runs the node until it has left or is stopped."""
     hears = [each.note for each in _trackers(stack, launch)]
     outputs = Outputs(hears=hears) if http is None else Outputs(http.url, http.lines, hears)
-    world = WorldLink(launch) if loop is None and launch.run.world.run else None
+    is_region = loop is None and bool(launch.run.world.run)
+    world = WorldLink(launch.run, launch.config, launch.identity.key) if is_region else None
     make: MakeWorker = loop.worker if loop else world.worker if world else LocalWorker
     daemon = await Daemon.open(stack, launch, outputs, partial(open_workshop, make=make))
     running.set_result(daemon)

@@ -1,6 +1,6 @@
 """The node's side of a script's loop: a process of its own, which the script starts.
 
-    python -m p2ptrain.loop.node_side SOCKET MEMORY
+    python -m p2ptrain.daemon.script SOCKET MEMORY
 
 It is a daemon as any other but for its device. It ends when the script does: whoever holds the other end of the socket
 need not say goodbye. What it logs goes where its standard error does.
@@ -23,7 +23,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from p2ptrain import launch
 from p2ptrain.config import (
     ModelConfig,
     NodeConfig,
@@ -35,7 +34,8 @@ from p2ptrain.config import (
     with_options,
 )
 from p2ptrain.core.complaints import Code
-from p2ptrain.daemon import Daemon
+from p2ptrain.daemon import launch
+from p2ptrain.daemon.life import Daemon
 from p2ptrain.errors import INTERRUPTED, ConfigError, DataError, P2ptrainError
 from p2ptrain.loop.channel import (
     FRAME_BYTES_MAX,

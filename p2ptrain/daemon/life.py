@@ -20,12 +20,12 @@ from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code
+from p2ptrain.daemon.assembly import Assembled, Launch, OpenWorkshop, assemble, open_workshop
 from p2ptrain.errors import INTERRUPTED, ConfigError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.models.sample import SampleRequest, read_request
 from p2ptrain.net import questions
 from p2ptrain.net.connections import topic_of
-from p2ptrain.node.assembly import Assembled, Launch, OpenWorkshop, assemble, open_workshop
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.energy import Energy, meter_of
 from p2ptrain.node.gpu_use import GpuWatch

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from p2ptrain import launch
 from p2ptrain.config import NodeConfig, RunConfig, load_node_config, with_options
+from p2ptrain.daemon import launch
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from p2ptrain.config import DataConfig, RecipeConfig, RunConfig, WorldConfig
+from p2ptrain.daemon.script import ScriptLoop, _run_of
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.loop.channel import Begin, TakeSequences
-from p2ptrain.loop.node_side import ScriptLoop, _run_of
 from p2ptrain.models.kinds import frozen_digest
 
 WEIGHT = (("weight", (3, 4)),)
