@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 from p2ptrain.net.frames import read_message, with_length
-from p2ptrain.net.libp2p.p2pd import RESPONSE_BYTES_MAX, P2pd, pb
+from p2ptrain.net.libp2p.control import RESPONSE_BYTES_MAX, pb
+from p2ptrain.net.libp2p.p2pd import P2pd
 from tests.helpers.flood import junk_vote
 from tests.helpers.p2pd import nodes_in
 
@@ -29,7 +30,7 @@ async def flood(node: P2pd, topic: str, rate: float, seconds: float) -> int:
     for _ in range(DIFFERENT):
         content = pb.PSRequest(type=pb.PSRequest.PUBLISH, topic=topic, data=junk_vote(run_id))
         frames.append(with_length(pb.Request(type=pb.Request.PUBSUB, pubsub=content).SerializeToString()))
-    reader, writer = await node._control._open()
+    reader, writer = await node.control.opened(pb.Request.IDENTIFY)
     taken = 0
 
     async def count() -> None:

@@ -24,10 +24,10 @@ from p2ptrain.net import questions
 from p2ptrain.net.blobs import server as blobs
 from p2ptrain.net.connections import Connections
 from p2ptrain.net.frames import FrameStream, length_at, read_length, with_length
+from p2ptrain.net.libp2p.control import P2pdControl, in_bytes, read_opening
 from p2ptrain.net.libp2p.dht import Storage
 from p2ptrain.net.libp2p.dht_protocol import DHTID, BoundedProtocol, DecodeError, PeerID, dht_pb2, place_of
 from p2ptrain.net.libp2p.dht_records import sign_record, why_invalid
-from p2ptrain.net.libp2p.p2pd import _Control, _raw, _read_opening, subscription_of
 from p2ptrain.net.libp2p.pubsub import TopicQueue
 from p2ptrain.net.libp2p.unary import UnaryCalls, pb
 from p2ptrain.net.mail import Deliver, HistoryBegins, HistoryPart, HistoryQuery, MessageQuery, decode_frame
@@ -127,12 +127,12 @@ async def _lengths(data: bytes) -> int:
 
 async def _p2pd_said(data: bytes) -> None:
     """Has p2pd give this answer to each request."""
-    control = _Control(None, Bare())
 
-    async def opened() -> tuple[asyncio.StreamReader, Quiet]:
-        return fed(with_length(data)), Quiet()
+    class Says:
+        async def connect(self) -> tuple[asyncio.StreamReader, Quiet]:
+            return fed(with_length(data)), Quiet()
 
-    control._open = opened
+    control = P2pdControl(Says())
     await control.identify()
     for peer, addresses in await control.peers():
         assert isinstance(peer, bytes)
@@ -152,7 +152,7 @@ def p2pd_answers() -> list[bytes]:
 
 
 async def _opening(data: bytes) -> object:
-    peer, protocol = await _read_opening(fed(with_length(data)))
+    peer, protocol = await read_opening(fed(with_length(data)))
     assert isinstance(protocol, str)
     return peer
 
@@ -160,7 +160,7 @@ async def _opening(data: bytes) -> object:
 async def _subscribed(data: bytes) -> int:
     """Hands the bytes of a subscription over in two parts."""
     queue = TopicQueue("t", ME.key, lambda *each: None, everyone, Counter(), Bare())
-    subscription = subscription_of(queue, Bare())
+    subscription = queue.subscription()
     subscription.connection_made(Quiet())
     half = len(data) // 2
     for part in (data[:half], data[half:]):
@@ -180,7 +180,7 @@ def subscriptions() -> list[bytes]:
 
 async def _called(data: bytes) -> None:
     """Takes a message of the connection that carries the DHT's requests and answers."""
-    calls = UnaryCalls(asyncio.StreamReader(), Quiet(), Bare(), _is_connected)
+    calls = UnaryCalls(asyncio.StreamReader(), Quiet(), P2pdControl(None), Bare())
     calls._answers = defaultdict(lambda: lambda peer, request: request)
     calls._waiting = {b"c" * 16: asyncio.get_running_loop().create_future()}
     calls._take(pb.PersistentConnectionResponse.FromString(data))
@@ -220,9 +220,6 @@ class _SaysThis:
 
     async def call(self, peer_id: bytes, name: str, request: bytes, seconds: float) -> bytes:
         return self.answer
-
-
-async def _is_connected(peer_id: bytes) -> None: ...
 
 
 def dht_node(calls: _SaysThis) -> Any:
@@ -280,7 +277,7 @@ def _address(data: bytes) -> bytes:
     address = data.decode(errors="surrogateescape")
     peer, route = multiaddrs.split(address)
     multiaddrs.endpoint_of(address)
-    _raw(route)
+    in_bytes(route)
     return multiaddrs.join(route, peer).encode()
 
 

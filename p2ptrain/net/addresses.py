@@ -169,9 +169,9 @@ def address_range(address: str) -> str:
     return str(ipaddress.ip_network((host, 16 if host.version == 4 else 32), strict=False))
 
 
-def reason(text: str) -> str:
-    """Shortens p2pd's message about a failure."""
-    text = " ".join(text.split())
+def reason(told: str | bytes) -> str:
+    """Shortens p2pd's message about a failure, which may quote a peer: protobuf gives the bytes if it is not UTF-8."""
+    text = " ".join((told if isinstance(told, str) else told.decode(errors="replace")).split())
     if "remote key matches" in text:
         return f"another peer answers there, {text.rpartition('remote key matches ')[2].split(' ')[0].rstrip(']')}"
     for sign, meaning in {

@@ -34,7 +34,7 @@ class Stranger:
 @asynccontextmanager
 async def stranger_of(node: P2pd, target: bytes) -> AsyncIterator[Stranger]:
     """Speaks through the p2pd of this node, which has to be connected to the target."""
-    calls = await _Unbounded.start(node._sockets.control, node.boundary, node._control.refuse_unconnected)
+    calls = await _Unbounded.start(node.control, node.boundary)
     try:
         yield Stranger(calls, target)
     finally:

@@ -23,7 +23,8 @@ from p2ptrain.identity import Identity, RunSigner, id_bytes_of
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.frames import with_length
-from p2ptrain.net.libp2p.p2pd import P2pd, pb, subscription_of
+from p2ptrain.net.libp2p.control import pb
+from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.libp2p.pubsub import TopicQueue
 from p2ptrain.net.mail import Deliver, Mail
 from p2ptrain.net.mailbox import Mailboxes
@@ -76,9 +77,7 @@ class Subscribed:
     async def begin(self) -> asyncio.Task[None]:
         queue = TopicQueue("topic", bytes(32), self._hear, {MEMBER: 0}.__contains__, self.counters, Boundary())
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_unix_connection(
-            lambda: subscription_of(queue, Boundary()), sock=self._ours
-        )
+        self._transport, _ = await loop.create_unix_connection(queue.subscription, sock=self._ours)
         self.p2pd.sendall(with_length(pb.Response(type=pb.Response.OK).SerializeToString()))
         await asyncio.wait_for(queue.is_subscribed.wait(), SECONDS)
         return asyncio.create_task(queue.deliver())

@@ -22,7 +22,7 @@ import pytest
 
 from p2ptrain.identity import Identity
 from p2ptrain.net import frames
-from p2ptrain.net.libp2p import p2pd, supervisor
+from p2ptrain.net.libp2p import control, p2pd, supervisor
 from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.transport import Stream, TransportError
 from tests.helpers.p2pd import SECONDS, Heard, Make, connected, echo, echoed, nodes_in, until
@@ -169,7 +169,7 @@ async def test_a_p2pd_that_hangs_is_ended_and_started_again(
     for node in nodes:
         await node.serve("/echo/1", echo)
     with monkeypatch.context() as patch:
-        patch.setattr(p2pd, "CONTROL_SECONDS", 0)  # plus one second
+        patch.setattr(control, "CONTROL_SECONDS", 0)  # plus one second
         os.kill(nodes[1]._supervisor.process.pid, signal.SIGSTOP)
         await until(lambda: "to restart it: no answer to 3 requests in a row; the last: no answer" in caplog.text)
     await until(lambda: nodes[1].counters()["p2pd restarts"] == 1)

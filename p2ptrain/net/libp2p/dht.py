@@ -11,16 +11,16 @@ import logging
 import random
 import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
 from p2ptrain.identity import Identity, id_bytes_of
 from p2ptrain.net.boundary import Boundary
+from p2ptrain.net.libp2p.control import P2pdControl
 from p2ptrain.net.libp2p.dht_protocol import BoundedProtocol
 from p2ptrain.net.libp2p.dht_records import Validator, sign_record, strip_record
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
-from p2ptrain.net.libp2p.unary import RefuseUnconnected, UnaryCalls
+from p2ptrain.net.libp2p.unary import UnaryCalls
 
 with parts_of_hivemind():
     from hivemind.dht.node import DHTNode
@@ -99,15 +99,14 @@ class Dht:
     @classmethod
     async def start(
         cls,
-        control: Path,
+        control: P2pdControl,
         me: bytes,
         validator: RecordValidator,
         storage: Storage,
         counters: Counter[str],
         boundary: Boundary,
-        refuse_unconnected: RefuseUnconnected,
     ) -> Self:
-        calls = await UnaryCalls.start(control, boundary, refuse_unconnected)
+        calls = await UnaryCalls.start(control, boundary)
         protocol = BoundedProtocol(calls, me, validator, storage, Storage(keys_max=0), counters, boundary)
         node = await DHTNode.create(
             p2p=SimpleNamespace(peer_id=PeerID(id_bytes_of(me))),

@@ -1,10 +1,5 @@
 """The `Transport` over go-libp2p: p2pd in a process of its own, with hivemind's DHT node on top (dht.py).
 
-A request to p2pd takes a short connection to its control socket: a protobuf each way, preceded by its length. Some
-connections stay open. The guardian is a persistent one that carries nothing: p2pd ends when the last persistent one
-closes, so p2pd ends with us, and hivemind's DHT may close its own. A subscription is a connection on which p2pd sends
-messages (subscription.py). A stream is one that belongs to the two peers after its first message.
-
 When p2pd dies, hangs, or loses its sockets or its relay, it is restarted with the same identity on the same ports, and
 its protocols, topics and connections are set up again. Requests wait for it, but not for long.
 
@@ -18,8 +13,8 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Collection
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,27 +22,24 @@ from p2ptrain.config.node import NetworkConfig
 from p2ptrain.identity import Identity, id_bytes_of, peer_id_of
 from p2ptrain.net import addresses as multiaddrs
 from p2ptrain.net.boundary import Boundary
-from p2ptrain.net.frames import BUFFER_BYTES, FrameStream, read_message, write_message
+from p2ptrain.net.frames import FrameStream
 from p2ptrain.net.libp2p.autorelay import RelayLoss, relays_to_use
+from p2ptrain.net.libp2p.control import TAG_WEIGHT, P2pdControl, read_opening
 from p2ptrain.net.libp2p.dht import STORED_KEYS_MAX, Dht, RecordValidator, Storage
 from p2ptrain.net.libp2p.dht_records import ANNOUNCE_SECONDS_MAX, VALUE_BYTES_MAX
 from p2ptrain.net.libp2p.process import Ports, Process, make_arguments
-from p2ptrain.net.libp2p.pubsub import Gossip, TopicQueue
+from p2ptrain.net.libp2p.pubsub import Gossip
 from p2ptrain.net.libp2p.reconnect import Routes
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.libp2p.sockets import Sockets
 from p2ptrain.net.libp2p.streams import Streams
-from p2ptrain.net.libp2p.subscription import Subscription
 from p2ptrain.net.libp2p.supervisor import Supervisor
 from p2ptrain.net.tasks import BACKOFF_SECONDS, OnCrash, Tasks, report_crash
 from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Handler, Hear, IsAdmitted, TransportError, everyone
 
 with parts_of_hivemind():
     from hivemind.dht.routing import DHTID
-    from hivemind.proto import p2pd_pb2 as pb
     from hivemind.utils.logging import use_hivemind_log_handler
-    from hivemind.utils.multiaddr import Multiaddr
-    from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 use_hivemind_log_handler("nowhere")  # hivemind then logs through our handlers
 logging.getLogger("hivemind").setLevel(logging.WARNING)
@@ -55,165 +47,8 @@ logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level f
 
 logger = logging.getLogger("p2ptrain.net")
 
-CONTROL_SECONDS = 15  # for p2pd to answer or to reach a peer
-RESPONSE_BYTES_MAX = 2**22  # from p2pd, which we trust: a list of 512 connections takes 50 KB
 FOUND_MAX = 256  # announcements returned by one search
 SEARCH_SECONDS = 20.0
-TAG, TAG_WEIGHT = "p2ptrain", 1_000  # the tags of gossipsub and the DHT weigh less than 100
-
-
-class _RefusedError(TransportError):
-    """p2pd answered with an error."""
-
-
-class _Control:
-    """Requests to p2pd, each on a connection of its own."""
-
-    def __init__(self, sockets: Sockets, boundary: Boundary) -> None:
-        self._sockets, self._boundary = sockets, boundary
-
-    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        try:
-            return await asyncio.open_unix_connection(self._sockets.control, limit=BUFFER_BYTES)
-        except OSError as error:
-            raise TransportError(f"p2pd is gone: {error}") from error
-
-    async def _ask_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Any) -> Any:
-        try:
-            async with asyncio.timeout(CONTROL_SECONDS + 1):  # p2pd itself is told to give up a second earlier
-                await write_message(writer, request.SerializeToString())
-                response = pb.Response.FromString(await read_message(reader, RESPONSE_BYTES_MAX))
-        except TimeoutError as error:
-            raise TransportError("no answer") from error
-        if response.type == pb.Response.ERROR:
-            raise _RefusedError(multiaddrs.reason(_text(response.error.msg)))
-        return response
-
-    async def _ask(self, kind: int, **content: Any) -> Any:
-        reader, writer = await self._open()
-        try:
-            return await self._ask_on(reader, writer, pb.Request(type=kind, **content))
-        finally:
-            writer.transport.abort()
-
-    @asynccontextmanager
-    async def guardian(self) -> AsyncIterator[None]:
-        """Keeps p2pd alive: it ends when its last connection of this kind closes."""
-        reader, writer = await self._open()
-        try:
-            await self._ask_on(reader, writer, pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE))
-            yield
-        finally:
-            writer.transport.abort()
-
-    async def identify(self) -> tuple[bytes, list[str]]:
-        found = (await self._ask(pb.Request.IDENTIFY)).identify
-        return found.id, _texts(found.addrs)
-
-    async def connect(self, peer: bytes, route: str) -> None:
-        content = pb.ConnectRequest(peer=id_bytes_of(peer), addrs=[_raw(route)], timeout=CONTROL_SECONDS)
-        await self._ask(pb.Request.CONNECT, connect=content)
-
-    async def disconnect(self, peer: bytes) -> None:
-        await self._ask(pb.Request.DISCONNECT, disconnect=pb.DisconnectRequest(peer=id_bytes_of(peer)))
-
-    async def tag(self, peer: bytes, weight: int) -> None:
-        """Sets a peer's weight, which decides whose connections are pruned first; 0 removes ours."""
-        kind = pb.ConnManagerRequest.TAG_PEER if weight else pb.ConnManagerRequest.UNTAG_PEER
-        content = pb.ConnManagerRequest(type=kind, peer=id_bytes_of(peer), tag=TAG, weight=weight)
-        await self._ask(pb.Request.CONNMANAGER, connManager=content)
-
-    async def peers(self) -> list[tuple[bytes, list[str]]]:
-        """Returns one entry per connection."""
-        return [(each.id, _texts(each.addrs)) for each in (await self._ask(pb.Request.LIST_PEERS)).peers]
-
-    async def refuse_unconnected(self, peer_id: bytes) -> None:
-        """Raises TransportError if a peer is not connected: p2pd would dial it, at any address that it once told."""
-        if not any(each.id == peer_id for each in (await self._ask(pb.Request.LIST_PEERS)).peers):
-            raise TransportError("it is not connected")
-
-    async def publish(self, topic: str, data: bytes) -> None:
-        content = pb.PSRequest(type=pb.PSRequest.PUBLISH, topic=topic, data=data)
-        await self._ask(pb.Request.PUBSUB, pubsub=content)
-
-    async def listen(self, queue: TopicQueue) -> None:
-        """Fills a topic's queue until p2pd hangs up."""
-        loop = asyncio.get_running_loop()
-        subscription = subscription_of(queue, self._boundary)
-        try:
-            await loop.create_unix_connection(lambda: subscription, str(self._sockets.control))
-        except OSError as error:
-            raise TransportError(f"p2pd is gone: {error}") from error
-        try:
-            raise TransportError(await subscription.ended)
-        finally:
-            queue.is_subscribed.clear()
-            subscription.abort()
-
-    async def open_stream(self, peer: bytes, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        content = pb.StreamOpenRequest(peer=id_bytes_of(peer), proto=[protocol], timeout=CONTROL_SECONDS)
-        reader, writer = await self._open()
-        is_open = False
-        try:
-            await self.refuse_unconnected(content.peer)
-            await self._ask_on(reader, writer, pb.Request(type=pb.Request.STREAM_OPEN, streamOpen=content))
-            is_open = True
-        finally:
-            if not is_open:
-                writer.transport.abort()
-        return reader, writer
-
-    async def bring_streams(self, protocol: str) -> None:
-        """Makes p2pd connect to our socket for each stream that a peer opens for this protocol."""
-        ours = _raw(f"/unix{self._sockets.streams}")
-        content = pb.StreamHandlerRequest(addr=ours, proto=[protocol], balanced=False)
-        await self._ask(pb.Request.STREAM_HANDLER, streamHandler=content)
-
-
-def subscription_of(queue: TopicQueue, boundary: Boundary) -> Subscription:
-    """Returns the subscription that fills a topic's queue."""
-
-    def answered(answer: bytes) -> None:
-        response = pb.Response.FromString(answer)
-        if response.type == pb.Response.ERROR:
-            raise TransportError(f"p2pd refused the subscription: {multiaddrs.reason(_text(response.error.msg))}")
-        queue.is_subscribed.set()
-
-    def put(publisher: bytes, message: bytes) -> None:
-        queue.put(publisher, pb.PSMessage.FromString(message).data)
-
-    content = pb.PSRequest(type=pb.PSRequest.SUBSCRIBE, topic=queue.topic)
-    request = pb.Request(type=pb.Request.PUBSUB, pubsub=content).SerializeToString()
-    return Subscription(request, answered, queue.hears, put, queue.counters, boundary)
-
-
-async def _read_opening(reader: asyncio.StreamReader) -> tuple[bytes, str]:
-    """Reads what p2pd sends first on an incoming stream: the peer's id and the protocol."""
-    info = pb.StreamInfo.FromString(await read_message(reader, RESPONSE_BYTES_MAX))
-    return info.peer, _text(info.proto)
-
-
-def _text(told: str | bytes) -> str:
-    """Returns a string of p2pd's, which quotes peers: protobuf gives the bytes of one that is not UTF-8."""
-    return told.decode(errors="replace") if isinstance(told, bytes) else told
-
-
-def _raw(route: str) -> bytes:
-    try:
-        return Multiaddr(route).to_bytes()  # type: ignore[no-any-return]  # hivemind has no types
-    except MultiaddrError as error:
-        raise TransportError(f"not an address: {error}") from error
-
-
-def _texts(raw: Iterable[bytes]) -> list[str]:
-    """Returns addresses as text, without the kinds that hivemind does not know."""
-    found = []
-    for each in raw:
-        try:
-            found.append(str(Multiaddr(each)))
-        except (MultiaddrError, ValueError, LookupError, TypeError, OverflowError) as error:
-            logger.debug("an address of an unknown kind: %s", error)
-    return found
 
 
 class P2pd:
@@ -229,18 +64,18 @@ class P2pd:
         self._validator, self._storage = RecordValidator(identity, self._counters), Storage(STORED_KEYS_MAX)
         self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the second set ends with this p2pd
         self.boundary = Boundary(self.range_of, self._is_admitted)
-        self._streams = Streams(self._counters, self._tasks, _read_opening, self.boundary)
+        self._streams = Streams(self._counters, self._tasks, read_opening, self.boundary)
         self._sockets = Sockets(directory, self._streams.accept)
-        self._control = _Control(self._sockets, self.boundary)
+        self.control = P2pdControl(self._sockets)
         self._registered: set[str] = set()  # protocols that this p2pd forwards to us
         self._registering = asyncio.Lock()
-        self._gossip = Gossip(self.me, self._control, self._counters, self.boundary)
+        self._gossip = Gossip(self.me, self.control, self._counters, self.boundary)
         self._routes: list[str] = []  # routes to us
         relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
         self._relay_loss = RelayLoss(relays)
         self._kept: set[bytes] = set()
         self._supervisor = Supervisor(self._launch, self._counters, self.boundary)
-        self._peers = Routes(self.me, self._control, self._meet, self._supervisor.up, self._tasks, self.boundary)
+        self._peers = Routes(self.me, self.control, self._meet, self._supervisor.up, self._tasks, self.boundary)
         self._closing = AsyncExitStack()
         self._dht: Dht | None = None
 
@@ -282,7 +117,7 @@ class P2pd:
         )
         stack.push_async_callback(process.stop)
         stack.push_async_callback(self._leave)
-        await stack.enter_async_context(self._control.guardian())
+        await stack.enter_async_context(self.control.guardian())
         if (found := await self._identify()) != id_bytes_of(self.me):
             raise TransportError(f"p2pd reports the id {found.hex()}, not {peer_id_of(self.me)}")
         self._dht = await self._start_dht()
@@ -305,15 +140,8 @@ class P2pd:
             await dht.stop()
 
     async def _start_dht(self) -> Dht:
-        return await Dht.start(
-            self._sockets.control,
-            self.me,
-            self._validator,
-            self._storage,
-            self._counters,
-            self.boundary,
-            self._control.refuse_unconnected,
-        )
+        parts = self._validator, self._storage, self._counters, self.boundary
+        return await Dht.start(self.control, self.me, *parts)
 
     def _is_admitted(self, peer: bytes) -> bool:
         return self._streams.is_admitted(peer)
@@ -351,7 +179,7 @@ class P2pd:
             await self._dht.meet(peer)
 
     async def _identify(self) -> bytes:
-        found, self._routes = await self._control.identify()
+        found, self._routes = await self.control.identify()
         return found
 
     async def close(self) -> None:
@@ -389,11 +217,11 @@ class P2pd:
     async def keep(self, peers: Collection[bytes]) -> None:
         await self._supervisor.up()
         for peer in self._kept - set(peers):
-            await self._control.tag(peer, 0)
+            await self.control.tag(peer, 0)
             self._kept.discard(peer)
         for peer in peers:  # also those tagged before: p2pd forgets a tag with the connection
             self._kept.add(peer)
-            await self._control.tag(peer, TAG_WEIGHT)
+            await self.control.tag(peer, TAG_WEIGHT)
 
     # -------------------------------------------------------------------------------------------------
     # Traffic
@@ -430,13 +258,13 @@ class P2pd:
     async def _register(self, protocol: str) -> None:
         async with self._registering:
             if protocol not in self._registered:
-                await self._control.bring_streams(protocol)
+                await self.control.bring_streams(protocol)
                 self._registered.add(protocol)
 
     async def open(self, peer: bytes, protocol: str) -> FrameStream:
         await self._supervisor.up()
         try:
-            reader, writer = await self._control.open_stream(peer, protocol)
+            reader, writer = await self.control.open_stream(peer, protocol)
         except TransportError as error:
             raise TransportError(f"cannot open a {protocol} stream to {peer_id_of(peer)}: {error}") from error
         return self._streams.add(peer, protocol, reader, writer)

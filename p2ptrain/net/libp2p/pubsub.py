@@ -9,11 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from typing import Protocol
 
 from p2ptrain.net.boundary import Boundary
+from p2ptrain.net.libp2p.control import P2pdControl, response_in
+from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
+from p2ptrain.net.libp2p.subscription import Subscription
 from p2ptrain.net.tasks import BACKOFF_SECONDS, Tasks
 from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Hear, IsAdmitted, TransportError
+
+with parts_of_hivemind():
+    from hivemind.proto import p2pd_pb2 as pb
 
 MESSAGES_MAX = 1_024  # queued in a topic: one round's, four for each of 256 seats
 QUEUED_BYTES_MAX = 2**26  # in a topic: 64 messages of the largest size
@@ -36,7 +41,20 @@ class TopicQueue:
         self._queued_bytes = 0
         self._is_filled = asyncio.Event()
 
-    def hears(self, publisher: bytes) -> bool:
+    def subscription(self) -> Subscription:
+        """Returns the subscription that fills this queue."""
+        content = pb.PSRequest(type=pb.PSRequest.SUBSCRIBE, topic=self.topic)
+        request = pb.Request(type=pb.Request.PUBSUB, pubsub=content).SerializeToString()
+        return Subscription(request, self._answered, self._hears, self._take, self.counters, self._boundary)
+
+    def _answered(self, answer: bytes) -> None:
+        response_in(answer)
+        self.is_subscribed.set()
+
+    def _take(self, publisher: bytes, message: bytes) -> None:
+        self.put(publisher, pb.PSMessage.FromString(message).data)
+
+    def _hears(self, publisher: bytes) -> bool:
         """Whether messages of this publisher are delivered. Our own come back to us, and are not."""
         return publisher == self._me or self._is_heard(publisher)
 
@@ -67,17 +85,10 @@ class TopicQueue:
             self._is_filled.clear()
 
 
-class Publisher(Protocol):
-    """The requests to p2pd about topics."""
-
-    async def publish(self, topic: str, data: bytes) -> None: ...
-    async def listen(self, queue: TopicQueue) -> None: ...
-
-
 class Gossip:
     """All topics that a node is subscribed to."""
 
-    def __init__(self, me: bytes, control: Publisher, counters: Counter[str], boundary: Boundary) -> None:
+    def __init__(self, me: bytes, control: P2pdControl, counters: Counter[str], boundary: Boundary) -> None:
         self._me, self._control, self._counters, self._boundary = me, control, counters, boundary
         self._queues: dict[str, TopicQueue] = {}
         self._listening: dict[str, asyncio.Task[None]] = {}
@@ -124,9 +135,11 @@ class Gossip:
         while True:
             with self._boundary.contain("a subscription"):
                 try:
-                    await self._control.listen(queue)
+                    await self._control.listen(queue.subscription())
                 except TransportError as error:
                     logger.debug("the subscription to %s broke: %s", queue.topic, error)
+                finally:
+                    queue.is_subscribed.clear()
             await asyncio.sleep(BACKOFF_SECONDS)
 
     async def publish(self, topic: str, data: bytes) -> None:

@@ -7,11 +7,11 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol
 
 from p2ptrain.identity import PeerIdError, key_of_bytes
 from p2ptrain.net import addresses as multiaddrs
 from p2ptrain.net.boundary import Boundary
+from p2ptrain.net.libp2p.control import P2pdControl
 from p2ptrain.net.tasks import Tasks, pauses
 from p2ptrain.net.transport import TransportError
 
@@ -23,21 +23,13 @@ RECONNECTS_MAX = 4  # tries per peer after a restart; peers that know us try too
 logger = logging.getLogger("p2ptrain.net")
 
 
-class Connector(Protocol):
-    """The requests to p2pd about connections."""
-
-    async def connect(self, peer: bytes, route: str) -> None: ...
-    async def disconnect(self, peer: bytes) -> None: ...
-    async def peers(self) -> list[tuple[bytes, list[str]]]: ...
-
-
 class Routes:
     """The routes to peers: connects, reconnects, and introduces peers to the DHT."""
 
     def __init__(
         self,
         me: bytes,
-        control: Connector,
+        control: P2pdControl,
         meet: Callable[[bytes], Awaitable[None]],
         up: Callable[[], Awaitable[None]],
         tasks: Tasks,

@@ -56,6 +56,13 @@ class Sockets:
         except OSError as error:
             raise TransportError(f"cannot open sockets in {self.directory}: {error.strerror or error}") from error
 
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connects to p2pd."""
+        try:
+            return await asyncio.open_unix_connection(self.control, limit=BUFFER_BYTES)
+        except OSError as error:
+            raise TransportError(f"p2pd is gone: {error}") from error
+
     async def _serve(self) -> None:
         if self._server is not None:
             self._server.close()

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.boundary import Boundary
-from p2ptrain.net.frames import BUFFER_BYTES, read_bytes, read_length, read_message, with_length, write_message
+from p2ptrain.net.frames import BUFFER_BYTES, read_bytes, read_length, with_length
+from p2ptrain.net.libp2p.control import P2pdControl
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.transport import TransportError
 
@@ -31,7 +31,6 @@ CALL_ID_START = bytes([0x0A, CALL_ID_BYTES])  # in protobuf: field 1, 16 bytes
 DISCARD_BYTES = 2**16  # read and thrown away at a time
 
 Answer: TypeAlias = Callable[[bytes, bytes], bytes]  # gets the peer's id and its request
-RefuseUnconnected: TypeAlias = Callable[[bytes], Awaitable[None]]  # TransportError for an id that is not connected
 logger = logging.getLogger("p2ptrain.net")
 
 
@@ -42,34 +41,19 @@ class UnaryCalls:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        control: P2pdControl,
         boundary: Boundary,
-        refuse_unconnected: RefuseUnconnected,
     ) -> None:
-        self._reader, self._writer, self._boundary = reader, writer, boundary
-        self._refuse_unconnected = refuse_unconnected
+        self._reader, self._writer, self._control, self._boundary = reader, writer, control, boundary
         self._answers: dict[str, Answer] = {}
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}  # by call id
         self._is_closed = False
         self.reading = asyncio.create_task(self._read())  # answers come only while this runs
 
     @classmethod
-    async def start(cls, control: Path, boundary: Boundary, refuse_unconnected: RefuseUnconnected) -> Self:
+    async def start(cls, control: P2pdControl, boundary: Boundary) -> Self:
         """Connects to p2pd."""
-        try:
-            reader, writer = await asyncio.open_unix_connection(control, limit=BUFFER_BYTES)
-        except OSError as error:
-            raise TransportError(f"p2pd is gone: {error}") from error
-        is_up = False
-        try:
-            await write_message(writer, pb.Request(type=pb.Request.PERSISTENT_CONN_UPGRADE).SerializeToString())
-            response = pb.Response.FromString(await read_message(reader, UNARY_BYTES_MAX))
-            if response.type == pb.Response.ERROR:
-                raise TransportError("p2pd takes no calls")
-            is_up = True
-        finally:
-            if not is_up:
-                writer.transport.abort()
-        return cls(reader, writer, boundary, refuse_unconnected)
+        return cls(*await control.opened(pb.Request.PERSISTENT_CONN_UPGRADE), control, boundary)
 
     async def serve(self, name: str, answer: Answer) -> None:
         """Takes the calls of peers to this name. `answer` may raise RemoteProtocolError or TransportError."""
@@ -80,7 +64,7 @@ class UnaryCalls:
         """Returns a peer's answer. TransportError if there is none, or the peer refuses."""
         try:
             async with asyncio.timeout(seconds):
-                await self._refuse_unconnected(peer_id)
+                await self._control.refuse_unconnected(peer_id)
                 return await self._ask(callUnary=pb.CallUnaryRequest(peer=peer_id, proto=name, data=request))
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:.0f} s") from error
