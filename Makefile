@@ -106,7 +106,7 @@ $(FOREIGN)/.installed: tests/other_libp2p.txt
 	$(FOREIGN)/bin/pip install --quiet --require-hashes -r $<
 	touch $@
 
-test-foreign: setup $(FOREIGN)/.installed ## real daemons and a hostile libp2p host of another make: py-libp2p, in out/other-libp2p
+test-foreign: setup $(FOREIGN)/.installed ## real daemons and another, hostile implementation of libp2p: py-libp2p, in out/other-libp2p
 	OTHER_LIBP2P=$(FOREIGN) $(VENV)/bin/pytest tests/hostile -m foreign -rs --no-skips-of=foreign
 
 gpu: ## every figure of a GPU in out/gpu.json, in nine minutes (SMALL=1: tiny, on a CPU; ONLY=steps; JSON=file)

@@ -50,7 +50,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.fetcher = Fetcher(self.transport, RUN, download=TokenBucket(0), blame=_nobody)
-        self.server = Server(self.transport, RUN, self, upload=TokenBucket(0), blame=_nobody, is_admitted=everyone)
+        self.server = Server(self.transport, RUN, self.find, upload=TokenBucket(0), blame=_nobody, is_admitted=everyone)
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
         return self.blobs.get(name) or self.fetcher.in_progress(name)

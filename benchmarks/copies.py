@@ -76,7 +76,7 @@ class Node:
         self.persistence = Persistence(self.store, states, 1_000, 1_000, needed=lambda: ())
         library = ServedBlobs(run, self.store, states, data, fetcher)
         self.server = Server(
-            self.transport, run_id, library, upload=free, blame=lambda *each: None, is_admitted=everyone
+            self.transport, run_id, library.find, upload=free, blame=lambda *each: None, is_admitted=everyone
         )
         nobody: Any = SimpleNamespace(linked={}, members=())
         where = place / "fetching"

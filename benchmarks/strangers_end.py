@@ -1,4 +1,4 @@
-"""Strangers of another make of libp2p that end real daemons: how many seconds until the first of three has ended?
+"""Strangers of another implementation of libp2p that end daemons: how many seconds until the first of three has ended?
 
     OMP_NUM_THREADS=1 python -m benchmarks.strangers_end [--only NAME] [--seconds 330] [--json FILE]
     OMP_NUM_THREADS=1 python -m benchmarks.strangers_end --dials [--minutes 10] [--json FILE]

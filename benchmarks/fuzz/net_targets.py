@@ -28,7 +28,7 @@ from p2ptrain.net.libp2p.control import P2pdControl, in_bytes, read_opening
 from p2ptrain.net.libp2p.dht import Storage
 from p2ptrain.net.libp2p.dht_protocol import DHTID, BoundedProtocol, DecodeError, PeerID, dht_pb2, place_of
 from p2ptrain.net.libp2p.dht_records import sign_record, why_invalid
-from p2ptrain.net.libp2p.pubsub import TopicQueue
+from p2ptrain.net.libp2p.subscription import Subscription, TopicQueue
 from p2ptrain.net.libp2p.unary import UnaryCalls, pb
 from p2ptrain.net.mail import Deliver, HistoryBegins, HistoryPart, HistoryQuery, MessageQuery, decode_frame
 from p2ptrain.net.transport import TransportError, everyone
@@ -160,7 +160,7 @@ async def _opening(data: bytes) -> object:
 async def _subscribed(data: bytes) -> int:
     """Hands the bytes of a subscription over in two parts."""
     queue = TopicQueue("t", ME.key, lambda *each: None, everyone, Counter(), Bare())
-    subscription = queue.subscription()
+    subscription = Subscription(queue)
     subscription.connection_made(Quiet())
     half = len(data) // 2
     for part in (data[:half], data[half:]):
@@ -378,11 +378,13 @@ def net_targets(stack: ExitStack) -> list[Target]:
     served = site(token=b"0123456789abcdef")
     node, http = loop.run_until_complete(begun())
     stack.callback(lambda: loop.run_until_complete(served.__aexit__(None, None, None)))
-    node._met(PEER_ID, place_of(PEER_ID).to_bytes())
 
     async def found(data: bytes) -> object:
         says.answer = data
-        return await node._find(PeerID(PEER_ID), KEY)
+        node._met(PEER_ID, place_of(PEER_ID).to_bytes())
+        if (answer := await node.call_find(PeerID(PEER_ID), [KEY])) is None:
+            raise RemoteProtocolError("not a valid answer")
+        return answer
 
     async def asked_to_store(data: bytes) -> object:  # the storage is empty each time
         node.storage = Storage(64)

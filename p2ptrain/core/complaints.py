@@ -147,12 +147,12 @@ MEANINGS: dict[Code, Meaning] = {
         "within its memory limit again",
     ),
     Code.EXCHANGE_FAULT: Meaning(
-        "warning", False, "an exchange with a peer failed in a way that is a fault of p2ptrain: please report "
+        "warning", False, "an exchange with a peer failed in a way that is a bug of p2ptrain: please report "
         "({count} since the start, {of_whom} with {whom} ({range}), the last one's peer; that was {error} in {place})",
-        "p2ptrain has a fault",
+        "p2ptrain has a bug",
         "A peer sent or did something that p2ptrain does not handle. That exchange was ended, and the node goes on. "
         "The log has the traceback: please report it.",
-        "no more exchanges failed by a fault of p2ptrain",
+        "no more exchanges failed by a bug of p2ptrain",
     ),
     Code.UNTRUSTED: Meaning(
         "warning", True, "untrusted: waiting for a history with head {head}; {others} of {peers} peers have others. "

@@ -200,7 +200,7 @@ async def _connect(
         await persistence.remember(config.network.bootstrap, ())
     fetcher = Fetcher(transport, run_id, download=download, blame=intake.blame)
     served_blobs = ServedBlobs(run, store, states, launch.data, fetcher, launch.base)
-    server = Server(transport, run_id, served_blobs, upload=upload, blame=intake.blame, is_admitted=view.is_in)
+    server = Server(transport, run_id, served_blobs.find, upload=upload, blame=intake.blame, is_admitted=view.is_in)
     place = store.directory / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, launch.data, states, place, intake.blame)
     return Edges(

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import re
 import signal
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ PLACEHOLDER_OTHERWISE = "\ue000" * 9  # for a text that has all of them
 FILE_BYTES_MAX = 16 * 2**20  # a guess: a template has some 10 KB, a tokenizer_config.json a few MB at most
 MESSAGES_MAX = 1_000  # the whole chat is written again for each answer; a thousand take seconds
 TEXT_MAX = 2**26  # characters of a written chat: four times the longest line
-END_SECONDS = 1.0  # for the process to end by itself
 WHY_MAX = 300  # characters kept of a template's error
 # A template may raise these besides Jinja's own errors, given a chat that its author did not think of.
 FAILURES = ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
@@ -55,7 +53,7 @@ class _Source:
 
 
 class ChatTemplate:
-    """Writes chats as text, in a process of its own, which ends with this object."""
+    """Writes chats as text, in a process of its own, which ends as this object goes: its end of the pipe closes."""
 
     def __init__(self, text: str, names: Mapping[str, str], tokens: Mapping[str, bool], source: str) -> None:
         """names: tokens by the names that templates use, such as bos_token; tokens: all that the tokenizer has added to
@@ -65,10 +63,8 @@ class ChatTemplate:
         spawn = multiprocessing.get_context("spawn")
         self._line, others = spawn.Pipe()
         made = others, text, dict(names), dict(tokens), source
-        process = spawn.Process(target=_write_chats, args=made, daemon=True)
-        process.start()
+        spawn.Process(target=_write_chats, args=made, daemon=True).start()
         others.close()
-        weakref.finalize(self, _end, self._line, process)
         self._answer("a first look at it")
 
     def write(self, messages: object, where: str) -> Marked:
@@ -93,13 +89,6 @@ class ChatTemplate:
         if isinstance(answer, dict):
             raise ConfigError(**answer)
         return answer
-
-
-def _end(line: Connection, process: multiprocessing.process.BaseProcess) -> None:
-    line.close()  # it ends by that, unless a template keeps it busy
-    process.join(END_SECONDS)
-    process.kill()
-    process.join()
 
 
 def _write_chats(line: Connection, *made: Any) -> None:

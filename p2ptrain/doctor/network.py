@@ -326,7 +326,7 @@ async def measure(transport: Transport, peer: bytes, run_id: bytes, size_max: in
     try:
         async with asyncio.timeout(BANDWIDTH_SECONDS):
             name = BlobName("state", max(states)[1])
-            await fetcher.fetch(name, size_max, [peer], sink=sink, failed=lambda peer, why: failures.append(why))
+            await fetcher.fetch_into(sink, name, size_max, [peer], failed=lambda peer, why: failures.append(why))
     except (TimeoutError, DataError):
         pass  # expected if the state is large
     except FetchError as error:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
+from typing import TypeAlias
 
 from p2ptrain.identity import PeerIdError, key_of, peer_id_of
 from p2ptrain.net.transport import TransportError
@@ -28,6 +29,7 @@ REASON_CHARACTERS_MAX = 300
 NEVER_DIALLED = tuple(map(ipaddress.ip_network, ("0.0.0.0/8", "::/128", "169.254.0.0/16", "fe80::/10", "fec0::/10")))
 DOCUMENTATION = tuple(map(ipaddress.ip_network, ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "2001:db8::/32")))
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
+IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
 
 
@@ -93,13 +95,18 @@ def endpoint_of(address: str) -> str:
     return f"{_host_of(address) or host.lower()} {int(port)}"
 
 
-def _host_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Returns the IP address that a dial goes to, also if it is inside one of IPv6. None for a name."""
+def _ip_in(address: str) -> IP | None:
+    """Returns the IP address in an address. None for a name, and for anything else."""
     parts = address.split("/")
     try:
-        host = ipaddress.ip_address(parts[2]) if len(parts) > 2 and parts[1] in ("ip4", "ip6") else None
+        return ipaddress.ip_address(parts[2]) if len(parts) > 2 and parts[1] in ("ip4", "ip6") else None
     except ValueError:
         return None
+
+
+def _host_of(address: str) -> IP | None:
+    """Returns the IP address that a dial goes to, also if it is inside one of IPv6. None for a name."""
+    host = _ip_in(address)
     if isinstance(host, ipaddress.IPv6Address):
         inside = host.ipv4_mapped or host.sixtofour or (host.teredo or (None, None))[1]
         return inside or (ipaddress.IPv4Address(int(host) % 2**32) if host in NAT64 else host)
@@ -127,44 +134,28 @@ def join(route: str, peer: bytes) -> str:
 
 def worth_telling(routes: list[str]) -> list[str]:
     """Returns the routes at which other machines may reach us; loopback only if there is nothing else."""
-    outside = [route for route in routes if not _is(route, "is_loopback") and not _is(route, "is_link_local")]
-    return outside or [route for route in routes if not _is(route, "is_link_local")]
+    near = [route for route in routes if (host := _ip_in(route)) is None or not host.is_link_local]
+    return [route for route in near if (host := _ip_in(route)) is None or not host.is_loopback] or near
 
 
 def kind_of_address(address: str) -> str:
     """Names the kind of a multiaddr for people: relay, name, loopback, private, public or unknown."""
-    parts = address.split("/")
-    if "p2p-circuit" in parts:
+    host = _ip_in(address)
+    if "p2p-circuit" in address.split("/"):
         return "relay"
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
-        return "name" if len(parts) > 2 and parts[1].startswith("dns") else "unknown"
-    try:
-        host = ipaddress.ip_address(parts[2])
-    except ValueError:
-        return "unknown"
+    if host is None:
+        return "name" if address.startswith("/dns") else "unknown"
     if host.is_loopback:
         return "loopback"
     return "public" if host.is_global else "private"
-
-
-def _is(route: str, kind: str) -> bool:
-    match = re.match(r"/ip[46]/([^/]+)/", route)
-    try:
-        return bool(match and getattr(ipaddress.ip_address(match[1]), kind))
-    except ValueError:
-        return False
 
 
 @lru_cache(1_024)  # asked for every connected peer, again and again
 def address_range(address: str) -> str:
     """Returns the range around an address that one provider or attacker is likely to own. Empty if unknown: names cost
     nothing, and anyone can be behind a relay."""
-    parts = address.split("/")
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
-        return ""
-    try:
-        host = ipaddress.ip_address(parts[2])
-    except ValueError:
+    host = _ip_in(address)
+    if host is None or "p2p-circuit" in address.split("/"):
         return ""
     return str(ipaddress.ip_network((host, 16 if host.version == 4 else 32), strict=False))
 

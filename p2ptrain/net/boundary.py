@@ -1,6 +1,6 @@
 """The boundary around every exchange with a peer: an unforeseen error ends the exchange, and never the node.
 
-Bytes of a peer pass through our code, hivemind, protobuf and p2pd, and any of these may have a mistake that only a
+Bytes of a peer pass through our code, hivemind, protobuf and p2pd, and any of these may have a bug that only a
 hostile peer finds. Inside the boundary such a surprise becomes a `FaultError`, which is a TransportError: handled like
 a peer that hung up. It is counted by peer and address range, logged with its traceback, shown as a complaint, and paid
 for by the peer: one that causes many is not answered for a while.
@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from p2ptrain.core.complaints import Code, Complaint, complaint
@@ -31,24 +30,12 @@ OWED_SECONDS = 600.0  # who owes as much is not answered, and nobody owes more: 
 PEERS_MAX = 256  # whose faults are remembered; those with the fewest are forgotten
 
 log = logging.getLogger("p2ptrain.net")
-
-
-Failed: TypeAlias = Callable[[str], object]
+Work: TypeAlias = Callable[..., Awaitable[object]]
+Failed: TypeAlias = Callable[[str], object]  # gets the reason
 
 
 class FaultError(TransportError):
-    """An exchange with a peer that failed by a fault of p2ptrain, or of a library."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeFault:
-    """A surprise in an exchange with a peer."""
-
-    place: str
-    peer: bytes  # empty: unknown
-    range: str  # of addresses that the peer is connected from; empty: unknown
-    error: str  # its type
-    at: float
+    """An exchange with a peer that failed by a bug of p2ptrain, or of a library."""
 
 
 class Boundary:
@@ -60,7 +47,8 @@ class Boundary:
         self.range_of, self.is_admitted = range_of, is_admitted
         self._owes_until: dict[bytes | str, float] = {}  # strangers, by key and by range: never one for another
         self._logged_at: dict[str, float] = {}
-        self.last: ExchangeFault | None = None
+        self._complaints: list[Complaint] = []  # of the last fault
+        self._shown_until = 0.0
         self.counts: Counter[str] = Counter()  # by place
         self.by_peer: Counter[tuple[bytes, str]] = Counter()  # by peer and range
 
@@ -86,12 +74,7 @@ class Boundary:
                 failed(str(fault))
 
     async def contained(
-        self,
-        place: str,
-        peer: bytes,
-        work: Callable[..., Awaitable[object]],
-        *arguments: Any,
-        failed: Failed = lambda why: None,
+        self, place: str, peer: bytes, work: Work, *arguments: Any, failed: Failed = lambda why: None
     ) -> None:
         """Does the work of a task inside `contain`."""
         with self.contain(place, peer, failed):
@@ -106,49 +89,42 @@ class Boundary:
 
     @property
     def complaints(self) -> list[Complaint]:
-        fault = self.last
-        if fault is None or time.monotonic() - fault.at > SHOWN_SECONDS:
-            return []
-        whom = peer_id_of(fault.peer) if fault.peer else "a peer"
-        count, where = self.counts.total(), fault.range or "an unknown range"
-        what = {"place": fault.place, "error": fault.error, "whom": whom, "range": where}
-        of_whom = self.by_peer[fault.peer, fault.range]
-        return [complaint(Code.EXCHANGE_FAULT, count=count, of_whom=of_whom, **what)]
+        return self._complaints if time.monotonic() <= self._shown_until else []
 
     def _note(self, place: str, peer: bytes, error: Exception) -> FaultError:
         """Notes a fault; raises it if it is a lack of memory."""
         if _is_of_memory(error):
             raise error
-        now, where = time.monotonic(), self._charge(peer) if peer else ""
-        self.last = ExchangeFault(place, peer, where, type(error).__name__, now)
+        now, where, what = time.monotonic(), self._charge(peer) if peer else "", type(error).__name__
+        whom = peer_id_of(peer) if peer else "a peer"
         self.counts[place] += 1
         self.by_peer[peer, where] += 1
+        fields = {"place": place, "error": what, "whom": whom, "range": where or "an unknown range"}
+        count, of_whom = self.counts.total(), self.by_peer[peer, where]
+        self._complaints = [complaint(Code.EXCHANGE_FAULT, count=count, of_whom=of_whom, **fields)]
+        self._shown_until = now + SHOWN_SECONDS
+        fault = FaultError(f"a bug of p2ptrain ended an exchange with {whom} ({place}: {what}): please report it")
         if len(self.by_peer) > PEERS_MAX:
             del self.by_peer[min(self.by_peer, key=self.by_peer.__getitem__)]
         if now >= self._logged_at.get(place, now):
             self._logged_at[place] = now + LOG_SECONDS
-            whom = f" with {peer_id_of(peer)}" if peer else ""
-            log.error("a fault of p2ptrain ended an exchange%s (%s): please report it", whom, place, exc_info=error)
-        return FaultError(f"a fault of p2ptrain in {place}: {type(error).__name__}")
+            log.error("%s", fault, exc_info=error)
+        return fault
 
     def _charge(self, peer: bytes) -> str:
         """Has a stranger pay for a fault; returns the address range that the peer is connected from."""
         try:
-            where = self.range_of(peer)
-            if not self.is_admitted(peer):
-                self._owe(peer, KEY_SECONDS)
-                if where:
-                    self._owe(where, RANGE_SECONDS)
-            return where
+            where, is_admitted = self.range_of(peer), self.is_admitted(peer)
         except Exception as error:  # noqa: BLE001  # it may be what is broken
             log.debug("the range of %s is not known: %r", peer.hex()[:16], error)
             return ""
-
-    def _owe(self, who: bytes | str, seconds: float) -> None:
         now, owes = time.monotonic(), self._owes_until
-        owes[who] = min(max(owes.get(who, now), now) + seconds, now + OWED_SECONDS)
-        if len(owes) > 2 * PEERS_MAX:
+        for who, seconds in ((peer, KEY_SECONDS), (where, RANGE_SECONDS)):
+            if who and not is_admitted:
+                owes[who] = min(max(owes.get(who, now), now) + seconds, now + OWED_SECONDS)
+        while len(owes) > 2 * PEERS_MAX:
             del owes[min(owes, key=owes.__getitem__)]
+        return where
 
 
 def _is_of_memory(error: Exception) -> bool:

@@ -147,14 +147,11 @@ class Connections:
     def remembered(self) -> list[str]:
         """Returns addresses of peers that were reached, for the next start: those that worked and those that the peers
         gave for themselves; the peers we need come first."""
-        found = []
-        for each in (self.known[peer] for peer in sorted(self.known, key=self._use, reverse=True)):
-            if each.linked_at > -math.inf:
-                found += [
-                    address
-                    for address in each.addresses
-                    if each.origins[address] >= Origin.ITSELF or address == each.worked
-                ][:2]
+        found: list[str] = []
+        for known in (self.known[peer] for peer in sorted(self.known, key=self._use, reverse=True)):
+            if known.linked_at > -math.inf:
+                certain = {each for each, origin in known.origins.items() if origin >= Origin.ITSELF} | {known.worked}
+                found += [each for each in known.addresses if each in certain][:2]
         return found[:KNOWN_MAX]
 
     def reachable(self, but: bytes) -> tuple[str, ...]:
@@ -209,7 +206,10 @@ class Connections:
         now = asyncio.get_running_loop().time()
         self.members = frozenset(self.roster())
         connected = await self.transport.peers()
-        self.met = {peer: met_in(addresses) for peer, addresses in connected.items()}
+        self.met = dict.fromkeys(connected, Reach.PUBLIC)
+        for peer, addresses in connected.items():
+            with self.transport.boundary.contain("the networks of a connected peer", peer):
+                self.met[peer] = met_in(addresses)
         for peer in [peer for peer in self.linked if peer not in connected]:
             del self.linked[peer]
             self.lost(peer)
@@ -232,14 +232,6 @@ class Connections:
         before, self.ends = self.ends, {peer: self.transport.ends_of(peer) for peer in self.linked}
         return [peer for peer, ends in self.ends.items() if before.get(peer) and not ends & before[peer]]
 
-    def _choose_anchors(self) -> dict[str, bytes]:
-        """Picks the longest linked peer of each address range, for the few oldest ranges (`linked` is in order)."""
-        anchors: dict[str, bytes] = {}
-        for peer in self.linked:
-            if len(anchors) < RANGES_KEPT and (place := self._range_of(peer)):
-                anchors.setdefault(place, peer)
-        return anchors
-
     def _range_of(self, peer: bytes) -> str:
         """The address range in which we reached a peer; empty if it dialled us: its addresses are only claims."""
         known = self.known.get(peer)
@@ -248,7 +240,10 @@ class Connections:
     async def _keep(self) -> None:
         """Tells p2pd which connections to prune last."""
         now = asyncio.get_running_loop().time()
-        self.anchors = self._choose_anchors()
+        self.anchors = {}  # the longest linked peer of each range, for the few oldest ranges: `linked` is in order
+        for peer in self.linked:
+            if len(self.anchors) < RANGES_KEPT and (place := self._range_of(peer)):
+                self.anchors.setdefault(place, peer)
         needed = {peer for peer in self.linked if self._is_needed(peer)} | set(self.anchors.values())
         if needed != self.kept or now >= self.keep_at:
             await self.transport.keep(needed)
@@ -331,12 +326,8 @@ class Connections:
             return len(ranges) < RANGES_KEPT and bool(place) and place not in ranges
 
         def rank(peer: bytes) -> tuple[bool, bool, bool, float]:
-            return (
-                not self.known[peer].is_bootstrap,
-                peer not in self.members,
-                not is_elsewhere(peer),
-                self.rng.random(),
-            )
+            is_bootstrap, is_member = self.known[peer].is_bootstrap, peer in self.members
+            return not is_bootstrap, not is_member, not is_elsewhere(peer), self.rng.random()
 
         wanted.sort(key=rank)
         room = max(0, LINKS_MAX - len(self.linked) - len(self.dialling))

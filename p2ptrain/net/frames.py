@@ -116,16 +116,12 @@ class FrameStream:
 
 
 async def read_length(reader: asyncio.StreamReader, bytes_max: int) -> int:
-    """Reads the length of the next message from p2pd: a protobuf varint, seven bits a byte."""
-    size = shift = 0
-    while True:
-        byte = (await read_bytes(reader, 1))[0]
-        size |= (byte & 0x7F) << shift
-        shift += 7
-        if size > bytes_max or shift > VARINT_BITS_MAX:
-            raise TransportError(f"p2pd sent a message of {size} bytes or more")
-        if byte < 0x80:
-            return size
+    """Reads the length of the next message from p2pd."""
+    head = b""
+    while (found := length_at(head, 0, bytes_max)) is None:
+        head += await read_bytes(reader, 1)
+    start, end = found
+    return end - start
 
 
 async def read_message(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
@@ -161,7 +157,10 @@ async def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
 
 
 def length_at(data: bytes, at: int, bytes_max: int) -> tuple[int, int] | None:
-    """Returns where the message of p2pd begins and ends whose length is at `at`, or None if the length is not whole."""
+    """Returns where the message of p2pd begins and ends whose length is at `at`, or None if the length is not whole.
+
+    It is a varint of protobuf: seven bits a byte.
+    """
     size = shift = 0
     for place in range(at, len(data)):
         size |= (data[place] & 0x7F) << shift

@@ -20,7 +20,6 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 from p2ptrain.core import wire
@@ -41,6 +40,7 @@ from p2ptrain.net.mail import (
     frames_of,
 )
 from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
+from p2ptrain.net.tasks import Tasks, report_crash
 from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, Transport, TransportError
 
 QUEUED_MAX = 256  # messages queued for one peer
@@ -127,7 +127,7 @@ class PendingHistory:
 
 
 class Mailboxes:
-    """A node's mailboxes for the peers of one run. Used with `async with`, by the task that opened it."""
+    """A node's mailboxes for the peers of one run. Used with `async with`."""
 
     def __init__(  # noqa: PLR0913  # what it hears goes three ways
         self,
@@ -160,25 +160,19 @@ class Mailboxes:
         self._unasked: dict[Stream, int] = {}  # bytes still to come of an answer that is too late
         self._counters: Counter[str] = Counter()
         self.history_bytes: Counter[str] = Counter()  # bytes of histories, "sent" and "received"
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._group = asyncio.TaskGroup()
+        self._tasks = Tasks(report_crash)
         self._is_open = False
 
     async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
         self._is_open = True
         await self._transport.serve(self.protocol, self._listen)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._is_open = False
-        for task in self._tasks:
-            task.cancel()
         for stream in [stream for streams in self._incoming.values() for stream in streams]:
             stream.abort()
-        await self._group.__aexit__(kind, error, trace)
+        await self._tasks.cancel()
 
     def post(self, peer: bytes, message: Mail | TellHistory) -> bool:
         """Queues a message for a connected peer. False if it was dropped because the queue is full."""
@@ -282,15 +276,12 @@ class Mailboxes:
             try:
                 async with asyncio.timeout(OPEN_SECONDS):
                     stream = await self._transport.open(peer, self.protocol)
-                is_broken = True
                 try:
                     while await self._send_next(peer, stream, outgoing):
                         tries = 0
                     await stream.close()
-                    is_broken = False
                 finally:
-                    if is_broken:
-                        stream.abort()
+                    stream.abort()
             except (TransportError, TimeoutError):
                 self._counters["broken"] += 1
                 outgoing.drop_history()  # half a history is useless, and the request will have expired
@@ -345,10 +336,10 @@ class Mailboxes:
         except RemoteProtocolError as error:
             if self._is_open:
                 self._malformed(peer, error.why)
-            stream.abort()
         except (TransportError, TimeoutError):
-            stream.abort()
+            pass
         finally:
+            stream.abort()
             self._unasked.pop(stream, None)
             if (question := self._questions.get(peer)) is not None and question.stream is stream:
                 question.end = 0.0
@@ -465,7 +456,4 @@ class Mailboxes:
     def _start(
         self, peer: bytes, failed: Callable[[str], object], work: Callable[..., Awaitable[None]], of: Any
     ) -> None:
-        talk = self._boundary.contained("mail to a peer", peer, work, peer, of, failed=failed)
-        task = self._group.create_task(talk)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._boundary.contained("mail to a peer", peer, work, peer, of, failed=failed))

@@ -23,7 +23,7 @@ from p2ptrain.core.messages import Digest, Number
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
 from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
-from p2ptrain.net.transport import IsAdmitted, Stream, Transport, TransportError
+from p2ptrain.net.transport import IsAdmitted, Stream, Transport, TransportError, in_time
 
 PROTOCOL = "/p2ptrain/1/ask"
 RUNS_MAX = 64  # in one answer; a node takes part in one run, a bootstrap in a few
@@ -173,20 +173,17 @@ async def _ask(
 ) -> A:
     """Asks one question. `took` gets the seconds from opening the stream to the answer, about one round trip."""
     clock = asyncio.get_running_loop().time
-    try:
-        with transport.boundary.guard("a question to a peer", peer):
-            async with asyncio.timeout(SECONDS):
-                asked_at = clock()  # an answer that does not depend on the question could be sent as the stream opens
-                stream = await transport.open(peer, PROTOCOL)
-                try:
-                    await stream.send(wire.encode(question))
-                    answer = wire.decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX), "an answer")
-                    if took is not None:
-                        took(clock() - asked_at)
-                finally:
-                    stream.abort()
-    except TimeoutError as error:
-        raise TransportError(f"no answer within {SECONDS:.0f} s") from error
+    with transport.boundary.guard("a question to a peer", peer):
+        async with in_time(SECONDS, f"no answer within {SECONDS:.0f} s"):
+            asked_at = clock()  # an answer that does not depend on the question could be sent as the stream opens
+            stream = await transport.open(peer, PROTOCOL)
+            try:
+                await stream.send(wire.encode(question))
+                answer = wire.decode(_ANSWER, await stream.receive(ANSWER_BYTES_MAX), "an answer")
+                if took is not None:
+                    took(clock() - asked_at)
+            finally:
+                stream.abort()
     if not isinstance(answer, kind):
         raise RemoteProtocolError("an answer to another question")
     return answer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from p2ptrain.digest import PIECE_BYTES
@@ -59,18 +60,16 @@ class TokenBucket:
     async def take(self, size: int) -> None:
         """Waits its turn until `size` bytes may go, and takes them. A cancelled call has taken nothing."""
         async with self._turn:
-            while (wait := self._wait(size)) > 0:
+            while (wait := self.seconds_until(size)) > 0:
                 self._changed.clear()
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(wait):
                         await self._changed.wait()
-                except TimeoutError:
-                    pass
             self._level -= size if self._rate else 0
 
     def take_now(self, size: int) -> bool:
         """Takes `size` bytes if nobody is waiting and they may go at once; returns whether it did."""
-        if self._turn.locked() or self._wait(size) > 0:
+        if self._turn.locked() or self.seconds_until(size) > 0:
             return False
         self._level -= size if self._rate else 0
         return True
@@ -81,10 +80,6 @@ class TokenBucket:
         self._fill()
         floor = min(self._level, -DEBT_SECONDS * self._rate)
         self._level = min(float(self.burst), max(floor, self._level - (size if self._rate else 0)))
-
-    def seconds_until(self, size: int) -> float:
-        """Seconds until `size` bytes may be taken, if nobody else takes any."""
-        return self._wait(size)
 
     def charge(self, size: int) -> None:
         """Counts bytes that could not wait: later ones go half as fast until these are paid for."""
@@ -100,8 +95,8 @@ class TokenBucket:
             self._level = min(float(self.burst), self._level + come - paid)
         self._filled_at = now
 
-    def _wait(self, size: int) -> float:
-        """Refills, and returns the seconds until `size` bytes may go."""
+    def seconds_until(self, size: int) -> float:
+        """Seconds until `size` bytes may be taken, if nobody else takes any."""
         self._fill()
         missing = min(size, self.burst) - self._level
         if not self._rate or missing <= 1e-6:  # less than a byte is rounding
@@ -134,11 +129,9 @@ class PeerLimits:
         denominators. Strangers have a limit in any case."""
         self._is_admitted, self._range_of, self._upload, self._parts = is_admitted, range_of, upload, parts
         self._strangers, self._each, self._burst = strangers, each, burst
-        self._of_all = {
-            True: TokenBucket(0, burst=burst),
-            False: TokenBucket(strangers, burst=burst),
-        }  # admitted or not
-        self._of_peers: dict[bool, dict[bytes, TokenBucket]] = {True: {}, False: {}}  # admitted or not
+        # By whether they are admitted.
+        self._of_all = {True: TokenBucket(0, burst=burst), False: TokenBucket(strangers, burst=burst)}
+        self._of_peers: dict[bool, dict[bytes, TokenBucket]] = {True: {}, False: {}}
         self._of_ranges: dict[str, TokenBucket] = {}
 
     def is_stranger(self, peer: bytes) -> bool:

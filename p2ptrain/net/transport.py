@@ -12,7 +12,9 @@ net/libp2p/p2pd.py implements it with go-libp2p, tests/helpers/memory_network.py
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from p2ptrain.errors import P2ptrainError
@@ -27,6 +29,16 @@ FRAME_BYTES_MAX = 2**21  # of a stream: fits a piece of 1 MiB with its header; a
 
 class TransportError(P2ptrainError):
     """A network failure, such as an unreachable peer or a broken stream. Worth another try later."""
+
+
+@asynccontextmanager
+async def in_time(seconds: float, why: str) -> AsyncIterator[None]:
+    """Ends what takes longer, with a TransportError."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise TransportError(why) from error
 
 
 class Stream(Protocol):

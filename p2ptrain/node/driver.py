@@ -317,8 +317,7 @@ class Driver:
     async def _fetch_data(self, number: int, place: int, places: int) -> None:
         if self._is_data_shared and self.worker.reads_data:
             positions = await asyncio.to_thread(self.worker.positions, number, place, places)
-            with self._boundary.guard("the fetch of training data"):
-                await self.edges.fetching.data(positions)
+            await self.edges.fetching.data(positions)
 
     @property
     def _is_data_shared(self) -> bool:
@@ -339,8 +338,7 @@ class Driver:
                 positions = await asyncio.to_thread(
                     self.worker.positions, effect.round + 1, effect.place, effect.places
                 )
-                with self._boundary.guard("the fetch of the next data"):
-                    await self.edges.fetching.ahead(positions, goes_on)
+                await self.edges.fetching.ahead(positions, goes_on)
         except (DataError, FetchError, TransportError, TimeoutError) as error:  # the next training tells
             log.debug("no data ahead of round %d: %s", effect.round + 1, error)
 

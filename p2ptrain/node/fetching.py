@@ -199,8 +199,10 @@ class Fetching:
         while True:
             asked_at = loop.time()
             try:
-                sink = await self.fetcher.fetch(name, PIECE_BYTES, self._data_sources(), check=check, failed=failed)
-            except FetchError as error:
+                with self.transport.boundary.guard("the fetch of data"):
+                    sources = self._data_sources()
+                    sink = await self.fetcher.fetch(name, PIECE_BYTES, sources, check=check, failed=failed)
+            except (FetchError, TransportError) as error:
                 log.debug("%s; trying again", error)
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, WAIT_SECONDS_MAX)
@@ -265,7 +267,7 @@ class Fetching:
         await asyncio.to_thread(self._clear, but=root.hex())
         if similar is not None:
             await asyncio.to_thread(sink.seed, similar)
-        await self.fetcher.fetch(BlobName("state", root), size, holders, sink=sink, failed=ignore)
+        await self.fetcher.fetch_into(sink, BlobName("state", root), size, holders, failed=ignore)
         if similar is not None:
             pieces = ", ".join(map(str, sink.dropped[:PIECES_TOLD]))
             log.error("%d pieces (1 MiB each) of this node's own state were wrong: %s", len(sink.dropped), pieces)
@@ -317,7 +319,7 @@ async def fetch_base(fetcher: Fetcher, run: RunConfig, directory: Path, sources:
     await asyncio.to_thread(make_directory, directory)
     sink = FileSink(base_file(directory, run.adapt.base))
     name = BlobName("base", bytes.fromhex(run.adapt.base))
-    await fetcher.fetch(name, run.adapt.base_bytes, sources, sink=sink, failed=ignore)
+    await fetcher.fetch_into(sink, name, run.adapt.base_bytes, sources, failed=ignore)
 
 
 async def fetch_tokenizer(fetcher: Fetcher, run: RunConfig, dataset: TokenDataset, sources: Sequence[bytes]) -> None:

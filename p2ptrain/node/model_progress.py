@@ -22,7 +22,6 @@ from p2ptrain.core.claims import LOSS_MAX, MILLION
 from p2ptrain.core.events import Train
 from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.models.sample import SampleRequest
-from p2ptrain.net.transport import TransportError
 from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.work import StoppedError, Worker
 from p2ptrain.train.learner import EVALUATED_SEQUENCES
@@ -119,10 +118,7 @@ class ModelProgress:
         began = self._clock()
         if self.seconds > TIME_SHARE * (began - self._began):
             return 0
-        with (
-            suppress(TimeoutError, TransportError),
-            self._fetching.transport.boundary.guard("the fetch of held-out data"),
-        ):
+        with suppress(TimeoutError):
             async with asyncio.timeout(FETCH_SECONDS):
                 await self._fetching.held_out(count)
         self._spent(began)

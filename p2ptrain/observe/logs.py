@@ -26,7 +26,7 @@ import structlog
 from p2ptrain.config import LoggingConfig
 from p2ptrain.files import write_all
 
-LINE_MAX = 2_000  # characters: text from a peer must not fill the disk
+LINE_MAX = 2_000  # characters, and as many of a traceback: text from a peer must not fill the disk
 LINES_MAX = 1_024  # waiting to be written: some minutes of lines, and a few megabytes
 FLUSH_SECONDS = 2.0  # for the last lines at exit: a reader that has not read by then never will
 
@@ -43,10 +43,10 @@ class PlainText(logging.Formatter):
     """Formats the message alone, shortened and without control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
-        if record.exc_info:
-            text += "\n" + self.formatException(record.exc_info)
-        return plain(text[:LINE_MAX])
+        text = record.getMessage()[:LINE_MAX]
+        if record.exc_info:  # the error is at the end of a traceback
+            text += "\n" + self.formatException(record.exc_info)[-LINE_MAX:]
+        return plain(text)
 
 
 class TimedText(PlainText):

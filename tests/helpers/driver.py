@@ -417,7 +417,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
     workshop = loop_workshop(ChainTrainer(), persistence.note)
     free = TokenBucket(0)
-    server = Server(transport, RUN, served_blobs, upload=free, blame=lambda *each: None, is_admitted=everyone)
+    server = Server(transport, RUN, served_blobs.find, upload=free, blame=lambda *each: None, is_admitted=everyone)
     edges = Edges(
         RUN, transport, connections, mailboxes, fetching, persistence, served_blobs, server, free, free,
         node.view(),

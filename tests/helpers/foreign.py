@@ -1,4 +1,4 @@
-"""Leads strangers of another make of libp2p: other_libp2p.py, in a process and an environment of its own."""
+"""Leads strangers of another implementation of libp2p: other_libp2p.py, in a process and an environment of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A libp2p host of another make (py-libp2p) that answers each protocol as it is told: rightly, wrongly, or not at all.
+"""A host of another implementation of libp2p (py-libp2p) that answers each protocol as ordered: well, wrongly or never.
 
     out/other-libp2p/bin/python -P tests/helpers/other_libp2p.py
 

@@ -1,4 +1,4 @@
-"""Strangers that speak another make of libp2p (py-libp2p), and answer each protocol wrongly.
+"""Strangers that speak through another implementation of libp2p (py-libp2p), and answer each protocol wrongly.
 
 The first tests of hostile peers went through p2pd, which sends nothing malformed. What p2pd passes on of a peer that is
 not p2pd ended nodes: four bytes in the negotiation of a protocol did, in a second (benchmarks/strangers_end.py).
@@ -39,7 +39,7 @@ from tests.helpers.p2pd import Make, connected, nodes_in
 
 pytestmark = [
     pytest.mark.foreign,
-    pytest.mark.skipif(not is_there(), reason=f"no libp2p of another make at {PYTHON}: make test-foreign"),
+    pytest.mark.skipif(not is_there(), reason=f"no other implementation of libp2p at {PYTHON}: make test-foreign"),
 ]
 
 FOUR_BYTES = "fffefd0a"

@@ -66,7 +66,7 @@ class Attacked:
         self.server = Server(
             self.transport,
             RUN,
-            blobs,
+            blobs.find,
             upload=TokenBucket(0),
             blame=lambda peer, why: None,
             is_admitted=lambda peer: False,

@@ -25,7 +25,7 @@ from p2ptrain.net.connections import topic_of
 from p2ptrain.net.frames import with_length
 from p2ptrain.net.libp2p.control import pb
 from p2ptrain.net.libp2p.p2pd import P2pd
-from p2ptrain.net.libp2p.pubsub import TopicQueue
+from p2ptrain.net.libp2p.subscription import BEGINNING, Subscription, TopicQueue
 from p2ptrain.net.mail import Deliver, Mail
 from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.transport import STRANGERS
@@ -60,7 +60,7 @@ class Subscribed:
     def __init__(self) -> None:
         self.p2pd, self._ours = socket.socketpair(socket.AF_UNIX)
         self.p2pd.settimeout(SECONDS)
-        self.counters: Counter[str] = Counter()
+        self.counters, self.boundary = Counter[str](), Boundary()
         self.heard: list[bytes] = []
         self.is_over = asyncio.Event()
         self._signer = RunSigner(Identity(bytes(32)), bytes(32))
@@ -75,9 +75,9 @@ class Subscribed:
             self.heard.append(data)
 
     async def begin(self) -> asyncio.Task[None]:
-        queue = TopicQueue("topic", bytes(32), self._hear, {MEMBER: 0}.__contains__, self.counters, Boundary())
+        queue = TopicQueue("topic", bytes(32), self._hear, {MEMBER: 0}.__contains__, self.counters, self.boundary)
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_unix_connection(queue.subscription, sock=self._ours)
+        self._transport, _ = await loop.create_unix_connection(lambda: Subscription(queue), sock=self._ours)
         self.p2pd.sendall(with_length(pb.Response(type=pb.Response.OK).SerializeToString()))
         await asyncio.wait_for(queue.is_subscribed.wait(), SECONDS)
         return asyncio.create_task(queue.deliver())
@@ -121,6 +121,14 @@ async def test_junk_of_a_thousand_publishers_costs_a_look_up_and_members_are_hea
     assert subscribed.heard == honest
     assert subscribed.counters[STRANGERS] == JUNK
     assert found.loop_seconds / JUNK < JUNK_SECONDS
+
+
+async def test_a_message_of_a_member_that_cannot_be_parsed_does_not_end_the_subscription() -> None:
+    subscribed, broken = Subscribed(), BEGINNING + MEMBER + b"\xff\xff"
+    frames = with_length(broken) + message_of(MEMBER, b"good", 1) + message_of(MEMBER, LAST, 2)
+    await costs_of(subscribed, lambda: subscribed.p2pd.sendall(frames))
+    assert subscribed.heard == [b"good"]
+    assert subscribed.boundary.counts == {"a message of a publisher": 1}
 
 
 async def test_a_large_message_of_a_stranger_is_never_whole_in_memory() -> None:

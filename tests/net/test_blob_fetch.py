@@ -405,7 +405,7 @@ async def test_a_fetch_that_was_broken_off_goes_on_where_it_was() -> None:
         name, blob = tree(20 * PIECE)
         other.blobs[name] = blob
         sink = MemorySink()
-        fetching = asyncio.create_task(me.fetcher.fetch(name, blob.size, [other.key], sink=sink, failed=me.fail))
+        fetching = asyncio.create_task(me.fetcher.fetch_into(sink, name, blob.size, [other.key], failed=me.fail))
         await until(lambda: sink.held.bit_count() >= 10)
         partial = me.fetcher.in_progress(name)
         assert partial is sink
@@ -414,7 +414,7 @@ async def test_a_fetch_that_was_broken_off_goes_on_where_it_was() -> None:
         assert me.fetcher.in_progress(name) is None
         before = network.sent[other.key, me.key]
         held = sink.held.bit_count()
-        await me.fetcher.fetch(name, blob.size, [other.key], sink=sink, failed=me.fail)
+        await me.fetcher.fetch_into(sink, name, blob.size, [other.key], failed=me.fail)
         assert sink.data() == blob.data()
         assert network.sent[other.key, me.key] - before < (20 - held + 1) * PIECE
         assert me.failed == []
@@ -464,5 +464,5 @@ async def test_a_sink_that_takes_nothing_is_our_own_trouble() -> None:
     async with swarm(2) as (_, (me, other)):
         other.blobs[NAME] = BLOB
         with pytest.raises(DataError, match="the disk is full"):
-            await me.fetcher.fetch(NAME, BLOB.size, [other.key], sink=Full(), failed=me.fail)
+            await me.fetcher.fetch_into(Full(), NAME, BLOB.size, [other.key], failed=me.fail)
         assert (me.failed, me.blamed) == ([], [])

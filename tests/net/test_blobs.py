@@ -115,7 +115,7 @@ async def test_a_state_is_fetched_into_a_file(tmp_path: Path) -> None:
         name, blob = tree(20 * PIECE + 1, "state")
         a.blobs[name] = b.blobs[name] = blob
         sink = FileSink(tmp_path / "state")
-        assert await me.fetcher.fetch(name, 30 * PIECE, [a.key, b.key], sink=sink, failed=me.fail) is sink
+        await me.fetcher.fetch_into(sink, name, 30 * PIECE, [a.key, b.key], failed=me.fail)
         assert (tmp_path / "state").read_bytes() == blob.data()
         me.blobs[name] = sink
         assert await b.fetch(name, 30 * PIECE, me.key) == blob.data()
@@ -128,7 +128,7 @@ async def test_a_fetch_into_a_file_goes_on_after_a_crash_and_damage(tmp_path: Pa
         name, blob = tree(20 * PIECE, "state")
         other.blobs[name] = blob
         sink = FileSink(path)
-        fetching = asyncio.create_task(me.fetcher.fetch(name, blob.size, [other.key], sink=sink, failed=me.fail))
+        fetching = asyncio.create_task(me.fetcher.fetch_into(sink, name, blob.size, [other.key], failed=me.fail))
         await until(lambda: sink.held.bit_count() >= 10)
         fetching.cancel()
         await asyncio.wait([fetching])
@@ -137,7 +137,8 @@ async def test_a_fetch_into_a_file_goes_on_after_a_crash_and_damage(tmp_path: Pa
         with path.with_name("state.part").open("r+b") as file:
             file.seek(damaged * PIECE + 7)
             file.write(b"damage")
-        again = await me.fetcher.fetch(name, blob.size, [other.key], sink=FileSink(path), failed=me.fail)
+        again = FileSink(path)
+        await me.fetcher.fetch_into(again, name, blob.size, [other.key], failed=me.fail)
         assert path.read_bytes() == blob.data()
         assert again.held == blob.held
         assert me.fetcher.counters()["damaged"] == 1
@@ -153,7 +154,7 @@ async def test_a_fetch_that_is_in_progress_is_served_from(tmp_path: Path) -> Non
         author.blobs[name] = blob
         sink = FileSink(tmp_path / "payload")
         async with asyncio.TaskGroup() as group:
-            group.create_task(first.fetcher.fetch(name, blob.size, [author.key], sink=sink, failed=first.fail))
+            group.create_task(first.fetcher.fetch_into(sink, name, blob.size, [author.key], failed=first.fail))
             await until(lambda: sink.held.bit_count() > 3)
             assert await second.fetch(name, blob.size, first.key) == blob.data()
         assert network.sent[author.key, second.key] < PIECE * 12
@@ -166,5 +167,5 @@ async def test_what_was_fetched_right_before_a_lie_is_kept(tmp_path: Path) -> No
         good.blobs[NAME] = BLOB
         liar = await lie(network, 100, [me], wrong_piece)
         sink = FileSink(tmp_path / "payload")
-        await me.fetcher.fetch(NAME, BLOB.size, [liar, good.key], sink=sink, failed=me.fail)
+        await me.fetcher.fetch_into(sink, NAME, BLOB.size, [liar, good.key], failed=me.fail)
         assert (tmp_path / "payload").read_bytes() == BLOB.data()

@@ -12,9 +12,10 @@ import pytest
 
 from p2ptrain.core import wire
 from p2ptrain.identity import peer_id_of
+from p2ptrain.net import connections as connections_module
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import ADDRESSES_MAX, TELL_SECONDS, Origin
-from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, address_range, split
+from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, Reach, address_range, split
 from p2ptrain.net.connections import (
     DIAL_SECONDS_MAX,
     FORGOTTEN_AT_ONCE,
@@ -67,6 +68,29 @@ async def test_after_an_outage_of_any_length_a_peer_is_found_again() -> None:
         await until(lambda: node.told == [("seen", A), ("lost", A), ("seen", A)])
         assert asyncio.get_running_loop().time() < 2 * 3600.0 + 1.5 * DIAL_SECONDS_MAX + 3.0
         assert list(connections.linked) == [A]
+
+
+@skipping_time
+async def test_a_peer_whose_addresses_cannot_be_judged_does_not_make_us_blind_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = Network()
+    node = Seen(network)
+    await others(network, A, B)
+    real = connections_module.met_in
+
+    def judged(addresses: list[str]) -> Reach:
+        if any(each.endswith(peer_id_of(A)) for each in addresses):
+            raise IndexError
+        return real(addresses)
+
+    monkeypatch.setattr(connections_module, "met_in", judged)
+    for peer in (A, B):
+        node.connections.add(network.address(peer), Origin.USER)
+    async with node.running() as connections:
+        await until(lambda: connections.linked.keys() == {A, B})
+        assert connections.met == {A: Reach.PUBLIC, B: real([network.address(B)])}
+        assert node.transport.boundary.counts.keys() == {"the networks of a connected peer"}
 
 
 @skipping_time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import msgspec
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.identity import Identity
-from p2ptrain.net.libp2p import dht_records
-from p2ptrain.net.libp2p.dht_records import Validator, sign_record, strip_record, why_invalid
+from p2ptrain.net.libp2p import dht
+from p2ptrain.net.libp2p.dht_records import sign_record, strip_record, why_invalid
 
 NOW = 1_800_000_000.0
 KEY = bytes(range(20))
@@ -82,7 +83,9 @@ def test_no_bytes_make_the_check_raise(key: bytes, subkey: bytes, record: bytes,
 
 
 def test_no_more_records_are_checked_in_a_second_than_we_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dht_records, "CHECKS_PER_SECOND_MAX", 2)
-    validator, parts = Validator(), (KEY, SUBKEY, stored(), NOW + 60)
-    found = [validator.why_invalid(*parts, NOW + seconds) for seconds in (0.0, 0.1, 0.9, 1.0, 1.1, 1.2)]
-    assert found == ["", "", "too many in a second"] * 2
+    monkeypatch.setattr(dht, "CHECKS_PER_SECOND_MAX", 2)
+    counters, times = Counter[str](), iter(NOW + seconds for seconds in (0.0, 0.1, 0.9, 1.0, 1.1, 1.2))
+    monkeypatch.setattr(dht.time, "time", lambda: next(times))
+    validator = dht.RecordValidator(AUTHOR, counters)
+    found = [validator.validate(dht.DHTRecord(KEY, SUBKEY, stored(), NOW + 60)) for _ in range(6)]
+    assert (found, counters) == ([True, True, False] * 2, {"DHT records refused": 2})

@@ -14,7 +14,7 @@ import pytest
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.net.frames import FrameStream
-from p2ptrain.net.libp2p import dht, p2pd, process, pubsub, streams
+from p2ptrain.net.libp2p import dht, p2pd, process, streams, subscription
 from p2ptrain.net.libp2p.dht_records import sign_record
 from p2ptrain.net.transport import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, Stream, TransportError
 from tests.helpers.p2pd import SECONDS, Heard, Make, connected, echo, echoed, nodes_in, until
@@ -71,7 +71,7 @@ async def test_messages_that_nobody_takes_in_time_are_dropped_and_counted(
     await nodes[1].subscribe("a", Heard())
     await heard.until(nodes[1], "a", b"warm")
     received = nodes[0].counters()["gossip received"]
-    monkeypatch.setattr(pubsub, "MESSAGES_MAX", 0)
+    monkeypatch.setattr(subscription, "MESSAGES_MAX", 0)
     for number in range(20):
         await nodes[1].publish("a", bytes([number]))
     await until(lambda: nodes[0].counters()["gossip received"] == received + 20)
@@ -93,8 +93,7 @@ async def test_a_message_that_nobody_foresaw_is_lost_and_the_next_one_is_heard(m
         await nodes[1].publish("a", b"bug")
     await nodes[1].publish("a", b"good")
     await until(lambda: heard == [b"good"])
-    assert nodes[0].boundary.last is not None
-    assert nodes[0].boundary.last.peer == nodes[1].me
+    assert [peer for peer, _ in nodes[0].boundary.by_peer] == [nodes[1].me]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -379,7 +378,7 @@ async def test_announcements_are_found_by_others_under_their_author(make: Make) 
 async def test_records_that_are_not_their_authors_are_refused(make: Make) -> None:
     nodes = await connected(make, 2)
     await nodes[1].announce("run", b"mine", 60)
-    protocol, key = nodes[1]._dht.node.protocol, p2pd.DHTID.generate("run")
+    protocol, key = nodes[1]._dht.node.protocol, dht.DHTID.generate("run")
     forger, expires_at = Identity(b"f" * 32), time.time() + 600
     packed = protocol.serializer.dumps(b"evil")
 
@@ -443,9 +442,9 @@ async def test_what_a_node_announces_or_looks_up_has_room_in_its_own_dht(
     await nodes[0].announce("mine", b"here", 60)
     await nodes[0].look_up("sought")
     storage, late = nodes[0]._storage, time.time() + 600
-    assert storage.used == {p2pd.DHTID.generate("mine"), p2pd.DHTID.generate("sought")}
+    assert storage.used == {dht.DHTID.generate("mine"), dht.DHTID.generate("sought")}
     for number in range(2 * dht.STORED_KEYS_MAX):
-        storage.store_subkey(p2pd.DHTID.generate(f"junk {number}"), b"a", b"1", late)
+        storage.store_subkey(dht.DHTID.generate(f"junk {number}"), b"a", b"1", late)
     await nodes[1].announce("sought", b"found", 60)
     assert await nodes[0].look_up("sought") == {nodes[1].me: b"found"}
     assert storage.used <= storage.data.keys()

@@ -23,7 +23,9 @@ import pytest
 from p2ptrain.identity import Identity
 from p2ptrain.net import frames
 from p2ptrain.net.libp2p import control, p2pd, supervisor
+from p2ptrain.net.libp2p.dht_protocol import BoundedProtocol
 from p2ptrain.net.libp2p.p2pd import P2pd
+from p2ptrain.net.libp2p.unary import UnaryCalls
 from p2ptrain.net.transport import Stream, TransportError
 from tests.helpers.p2pd import SECONDS, Heard, Make, connected, echo, echoed, nodes_in, until
 
@@ -212,6 +214,32 @@ async def test_a_dht_that_has_lost_p2pd_is_started_again(make: Make, caplog: pyt
     await nodes[0].announce("run", b"here", 60)
     assert await nodes[1].look_up("run") == {nodes[0].me: b"here"}
     assert nodes[0].counters()["p2pd restarts"] == 0
+
+
+async def test_a_dht_that_cannot_be_started_leaves_no_connection_behind(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, closed, waits = await make(), list[UnaryCalls](), list[float]()
+    close, serve = UnaryCalls.close, BoundedProtocol.serve
+
+    async def closing(calls: UnaryCalls) -> None:
+        closed.append(calls)
+        waits.append(asyncio.get_running_loop().time())
+        await close(calls)
+
+    async def broken(protocol: BoundedProtocol) -> None:
+        raise TransportError("not now")
+
+    monkeypatch.setattr(UnaryCalls, "close", closing)
+    monkeypatch.setattr(BoundedProtocol, "serve", broken)
+    first = node._dht
+    first._calls._writer.transport.abort()
+    await until(lambda: len({*closed} - {first._calls}) >= 3)
+    monkeypatch.setattr(BoundedProtocol, "serve", serve)
+    assert all(each.reading.done() for each in closed[:-1])
+    assert waits[-1] - waits[0] > 0.4 + 0.8  # it is tried ever less often
+    await until(lambda: node._dht is not first)
+    assert caplog.text.count("not now") >= 3
 
 
 async def test_what_is_asked_of_the_dht_just_as_p2pd_ends_fails(make: Make) -> None:

@@ -96,7 +96,9 @@ async def swarm(directory: Path) -> AsyncIterator[Swarm]:
     for each in (liar, good):
         await questions.serve(each, answer)
     await liar.serve(blob_protocol(run_id), hang)
-    async with Server(good, run_id, made, upload=TokenBucket(0), blame=lambda peer, why: None, is_admitted=everyone):
+    async with Server(
+        good, run_id, made.find, upload=TokenBucket(0), blame=lambda peer, why: None, is_admitted=everyone
+    ):
         yield made
     for node in list(network.nodes.values()):
         await node.close()

@@ -14,7 +14,6 @@ from p2ptrain.core.events import Train
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import DataError, MemoryShortError
 from p2ptrain.models.sample import SampleRequest
-from p2ptrain.net.boundary import Boundary
 from p2ptrain.node.model_progress import (
     TEXT_LENGTH_MAX,
     TIME_SHARE,
@@ -71,7 +70,6 @@ class Data:
         recipe = SimpleNamespace(round_sequences=80)
         self.run = SimpleNamespace(recipe=recipe, model=SimpleNamespace(kind="builtin", sequence_length=256))
         self.dataset = self
-        self.transport = SimpleNamespace(boundary=Boundary())
 
     def held_out_sequences(self, length: int) -> int:
         return self.sequences

@@ -217,6 +217,22 @@ def test_what_a_peer_makes_us_write_is_neither_endless_nor_obeyed_by_a_terminal(
     assert TimedText().format(record)[8:].startswith(" warning: a?[2J?xxx")
 
 
+def test_the_end_of_a_long_traceback_is_kept() -> None:
+    def even(depth: int) -> int:  # two by turns: frames that repeat are left out
+        return odd(depth - 1) if depth else int("a word")
+
+    def odd(depth: int) -> int:
+        return even(depth - 1)
+
+    with pytest.raises(ValueError) as raised:
+        even(100)
+    info = raised.type, raised.value, raised.tb
+    text = PlainText().format(logging.LogRecord("p2ptrain", logging.ERROR, "", 0, "a bug", (), info))
+    assert text.startswith("a bug\n")
+    assert text.endswith("ValueError: invalid literal for int() with base 10: 'a word'")
+    assert len(text) == len("a bug\n") + LINE_MAX
+
+
 def test_no_control_character_and_none_that_turns_the_writing_is_left() -> None:
     controls = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0))]
     turning = [chr(each) for each in (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))]

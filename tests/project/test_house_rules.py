@@ -62,7 +62,8 @@ LAYERS = {
     "__init__": {"swarm", "loop"},  # the library's names
     **{leaf: set() for leaf in LEAVES},
 }
-HIVEMIND_USERS = {PurePosixPath(f"p2ptrain/net/libp2p/{name}.py") for name in ("p2pd", "unary", "dht", "dht_protocol")}
+USERS_OF_HIVEMIND = "control", "dht", "dht_protocol", "subscription", "unary"
+HIVEMIND_USERS = {PurePosixPath(f"p2ptrain/net/libp2p/{name}.py") for name in USERS_OF_HIVEMIND}
 BOUNDARY = "p2ptrain/net/boundary.py"  # the one place that catches all
 HIVEMIND_USERS.add(PurePosixPath("benchmarks/hivemind_peer.py"))  # trains with it, to compare
 # What reads a clock, draws at random, waits, or touches the world outside the arguments.
@@ -99,7 +100,7 @@ def imports_follow_the_arrows(path: PurePosixPath, tree: ast.Module) -> Iterator
     place = layer(path)
     for line, name in imports(path, tree):
         if name.split(".")[0] == "hivemind" and path not in HIVEMIND_USERS:
-            yield line, "only p2pd, unary, dht and dht_protocol in net/libp2p import hivemind"
+            yield line, f"only {', '.join(USERS_OF_HIVEMIND)} in net/libp2p import hivemind"
     if place is None:
         return
     if place not in LAYERS:

@@ -25,11 +25,11 @@ def surprised(event: ev.Event) -> ev.Event | None:
     """Returns what the core hears instead; None: nothing."""
     match event:
         case ev.PayloadArrived(payload=payload, author=author):
-            return ev.FetchFailed(payload, author, "a fault of p2ptrain")
+            return ev.FetchFailed(payload, author, "a bug of p2ptrain")
         case ev.HistoryArrived(peer=peer):
-            return ev.HistoryFailed(peer, "a fault of p2ptrain")
+            return ev.HistoryFailed(peer, "a bug of p2ptrain")
         case ev.CaughtUp(attempt=attempt):
-            return ev.CatchUpFailed("a fault of p2ptrain", attempt)
+            return ev.CatchUpFailed("a bug of p2ptrain", attempt)
         case _:
             return None
 

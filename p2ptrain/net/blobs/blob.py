@@ -14,18 +14,12 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
 
-from p2ptrain.digest import (
-    DIGEST_BYTES,
-    PIECE_BYTES,
-    is_piece,
-    leaf_digests,
-    piece_bytes,
-    piece_count,
-)
+from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, is_piece, leaf_digests, piece_bytes, piece_count
 from p2ptrain.errors import DataError
 
 Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer", "base"]
@@ -71,14 +65,6 @@ class Blob(Protocol):
 
     def read(self, index: int) -> bytes:
         """Returns a piece that is held. DataError if it cannot be read."""
-        ...
-
-
-class Catalog(Protocol):
-    """The blobs that a node serves."""
-
-    def find(self, name: BlobName, peer: bytes) -> Blob | None:
-        """Returns a blob, even one still being fetched, if this peer may have it."""
         ...
 
 
@@ -176,16 +162,14 @@ class FileSink:
         """Starts from data that may be mostly the same, unless an earlier fetch has left a partial file."""
         if self._part.exists():
             return
-        try:
+        with _writing(self._part):
             self._part.write_bytes(data)
             self.size, self.held = len(data), all_pieces(len(data))
             self._write_list()
-        except OSError as error:
-            raise _no_room(self._part, error) from error
 
     def begin(self, size: int, leaves: bytes) -> None:
         self.size, self.leaves, self.held, self.dropped = size, leaves, 0, []
-        try:
+        with _writing(self._part):
             if self._part.exists() and self._part.stat().st_size == size and self._list.exists():
                 listed = self._list.read_bytes()[: PIECES_MAX // 8]
                 self.held = int.from_bytes(listed, "little") & all_pieces(size)
@@ -193,19 +177,14 @@ class FileSink:
             self._list.unlink(missing_ok=True)
             with self._part.open("wb") as file:
                 file.truncate(size)  # a sparse file: it takes up disk space as pieces arrive
-        except OSError as error:
-            raise _no_room(self._part, error) from error
 
     def write(self, index: int, piece: bytes) -> None:
-        try:
-            with self._lock:
-                with self._part.open("r+b") as file:
-                    file.seek(index * PIECE_BYTES)
-                    file.write(piece)
-                self.held |= 1 << index
-                self._write_list()
-        except OSError as error:
-            raise _no_room(self._part, error) from error
+        with _writing(self._part), self._lock:
+            with self._part.open("r+b") as file:
+                file.seek(index * PIECE_BYTES)
+                file.write(piece)
+            self.held |= 1 << index
+            self._write_list()
 
     def drop(self, index: int) -> None:
         self.held &= ~(1 << index)
@@ -213,13 +192,11 @@ class FileSink:
 
     def finish(self) -> None:
         assert self.held == all_pieces(self.size)
-        try:
+        with _writing(self.path):
             with self._part.open("r+b") as file:
                 os.fsync(file.fileno())
             self._part.replace(self.path)
             self._list.unlink(missing_ok=True)
-        except OSError as error:
-            raise _no_room(self.path, error) from error
 
     def read(self, index: int) -> bytes:
         return _read(self._part if self._part.exists() else self.path, index, self.size)
@@ -283,5 +260,9 @@ def _read(path: Path, index: int, size: int) -> bytes:
     return piece
 
 
-def _no_room(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path} cannot be written: {error.strerror}")
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random, SystemRandom
-from typing import TypeVar, overload
 
 from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root, piece_bytes, piece_count
 from p2ptrain.errors import RemoteProtocolError
@@ -24,8 +24,6 @@ from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 
 LEFT_SECONDS = 600.0  # how long the pieces of an interrupted fetch are kept; the next attempt comes sooner
-
-S = TypeVar("S", bound=Sink)
 
 
 class Fetcher:
@@ -57,48 +55,37 @@ class Fetcher:
         """Bytes by direction and kind, such as "received payload"."""
         return self._sources.traffic
 
-    @overload
     async def fetch(
         self, name: BlobName, size: int, sources: Sequence[bytes], *, check: Check | None = None, failed: Failed
-    ) -> MemorySink: ...
+    ) -> MemorySink:
+        """Fetches a blob into memory, as `fetch_into` does. After a cancellation or a FetchError the next call
+        resumes."""
+        sink = self._left_of(name)
+        try:
+            await self.fetch_into(sink, name, size, sources, check=check, failed=failed)
+        except (FetchError, asyncio.CancelledError):
+            if sink.held:
+                self._left[name.kind] = name, sink, asyncio.get_running_loop().time() + LEFT_SECONDS
+            raise
+        return sink
 
-    @overload
-    async def fetch(
+    async def fetch_into(
         self,
+        sink: Sink,
         name: BlobName,
         size: int,
         sources: Sequence[bytes],
         *,
-        sink: S,
         check: Check | None = None,
         failed: Failed,
-    ) -> S: ...
-
-    async def fetch(
-        self,
-        name: BlobName,
-        size: int,
-        sources: Sequence[bytes],
-        *,
-        sink: Sink | None = None,
-        check: Check | None = None,
-        failed: Failed,
-    ) -> Sink:
+    ) -> None:
         """Fetches a blob: a payload has exactly this size, others at most. A blob that is not a tree needs a `check`.
 
         `failed` is called for each source that did not deliver. FetchError when no source is left, DataError if the
-        sink fails. After a cancellation or a FetchError a call with the same sink, or again without one, resumes.
+        sink fails. After a cancellation or a FetchError a call with the same sink resumes.
         """
         assert name.is_tree == (check is None), "a tree proves itself, and nothing else does"
         assert size <= PIECES_MAX * PIECE_BYTES, "larger than the protocol allows"
-        if sink is None:
-            kept = self._left_of(name)
-            try:
-                return await self.fetch(name, size, sources, sink=kept, check=check, failed=failed)
-            except (FetchError, asyncio.CancelledError):
-                if kept.held:
-                    self._left[name.kind] = name, kept, asyncio.get_running_loop().time() + LEFT_SECONDS
-                raise
         wanted = [source for source in dict.fromkeys(sources) if source != self._sources.transport.me]
         try:
             with self._sources.transport.boundary.guard("a fetch"):
@@ -108,14 +95,11 @@ class Fetcher:
                     await self._fetch_whole(name, size, wanted, sink, check, failed)
         except TransportError as error:
             raise FetchError(name, dict.fromkeys(wanted, str(error))) from error
-        return sink
 
     async def _fetch_tree(
         self, name: BlobName, size: int, sources: Sequence[bytes], sink: Sink, failed: Failed
     ) -> None:
-        def begun() -> None:
-            self._open[name] = sink
-
+        begun = partial(self._open.__setitem__, name, sink)
         try:
             await SwarmFetch(self._sources, name, size, sources, sink, failed=failed, begun=begun).run()
         finally:

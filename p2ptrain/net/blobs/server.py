@@ -20,7 +20,6 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Annotated, Self, TypeAlias
 
 import msgspec
@@ -30,13 +29,11 @@ from p2ptrain.core.messages import Digest, Key
 from p2ptrain.core.wire import decode_strictly, encode
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_bytes, piece_count
 from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
-from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Catalog, Kind, all_pieces
+from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Kind, all_pieces
 from p2ptrain.net.blobs.shared import Shared
 from p2ptrain.net.blobs.turns import BusyError, Turns
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, Transport, TransportError
-
-__all__ = ["BlobName", "FetchError", "Server"]
 
 HOLDERS_MAX = 16  # peers named in a reply
 WHY_MAX = 200
@@ -55,6 +52,7 @@ WORD_BYTES_MAX = 4_096  # replies up to this size do not queue behind pieces for
 WORD_SHARE = 8  # short replies may use another 1/8 of the upload limit
 WORD_SECONDS = 0.01  # between short replies on a stream, so that nobody can flood us
 
+Find: TypeAlias = Callable[[BlobName, bytes], Blob | None]  # a blob that a peer may have, complete or not
 log = logging.getLogger("p2ptrain.net")
 
 
@@ -145,14 +143,14 @@ class Server:
         self,
         transport: Transport,
         run_id: bytes,
-        catalog: Catalog,
+        find: Find,
         *,
         upload: TokenBucket,
         blame: Callable[[bytes, str], None],
         is_admitted: IsAdmitted,
     ) -> None:
         self.protocol = blob_protocol(run_id)
-        self._transport, self._catalog, self._upload, self._blame = transport, catalog, upload, blame
+        self._transport, self._find, self._upload, self._blame = transport, find, upload, blame
         self._turns, self._word_limit = Turns(upload), TokenBucket(0)
         self._word_turns = Turns(self._word_limit)
         self._is_admitted = is_admitted
@@ -170,9 +168,7 @@ class Server:
         await self._transport.serve(self.protocol, self._serve)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._is_open = False
         for stream in list(self._streams):
             stream.abort()
@@ -230,7 +226,7 @@ class Server:
                 if name != BlobName(request.kind, request.name):
                     name, blob = BlobName(request.kind, request.name), None
                 if blob is None or blob.held != all_pieces(blob.size):  # a complete blob stays so while it is served
-                    blob = self._catalog.find(name, stream.peer) or blob
+                    blob = self._find(name, stream.peer) or blob
                 await self._say(stream, await self._have(name, blob, request, stream.peer))
             elif name is None or blob is None or request.index >= piece_count(blob.size):
                 raise RemoteProtocolError(f"piece {request.index} requested without being offered")
@@ -309,8 +305,7 @@ class Server:
             async with self._turns.turn(stream.peer, len(data), is_admitted=self._is_admitted(stream.peer)):
                 await self._send(stream, data)
             return
-        if self._word_limit.rate != self._upload.rate // WORD_SHARE:  # the owner may have changed the limit
-            self._word_limit.set_rate(self._upload.rate // WORD_SHARE)
+        self._word_limit.set_rate(self._upload.rate // WORD_SHARE)  # the owner may have changed the limit
         async with self._word_turns.turn(stream.peer, len(data)):
             await self._send(stream, data)
         await asyncio.sleep(WORD_SECONDS)

@@ -202,7 +202,7 @@ class Lease:
 
     began: float
     ends: float  # if others wait
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None]
     source: Source | None = None
     pieces: int = 0  # received under it
     is_over: bool = False  # the slot goes to another source, and this one queues again
@@ -250,14 +250,12 @@ class SwarmFetch:
                 while len(self.working) < SOURCES_AT_ONCE and (peer := self._next()) is not None:
                     now, seconds = asyncio.get_running_loop().time(), LEASE_SECONDS * 2 ** self.leases_had[peer]
                     self.leases_had[peer] = min(self.leases_had[peer] + 1, LEASE_DOUBLINGS_MAX)
-                    lease = self.working[peer] = Lease(now, now + seconds)
-                    lease.task = group.create_task(self._work(peer, lease))
+                    self.working[peer] = Lease(now, now + seconds, group.create_task(self._work(peer)))
                 self.changed.clear()
                 with suppress(TimeoutError):  # time to end one
                     async with asyncio.timeout_at(self._end_leases()):
                         await self.changed.wait()
             for lease in self.working.values():
-                assert lease.task is not None
                 lease.task.cancel()
         if self.broken is not None:
             raise self.broken
@@ -299,7 +297,6 @@ class SwarmFetch:
                 if lease is fastest and lease.pieces:
                     lease.ends = now + LEASE_SECONDS
                     continue
-                assert lease.task is not None
                 lease.is_over = True
                 lease.task.cancel()
         ends = [lease.ends for peer, lease in self.working.items() if not lease.is_over and self._is_place_wanted(peer)]
@@ -308,7 +305,8 @@ class SwarmFetch:
     # ---------------------------------------------------------------------------------------------------
     # One source
 
-    async def _work(self, peer: bytes, lease: Lease, why: str = "") -> None:
+    async def _work(self, peer: bytes) -> None:
+        lease, why = self.working[peer], ""
         try:
             with self.sources.transport.boundary.guard("a source of pieces", peer):
                 async with self.sources.opened(peer, self.name) as source:
@@ -479,10 +477,8 @@ class SwarmFetch:
     def _may_insist(self, source: Source, now: float) -> bool:
         """Whether to insist: on a few pieces at first, and on more while nothing arrives by itself."""
         others = [lease.source for lease in self.working.values() if lease.source not in (None, source)]
-        if any(each and each.size >= 0 and now - each.at < STALL_SECONDS for each in others):
-            stall = STALL_SECONDS
-        else:
-            stall = ALONE_SECONDS
+        is_alone = not any(each and each.size >= 0 and now - each.at < STALL_SECONDS for each in others)
+        stall = ALONE_SECONDS if is_alone else STALL_SECONDS
         if self.insists <= 0 and now - self.moved_at > (INSIST_SECONDS if self.rounds else stall):
             self.insists = PIPELINE << min(self.rounds, 8)
             self.rounds += 1

@@ -21,6 +21,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from p2ptrain.net.addresses import relay_of, split
 from p2ptrain.net.tasks import in_daemon_thread
@@ -157,35 +158,19 @@ async def _tcp_answers(host: str, port: int) -> bool:
 
 async def _quic_answers(host: str, port: int) -> bool:
     loop = asyncio.get_running_loop()
-    heard: asyncio.Future[bool] = loop.create_future()
-    try:
-        transport, _ = await loop.create_datagram_endpoint(lambda: _ReplyListener(heard), remote_addr=(host, port))
-    except OSError:
-        return False
-    try:
-        for _ in range(QUIC_TRIES):
-            transport.sendto(_packet_of_no_version())
-            await asyncio.wait({heard}, timeout=ANSWER_SECONDS / QUIC_TRIES)
-            if heard.done():
-                return heard.result()
-        return False
-    finally:
-        transport.abort()
-
-
-class _ReplyListener(asyncio.DatagramProtocol):
-    def __init__(self, heard: asyncio.Future[bool]) -> None:
-        self._heard = heard
-
-    def datagram_received(self, data: bytes, addr: object) -> None:
-        self._tell(is_there=True)
-
-    def error_received(self, exc: Exception) -> None:
-        self._tell(is_there=False)
-
-    def _tell(self, *, is_there: bool) -> None:
-        if not self._heard.done():
-            self._heard.set_result(is_there)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect((host, port))
+            for _ in range(QUIC_TRIES):
+                asking.send(_packet_of_no_version())
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ANSWER_SECONDS / QUIC_TRIES):
+                        await loop.sock_recv(asking, QUIC_BYTES)
+                        return True
+        except OSError:  # refused, or no way there
+            pass
+    return False
 
 
 def _packet_of_no_version() -> bytes:

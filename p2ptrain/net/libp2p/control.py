@@ -18,8 +18,7 @@ from p2ptrain.net.addresses import reason
 from p2ptrain.net.frames import read_message, write_message
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.libp2p.sockets import Sockets
-from p2ptrain.net.libp2p.subscription import Subscription
-from p2ptrain.net.transport import TransportError
+from p2ptrain.net.transport import TransportError, in_time
 
 with parts_of_hivemind():
     from hivemind.proto import p2pd_pb2 as pb
@@ -59,12 +58,9 @@ class P2pdControl:
     async def _ask_on(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: int, **content: Any
     ) -> Any:
-        try:
-            async with asyncio.timeout(CONTROL_SECONDS + 1):  # p2pd itself is told to give up a second earlier
-                await write_message(writer, pb.Request(type=kind, **content).SerializeToString())
-                return response_in(await read_message(reader, RESPONSE_BYTES_MAX))
-        except TimeoutError as error:
-            raise TransportError("no answer") from error
+        async with in_time(CONTROL_SECONDS + 1, "no answer"):  # p2pd itself is told to give up a second earlier
+            await write_message(writer, pb.Request(type=kind, **content).SerializeToString())
+            return response_in(await read_message(reader, RESPONSE_BYTES_MAX))
 
     @asynccontextmanager
     async def guardian(self) -> AsyncIterator[None]:
@@ -105,17 +101,13 @@ class P2pdControl:
         content = pb.PSRequest(type=pb.PSRequest.PUBLISH, topic=topic, data=data)
         await self._ask(pb.Request.PUBSUB, pubsub=content)
 
-    async def listen(self, subscription: Subscription) -> None:
-        """Feeds a subscription until p2pd hangs up: then TransportError."""
+    async def attach(self, protocol: asyncio.Protocol) -> None:
+        """Connects a protocol that does the rest itself, such as a subscription."""
         loop = asyncio.get_running_loop()
         try:
-            await loop.create_unix_connection(lambda: subscription, str(self._sockets.control))
+            await loop.create_unix_connection(lambda: protocol, str(self._sockets.control))
         except OSError as error:
             raise TransportError(f"p2pd is gone: {error}") from error
-        try:
-            raise TransportError(await subscription.ended)
-        finally:
-            subscription.abort()
 
     async def open_stream(self, peer: bytes, protocol: str) -> Ends:
         content = pb.StreamOpenRequest(peer=id_bytes_of(peer), proto=[protocol], timeout=CONTROL_SECONDS)

@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -18,30 +19,42 @@ from p2ptrain.identity import Identity, id_bytes_of
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.libp2p.control import P2pdControl
 from p2ptrain.net.libp2p.dht_protocol import BoundedProtocol
-from p2ptrain.net.libp2p.dht_records import Validator, sign_record, strip_record
+from p2ptrain.net.libp2p.dht_records import sign_record, strip_record, why_invalid
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.libp2p.unary import UnaryCalls
 
 with parts_of_hivemind():
     from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DHTLocalStorage
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import PeerID
+    from hivemind.utils.logging import use_hivemind_log_handler
 
+use_hivemind_log_handler("nowhere")  # hivemind then logs through our handlers
+logging.getLogger("hivemind").setLevel(logging.WARNING)
+logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole process
 logger = logging.getLogger("p2ptrain.net")
 
+CHECKS_PER_SECOND_MAX = 1_024  # 70 ms of each second
 STORED_KEYS_MAX, STORED_ENTRIES_MAX = 64, 256  # stored here for the DHT, 4 KB each: 70 MB under attack
 
 
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Adapts dht_records.py to hivemind's validator interface."""
+    """Adapts dht_records.py to hivemind's validator interface, with as many checks in a second as we can afford: anyone
+    can send megabytes of records."""
 
     def __init__(self, identity: Identity, counters: Counter[str]) -> None:
-        self._identity, self._counters, self._validator = identity, counters, Validator()
+        self._identity, self._counters = identity, counters
+        self._second, self._checks = 0, 0
 
     def validate(self, record: DHTRecord) -> bool:
-        parts = record.key, record.subkey, record.value, record.expiration_time
-        if why := self._validator.why_invalid(*parts, time.time()):
+        now = time.time()
+        self._second, self._checks = int(now), self._checks + 1 if int(now) == self._second else 1
+        why = "too many in a second"
+        if self._checks <= CHECKS_PER_SECOND_MAX:
+            why = why_invalid(record.key, record.subkey, record.value, record.expiration_time, now)
+        if why:
             self._counters["DHT records refused"] += 1
             logger.debug("refused a DHT record: %s", why)
         return not why
@@ -64,6 +77,9 @@ class Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
         super().__init__()
         self._keys_max = keys_max
         self.used: set[Any] = set()  # the few keys that we announce under or look up
+
+    def use(self, key: str) -> None:
+        self.used.add(DHTID.generate(source=key))
 
     def store_subkey(self, key: Any, subkey: bytes, value: bytes, expiration_time: float) -> bool:
         held = self.get(key)
@@ -107,20 +123,23 @@ class Dht:
         boundary: Boundary,
     ) -> Self:
         calls = await UnaryCalls.start(control, boundary)
-        protocol = BoundedProtocol(calls, me, validator, storage, Storage(keys_max=0), counters, boundary)
-        node = await DHTNode.create(
-            p2p=SimpleNamespace(peer_id=PeerID(id_bytes_of(me))),
-            node_id=protocol.node_id,
-            client_mode=True,  # `protocol` answers instead
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-            cache_refresh_before_expiry=0,
-            reuse_get_requests=False,
-            blacklist_time=0,  # it never forgets a peer; who does not answer leaves the routing table
-        )
-        node.protocol = protocol
-        await protocol.serve()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(calls.close)
+            protocol = BoundedProtocol(calls, me, validator, storage, Storage(keys_max=0), counters, boundary)
+            node = await DHTNode.create(
+                p2p=SimpleNamespace(peer_id=PeerID(id_bytes_of(me))),
+                node_id=protocol.node_id,
+                client_mode=True,  # `protocol` answers instead
+                cache_locally=False,
+                cache_nearest=0,
+                cache_on_store=False,
+                cache_refresh_before_expiry=0,
+                reuse_get_requests=False,
+                blacklist_time=0,  # it never forgets a peer; who does not answer leaves the routing table
+            )
+            node.protocol = protocol
+            await protocol.serve()
+            stack.pop_all()
         return cls(node, calls)
 
     async def meet(self, peer: bytes) -> None:

@@ -16,7 +16,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import partial, partialmethod
 from typing import Annotated, Any
 
 import msgspec
@@ -74,16 +74,7 @@ class _Stub:
         self._calls, self._peer = calls, peer.to_bytes()
         self._place = place_of(self._peer).to_bytes()
 
-    async def rpc_ping(self, request: Any, **_: float) -> Any:
-        return await self._ask(PING, request, dht_pb2.PingResponse)
-
-    async def rpc_store(self, request: Any, **_: float) -> Any:
-        return await self._ask(STORE, request, dht_pb2.StoreResponse)
-
-    async def rpc_find(self, request: Any, **_: float) -> Any:
-        return await self._ask(FIND, request, dht_pb2.FindResponse)
-
-    async def _ask(self, name: str, request: Any, kind: Any) -> Any:
+    async def _ask(self, name: str, kind: Any, request: Any, **_: float) -> Any:
         raw = await self._calls.call(self._peer, name, request.SerializeToString(), ANSWER_SECONDS)
         if name != FIND and len(raw) > SHORT_BYTES_MAX:
             raise RemoteProtocolError(f"an answer of {len(raw)} bytes")
@@ -91,6 +82,10 @@ class _Stub:
         if answer.peer.node_id not in (b"", self._place):
             raise RemoteProtocolError("a place in the DHT that is not the peer's")
         return answer
+
+    rpc_ping = partialmethod(_ask, PING, dht_pb2.PingResponse)
+    rpc_store = partialmethod(_ask, STORE, dht_pb2.StoreResponse)
+    rpc_find = partialmethod(_ask, FIND, dht_pb2.FindResponse)
 
 
 class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no types
@@ -113,12 +108,8 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         self.storage, self.cache, self.record_validator = storage, cache, validator
         self.routing_table = RoutingTable(self.node_id, BUCKET_SIZE, DEPTH_MODULO)
         self.rpc_semaphore = asyncio.Semaphore(SEARCHING_MAX)
-        self._limits = PeerLimits(
-            boundary.is_admitted,
-            boundary.range_of,
-            each=PEER_BYTES_PER_SECOND,
-            strangers=STRANGERS_DHT_BYTES_PER_SECOND,
-        )
+        each, strangers = PEER_BYTES_PER_SECOND, STRANGERS_DHT_BYTES_PER_SECOND
+        self._limits = PeerLimits(boundary.is_admitted, boundary.range_of, each=each, strangers=strangers)
         self._calls, self._counters, self._boundary = calls, counters, boundary
 
     # -----------------------------------------------------------------------------------------------
@@ -206,22 +197,18 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         [key] = keys
         try:
             with self._boundary.guard("an answer to a search in the DHT", key_of_bytes(peer.to_bytes())):
-                found = await self._find(peer, key)
+                async with self.rpc_semaphore:
+                    request = dht_pb2.FindRequest(keys=[key.to_bytes()], peer=self.node_info)
+                    result = _only((await self.get_stub(peer).rpc_find(request)).results)
+                entries = _decoded(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
+                places, table = map(place_of, result.nearest_peer_ids[:BUCKET_SIZE]), self.routing_table
+                nearest = {place: known for place in places if (known := table.get(node_id=place)) is not None}
+                found = await self._valid(key.to_bytes(), entries), nearest
         except (TransportError, RemoteProtocolError):
             await self.update_routing_table(None, peer, responded=False)
             return None
         await self.update_routing_table(None, peer, responded=True)
         return {key: found}
-
-    async def _find(self, peer: PeerID, key: DHTID) -> tuple[Any, dict[DHTID, PeerID]]:
-        request = dht_pb2.FindRequest(keys=[key.to_bytes()], peer=self.node_info)
-        async with self.rpc_semaphore:
-            answer = await self.get_stub(peer).rpc_find(request)
-        result = _only(answer.results)
-        entries = _decoded(result.value) if result.type == dht_pb2.FOUND_DICTIONARY else []
-        places = map(place_of, result.nearest_peer_ids[:BUCKET_SIZE])
-        nearest = {place: peer for place in places if (peer := self.routing_table.get(node_id=place)) is not None}
-        return await self._valid(key.to_bytes(), entries), nearest
 
     async def _valid(self, key: bytes, entries: list[_ENTRY]) -> Any:
         """Returns the entries up to the first invalid one, which an honest peer would not have stored."""

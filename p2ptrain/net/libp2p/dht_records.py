@@ -24,7 +24,6 @@ ANNOUNCE_SECONDS_MAX = 3_600  # the longest that we announce for: a clock one ho
 PAST_SECONDS_MAX = 60  # for inaccurate clocks: one stale entry spoils all that come with it
 DOMAIN = b"p2ptrain DHT record 1\0"
 KEY_BYTES_MAX = 256  # digests of keys in the DHT have 20
-CHECKS_PER_SECOND_MAX = 1_024  # 70 ms of each second
 
 
 def sign_record(sign: Callable[[bytes], bytes], author: bytes, key: bytes, packed: bytes, expires_at: float) -> bytes:
@@ -64,18 +63,3 @@ def _unpacked(packed: bytes) -> bytes | None:
     except msgspec.MsgspecError:
         return None
     return content if len(content) <= VALUE_BYTES_MAX and msgspec.msgpack.encode(content) == packed else None
-
-
-class Validator:
-    """A check of records that is limited per second to what we can afford: anyone can send megabytes of them."""
-
-    def __init__(self) -> None:
-        self._second, self._checks = 0, 0
-
-    def why_invalid(self, key: object, subkey: object, stored: object, expires_at: object, now: float) -> str:
-        if int(now) != self._second:
-            self._second, self._checks = int(now), 0
-        self._checks += 1
-        if self._checks > CHECKS_PER_SECOND_MAX:
-            return "too many in a second"
-        return why_invalid(key, subkey, stored, expires_at, now)

@@ -30,20 +30,11 @@ from p2ptrain.net.libp2p.dht_records import ANNOUNCE_SECONDS_MAX, VALUE_BYTES_MA
 from p2ptrain.net.libp2p.process import Ports, Process, make_arguments
 from p2ptrain.net.libp2p.pubsub import Gossip
 from p2ptrain.net.libp2p.reconnect import Routes
-from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
 from p2ptrain.net.libp2p.sockets import Sockets
 from p2ptrain.net.libp2p.streams import Streams
 from p2ptrain.net.libp2p.supervisor import Supervisor
-from p2ptrain.net.tasks import BACKOFF_SECONDS, OnCrash, Tasks, report_crash
-from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Handler, Hear, IsAdmitted, TransportError, everyone
-
-with parts_of_hivemind():
-    from hivemind.dht.routing import DHTID
-    from hivemind.utils.logging import use_hivemind_log_handler
-
-use_hivemind_log_handler("nowhere")  # hivemind then logs through our handlers
-logging.getLogger("hivemind").setLevel(logging.WARNING)
-logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole process
+from p2ptrain.net.tasks import OnCrash, Tasks, pauses, report_crash
+from p2ptrain.net.transport import MESSAGE_BYTES_MAX, Handler, Hear, IsAdmitted, TransportError, everyone, in_time
 
 logger = logging.getLogger("p2ptrain.net")
 
@@ -88,18 +79,15 @@ class P2pd:
         The sockets are in `directory`, which must be ours alone: anyone who can open them can act as this node.
         """
         self = cls(Identity.load(identity_file), identity_file, network, directory, on_crash)
-        self._closing.callback(self._ports.close)
-        self._closing.callback(self._sockets.close)
-        self._closing.push_async_callback(self._supervisor.close)
-        is_up = False
-        try:
+        async with AsyncExitStack() as closing:
+            closing.callback(self._ports.close)
+            closing.callback(self._sockets.close)
+            closing.push_async_callback(self._supervisor.close)
+            closing.push_async_callback(self._tasks.cancel)
             await self._supervisor.start()
-            self._tasks.spawn(self._supervisor.run(self._peers.come_back))
-            self._tasks.spawn(self._supervisor.watch(self._refresh, self._why_end))
-            is_up = True
-        finally:
-            if not is_up:
-                await self.close()
+            self._closing = closing.pop_all()
+        self._tasks.spawn(self._supervisor.run(self._peers.come_back))
+        self._tasks.spawn(self._supervisor.watch(self._refresh, self._why_end))
         return self
 
     # -------------------------------------------------------------------------------------------------
@@ -110,11 +98,9 @@ class P2pd:
         usable = await relays_to_use(self._relay_loss.first())
         self._relay_loss.p2pd_started()
         await self._sockets.open()
-        control = self._sockets.control
         self._ports.take_again()  # right before p2pd does
-        process = await Process.start(
-            make_arguments(control, self._identity_file, self._ports.listen, self._network, usable)
-        )
+        places = self._sockets.control, self._identity_file, self._ports.listen
+        process = await Process.start(make_arguments(*places, self._network, usable))
         stack.push_async_callback(process.stop)
         stack.push_async_callback(self._leave)
         await stack.enter_async_context(self.control.guardian())
@@ -140,17 +126,17 @@ class P2pd:
             await dht.stop()
 
     async def _start_dht(self) -> Dht:
-        parts = self._validator, self._storage, self._counters, self.boundary
-        return await Dht.start(self.control, self.me, *parts)
+        shared = self._validator, self._storage, self._counters, self.boundary
+        return await Dht.start(self.control, self.me, *shared)
 
     def _is_admitted(self, peer: bytes) -> bool:
         return self._streams.is_admitted(peer)
 
     async def _keep_dht(self, dht: Dht) -> None:
         """Restarts the DHT when it loses its connection to a living p2pd."""
-        while True:
+        for pause in pauses():
             await asyncio.wait({dht.reading})
-            await asyncio.sleep(BACKOFF_SECONDS)  # if p2pd itself has ended, this task is cancelled here
+            await asyncio.sleep(pause)  # if p2pd itself has ended, this task is cancelled here
             logger.warning("the DHT lost its connection to p2pd and is being restarted")
             with self.boundary.contain("the start of the DHT"):
                 try:
@@ -183,10 +169,7 @@ class P2pd:
         return found
 
     async def close(self) -> None:
-        try:
-            await self._tasks.cancel()
-        finally:
-            await self._closing.aclose()
+        await self._closing.aclose()
 
     def counters(self) -> dict[str, int]:
         return dict(self._counters)
@@ -275,27 +258,21 @@ class P2pd:
     async def announce(self, key: str, value: bytes, seconds: float) -> None:
         assert len(value) <= VALUE_BYTES_MAX and 0 < seconds <= ANNOUNCE_SECONDS_MAX
         node = await self._node_for(key)
-        try:
-            async with asyncio.timeout(SEARCH_SECONDS):
-                is_stored = await node.store(key, value, time.time() + seconds, subkey=self.me)
-        except TimeoutError as error:
-            raise TransportError(f"{key} was not announced in {SEARCH_SECONDS:.0f} s") from error
+        async with in_time(SEARCH_SECONDS, f"{key} was not announced in {SEARCH_SECONDS:.0f} s"):
+            is_stored = await node.store(key, value, time.time() + seconds, subkey=self.me)
         if not is_stored:
             raise TransportError(f"nobody accepted the announcement of {key}: perhaps an earlier one expires later")
 
     async def look_up(self, key: str) -> dict[bytes, bytes]:
         node = await self._node_for(key)
-        try:
-            async with asyncio.timeout(SEARCH_SECONDS):
-                found = await node.get(key, latest=True)
-        except TimeoutError as error:
-            raise TransportError(f"{key} was not looked up in {SEARCH_SECONDS:.0f} s") from error
+        async with in_time(SEARCH_SECONDS, f"{key} was not looked up in {SEARCH_SECONDS:.0f} s"):
+            found = await node.get(key, latest=True)
         now, entries = time.time(), found.value.items() if found else ()
         records = [(peer, entry.value) for peer, entry in entries if entry.expiration_time > now]
         return dict(random.SystemRandom().sample(records, min(len(records), FOUND_MAX)))
 
     async def _node_for(self, key: str) -> Any:
-        self._storage.used.add(DHTID.generate(source=key))
+        self._storage.use(key)
         await self._supervisor.up()
         await self._peers.met()
         if self._dht is None:

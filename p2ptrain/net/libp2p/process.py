@@ -26,7 +26,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -70,36 +70,31 @@ class Process:
         binary = find_binary()
         command = tied_to_us(REQUEST, [str(binary), *arguments])
         lifeline, its_end = _lifeline()
-        try:
-            child = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=its_end.fileno(),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,  # so that Ctrl-C in the terminal reaches only us
-                env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor"},
-            )
-        except OSError as error:
-            lifeline.close()
-            raise TransportError(f"cannot start {binary}: {error.strerror}") from error
-        except asyncio.CancelledError:
-            lifeline.close()
-            raise
-        finally:
-            its_end.close()
-        process, is_up = cls(child, lifeline), False
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await process._is_ready.wait()
+        async with AsyncExitStack() as stack:
+            stack.callback(lifeline.close)
+            try:
+                with its_end:
+                    child = await asyncio.create_subprocess_exec(
+                        *command,
+                        stdin=its_end.fileno(),
+                        stdout=asyncio.subprocess.PIPE,
+                        stderr=asyncio.subprocess.STDOUT,
+                        start_new_session=True,  # so that Ctrl-C in the terminal reaches only us
+                        env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor"},
+                    )
+            except OSError as error:
+                raise TransportError(f"cannot start {binary}: {error.strerror}") from error
+            process = cls(child, lifeline)
+            stack.push_async_callback(process.stop)
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    await process._is_ready.wait()
+            except TimeoutError as error:
+                raise TransportError(f"p2pd did not start in {START_SECONDS:.0f} s: {process.last_words()}") from error
             if process._reading.done():  # its output is closed: it has ended
                 raise TransportError(f"p2pd did not start: {process.last_words()}")
-            is_up = True
-            return process
-        except TimeoutError as error:
-            raise TransportError(f"p2pd did not start in {START_SECONDS:.0f} s: {process.last_words()}") from error
-        finally:
-            if not is_up:
-                await process.stop()
+            stack.pop_all()
+        return process
 
     async def _read(self) -> None:
         """Keeps the last lines of its output, truncated."""
@@ -180,11 +175,7 @@ def find_binary() -> Path:
 
 
 def make_arguments(
-    control: Path,
-    identity_file: Path,
-    listen: tuple[str, ...],
-    network: NetworkConfig,
-    relays: Sequence[str],
+    control: Path, identity_file: Path, listen: tuple[str, ...], network: NetworkConfig, relays: Sequence[str]
 ) -> list[str]:
     """Returns p2pd's command-line options. Never -b: with it, p2pd does not start while a bootstrap node is down."""
     options: dict[str, object] = {
@@ -226,8 +217,7 @@ class Ports:
 
     def __init__(self, listen: tuple[str, ...], *, gives_way: bool = False) -> None:
         """Replaces port 0 by a free port, to be kept over restarts; also a port in use, if it `gives_way`: there may be
-        several nodes on a machine. ConfigError if we cannot listen on an address.
-        """
+        several nodes on a machine. ConfigError if we cannot listen on an address."""
         self._held: list[socket.socket] = []
         try:
             self.listen = tuple(self._take(address, gives_way) for address in listen)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 from p2ptrain.identity import PeerIdError, key_of_bytes
 from p2ptrain.net import addresses as multiaddrs
@@ -38,9 +37,7 @@ class Routes:
         self._boundary = boundary
         self._me, self._control, self._introduce, self._up, self._tasks = me, control, meet, up, tasks
         self._meeting = asyncio.Semaphore(MEETING_MAX)
-        self._unmet = 0
-        self._all_met = asyncio.Event()
-        self._all_met.set()
+        self._introductions: set[asyncio.Task[None]] = set()
         self._routes: dict[bytes, list[str]] = {}  # to each peer, the least recently seen first
         self._ends: dict[bytes, list[str]] = {}  # where each connected peer is, by p2pd; one of each connection
 
@@ -106,27 +103,21 @@ class Routes:
 
     async def met(self) -> None:
         """Waits, though not for long, until newly connected peers have been added to our DHT routing table."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(MEET_SECONDS):
-                await self._all_met.wait()
+        if self._introductions:
+            await asyncio.wait(self._introductions, timeout=MEET_SECONDS)
 
     async def meet_all(self) -> None:
         for peer in await self.connected():
             self._meet(peer)
 
     def _meet(self, peer: bytes) -> None:
-        self._unmet += 1
-        self._all_met.clear()
-        self._tasks.spawn(self._boundary.contained("an introduction to the DHT", peer, self._meeting_of, peer))
+        work = self._boundary.contained("an introduction to the DHT", peer, self._meeting_of, peer)
+        self._introductions.add(task := self._tasks.spawn(work))
+        task.add_done_callback(self._introductions.discard)
 
     async def _meeting_of(self, peer: bytes) -> None:
-        try:
-            async with self._meeting:
-                await self._introduce(peer)
-        finally:
-            self._unmet -= 1
-            if not self._unmet:
-                self._all_met.set()
+        async with self._meeting:
+            await self._introduce(peer)
 
     def _remember(self, peer: bytes, routes: list[str]) -> None:
         self._routes.pop(peer, None)

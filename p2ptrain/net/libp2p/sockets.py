@@ -84,8 +84,7 @@ class Sockets:
 
 def _is_or_becomes_ours(directory: Path) -> bool:
     """Makes the directory, or checks that an existing one is ours alone: anyone who can enter it can act as this
-    node.
-    """
+    node."""
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:

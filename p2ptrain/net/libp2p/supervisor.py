@@ -1,6 +1,5 @@
 """Keeps p2pd running: restarts it whenever it ends, however long that takes, and kills it if it hangs or if a new one
-would work better.
-"""
+would work better."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from p2ptrain.errors import P2ptrainError
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.libp2p.process import Process
 from p2ptrain.net.tasks import pauses
-from p2ptrain.net.transport import TransportError
+from p2ptrain.net.transport import TransportError, in_time
 
 WAIT_SECONDS = 10.0  # for p2pd to come back before a request fails
 STEADY_SECONDS = 60.0  # a p2pd that ran this long is restarted without growing pauses
@@ -44,11 +43,8 @@ class Supervisor:
 
     async def start(self) -> None:
         async with AsyncExitStack() as stack:
-            try:
-                async with asyncio.timeout(LAUNCH_SECONDS):
-                    self.process = await self._launch(stack)
-            except TimeoutError as error:
-                raise TransportError(f"p2pd was not ready in {LAUNCH_SECONDS:.0f} s") from error
+            async with in_time(LAUNCH_SECONDS, f"p2pd was not ready in {LAUNCH_SECONDS:.0f} s"):
+                self.process = await self._launch(stack)
             self._is_up.set()
             stack.callback(self._is_up.clear)
             self._session = stack.pop_all()
@@ -95,12 +91,9 @@ class Supervisor:
                     failed, why = failed + 1, f"no answer to {LOOKS_MAX} requests in a row; the last: {error}"
                 if not (was_up and self.is_up and process is self.process):
                     failed = 0  # it has ended on its own
-                elif reason := why_end():
+                elif reason := why_end() or (why if failed >= LOOKS_MAX else ""):
                     failed = 0
                     self._end(reason)
-                elif failed >= LOOKS_MAX:
-                    failed = 0
-                    self._end(why)
 
     def _end(self, why: str) -> None:
         logger.warning("killing p2pd to restart it: %s", why)

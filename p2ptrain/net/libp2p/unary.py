@@ -19,7 +19,7 @@ from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.frames import BUFFER_BYTES, read_bytes, read_length, with_length
 from p2ptrain.net.libp2p.control import P2pdControl
 from p2ptrain.net.libp2p.slim_hivemind import parts_of_hivemind
-from p2ptrain.net.transport import TransportError
+from p2ptrain.net.transport import TransportError, in_time
 
 with parts_of_hivemind():
     from hivemind.proto import p2pd_pb2 as pb
@@ -38,11 +38,7 @@ class UnaryCalls:
     """Calls to peers, and theirs to us. Make it with `start`."""
 
     def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        control: P2pdControl,
-        boundary: Boundary,
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, control: P2pdControl, boundary: Boundary
     ) -> None:
         self._reader, self._writer, self._control, self._boundary = reader, writer, control, boundary
         self._answers: dict[str, Answer] = {}
@@ -62,12 +58,9 @@ class UnaryCalls:
 
     async def call(self, peer_id: bytes, name: str, request: bytes, seconds: float) -> bytes:
         """Returns a peer's answer. TransportError if there is none, or the peer refuses."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._control.refuse_unconnected(peer_id)
-                return await self._ask(callUnary=pb.CallUnaryRequest(peer=peer_id, proto=name, data=request))
-        except TimeoutError as error:
-            raise TransportError(f"no answer within {seconds:.0f} s") from error
+        async with in_time(seconds, f"no answer within {seconds:.0f} s"):
+            await self._control.refuse_unconnected(peer_id)
+            return await self._ask(callUnary=pb.CallUnaryRequest(peer=peer_id, proto=name, data=request))
 
     async def _ask(self, **content: Any) -> bytes:
         call_id = os.urandom(CALL_ID_BYTES)
