@@ -92,8 +92,8 @@ class Boundary:
         return self._complaints if time.monotonic() <= self._shown_until else []
 
     def _note(self, place: str, peer: bytes, error: Exception) -> FaultError:
-        """Notes a fault; raises it if it is a lack of memory."""
-        if _is_of_memory(error):
+        """Notes a fault; raises it if memory was refused, perhaps in one of several tasks."""
+        if isinstance(error, MemoryError) or (isinstance(error, ExceptionGroup) and error.subgroup(MemoryError)):
             raise error
         now, where, what = time.monotonic(), self._charge(peer) if peer else "", type(error).__name__
         whom = peer_id_of(peer) if peer else "a peer"
@@ -125,10 +125,3 @@ class Boundary:
         while len(owes) > 2 * PEERS_MAX:
             del owes[min(owes, key=owes.__getitem__)]
         return where
-
-
-def _is_of_memory(error: Exception) -> bool:
-    """Whether memory was refused, perhaps in one of several tasks."""
-    if isinstance(error, ExceptionGroup):
-        return error.subgroup(MemoryError) is not None
-    return isinstance(error, MemoryError)

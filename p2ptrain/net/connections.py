@@ -18,9 +18,8 @@ connections when there are too many, is told to prune anchors, bootstraps and me
 Failed dials are retried forever, with backoff and jitter: an outage may last a weekend.
 
 Keys cost nothing, and neither do addresses at which nobody answers. So peers that we need, peers reached before, and
-peers known only by hearsay are dialled and met in separate slots (`Standing`), each within a time limit.
-
-The record of one peer is in address_book.py.
+peers known only by hearsay are dialled and met in separate slots (`Standing`), each within a time limit. The record of
+one peer is in address_book.py.
 """
 
 from __future__ import annotations
@@ -203,7 +202,7 @@ class Connections:
 
     async def look(self) -> list[bytes]:
         """Drops the peers that have gone, and returns those to ask now whether they take part in the run."""
-        now = asyncio.get_running_loop().time()
+        now = _now()
         self.members = frozenset(self.roster())
         connected = await self.transport.peers()
         self.met = dict.fromkeys(connected, Reach.PUBLIC)
@@ -239,7 +238,7 @@ class Connections:
 
     async def _keep(self) -> None:
         """Tells p2pd which connections to prune last."""
-        now = asyncio.get_running_loop().time()
+        now = _now()
         self.anchors = {}  # the longest linked peer of each range, for the few oldest ranges: `linked` is in order
         for peer in self.linked:
             if len(self.anchors) < RANGES_KEPT and (place := self._range_of(peer)):
@@ -252,7 +251,7 @@ class Connections:
     async def _meet(self, peer: bytes) -> None:
         """Asks a connected peer whether it takes part in the run; as a task, so that a silent peer delays nobody."""
         takes_part = False
-        now = asyncio.get_running_loop().time()
+        now = _now()
         self.unmet.setdefault(peer, Unmet(now)).next_at = now + SPEAKS_SECONDS  # should all of this fail
         try:
             with contextlib.suppress(TimeoutError):
@@ -264,7 +263,7 @@ class Connections:
             await self._is_stranger(peer)
             return
         known = self._of(peer)
-        known.was_reached, known.linked_at = True, asyncio.get_running_loop().time()
+        known.was_reached, known.linked_at = True, _now()
         self.linked[peer] = None
         self.unmet.pop(peer, None)
         self.seen(peer)
@@ -290,7 +289,7 @@ class Connections:
         self.changed.set()
 
     async def _is_stranger(self, peer: bytes) -> None:
-        now = asyncio.get_running_loop().time()
+        now = _now()
         unmet = self.unmet.setdefault(peer, Unmet(now))
         unmet.next_at = now + min(SPEAKS_SECONDS * 2.0 ** min(unmet.tries, 16), SPEAKS_SECONDS_MAX)
         unmet.tries += 1
@@ -299,10 +298,9 @@ class Connections:
             log.warning("%s is reachable, but %s", known.best, await questions.why_not(self.transport, peer))
 
     async def _dial_for_ever(self, group: asyncio.TaskGroup) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             with self.transport.boundary.contain("the choice of whom to dial"):
-                for peer in self._placed(self._due(loop.time()), self.dialling, DIALS_AT_ONCE):
+                for peer in self._placed(self._due(_now()), self.dialling, DIALS_AT_ONCE):
                     self.dialling.add(peer)
                     group.create_task(self.transport.boundary.contained("a dial", peer, self._dial, peer), name="dial")
             await asyncio.sleep(0.2)
@@ -400,7 +398,7 @@ class Connections:
         """Sets when the next dial may come, should one be needed."""
         wait = min(DIAL_SECONDS * 2.0 ** min(known.tries, 16), DIAL_SECONDS_MAX)
         known.tries += 1
-        known.next_at = asyncio.get_running_loop().time() + wait * self.rng.uniform(0.5, 1.5)
+        known.next_at = _now() + wait * self.rng.uniform(0.5, 1.5)
 
     async def _announce_for_ever(self) -> None:
         while True:

@@ -90,18 +90,12 @@ class Fetcher:
         try:
             with self._sources.transport.boundary.guard("a fetch"):
                 if name.is_tree and not (name.kind == "payload" and size <= PIECE_BYTES):
-                    await self._fetch_tree(name, size, wanted, sink, failed)
+                    begun = partial(self._open.__setitem__, name, sink)
+                    await SwarmFetch(self._sources, name, size, wanted, sink, failed=failed, begun=begun).run()
                 else:
                     await self._fetch_whole(name, size, wanted, sink, check, failed)
         except TransportError as error:
             raise FetchError(name, dict.fromkeys(wanted, str(error))) from error
-
-    async def _fetch_tree(
-        self, name: BlobName, size: int, sources: Sequence[bytes], sink: Sink, failed: Failed
-    ) -> None:
-        begun = partial(self._open.__setitem__, name, sink)
-        try:
-            await SwarmFetch(self._sources, name, size, sources, sink, failed=failed, begun=begun).run()
         finally:
             if self._open.get(name) is sink:
                 del self._open[name]

@@ -158,18 +158,16 @@ async def _tcp_answers(host: str, port: int) -> bool:
 
 async def _quic_answers(host: str, port: int) -> bool:
     loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:  # refused, or no way there
         asking.setblocking(False)
-        try:
-            asking.connect((host, port))
-            for _ in range(QUIC_TRIES):
-                asking.send(_packet_of_no_version())
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(ANSWER_SECONDS / QUIC_TRIES):
-                        await loop.sock_recv(asking, QUIC_BYTES)
-                        return True
-        except OSError:  # refused, or no way there
-            pass
+        asking.connect((host, port))
+        for _ in range(QUIC_TRIES):
+            asking.send(_packet_of_no_version())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_SECONDS / QUIC_TRIES):
+                    await loop.sock_recv(asking, QUIC_BYTES)
+                    return True
     return False
 
 

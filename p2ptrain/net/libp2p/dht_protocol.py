@@ -16,7 +16,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Collection
-from functools import partial, partialmethod
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -74,7 +74,16 @@ class _Stub:
         self._calls, self._peer = calls, peer.to_bytes()
         self._place = place_of(self._peer).to_bytes()
 
-    async def _ask(self, name: str, kind: Any, request: Any, **_: float) -> Any:
+    async def rpc_ping(self, request: Any, **_: float) -> Any:
+        return await self._ask(PING, request, dht_pb2.PingResponse)
+
+    async def rpc_store(self, request: Any, **_: float) -> Any:
+        return await self._ask(STORE, request, dht_pb2.StoreResponse)
+
+    async def rpc_find(self, request: Any, **_: float) -> Any:
+        return await self._ask(FIND, request, dht_pb2.FindResponse)
+
+    async def _ask(self, name: str, request: Any, kind: Any) -> Any:
         raw = await self._calls.call(self._peer, name, request.SerializeToString(), ANSWER_SECONDS)
         if name != FIND and len(raw) > SHORT_BYTES_MAX:
             raise RemoteProtocolError(f"an answer of {len(raw)} bytes")
@@ -82,10 +91,6 @@ class _Stub:
         if answer.peer.node_id not in (b"", self._place):
             raise RemoteProtocolError("a place in the DHT that is not the peer's")
         return answer
-
-    rpc_ping = partialmethod(_ask, PING, dht_pb2.PingResponse)
-    rpc_store = partialmethod(_ask, STORE, dht_pb2.StoreResponse)
-    rpc_find = partialmethod(_ask, FIND, dht_pb2.FindResponse)
 
 
 class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no types

@@ -34,7 +34,7 @@ class Streams:
 
     def __init__(self, counters: Counter[str], tasks: Tasks, read_opening: ReadOpening, boundary: Boundary) -> None:
         self.handlers: dict[str, Handler] = {}
-        self._counters, self._tasks, self._read_opening = counters, tasks, read_opening
+        self._counters, self._tasks, self.read_opening = counters, tasks, read_opening
         self._range_of, self._boundary = boundary.range_of, boundary
         self.is_admitted: IsAdmitted = lambda peer: False
         self._open: set[FrameStream] = set()
@@ -66,7 +66,7 @@ class Streams:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                peer_id, protocol = await self._read_opening(reader)
+                peer_id, protocol = await self.read_opening(reader)
             peer = key_of_bytes(peer_id)
             if why := self._make_room(peer):
                 self._refuse(writer, why)

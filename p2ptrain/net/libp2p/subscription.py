@@ -120,14 +120,13 @@ class Subscription(asyncio.Protocol):
                         break
                     self._take(data[start:end])
                     at = end
+                self._rest = data[at:]
+                if junk:
+                    self._queue.counters[STRANGERS] += junk
+                    self._pile()
         except TransportError as error:
             self._end(str(error))
             self.abort()
-            return
-        self._rest = data[at:]
-        if junk:
-            self._queue.counters[STRANGERS] += junk
-            self._pile()
 
     def _hears(self, beginning: bytes) -> bool:
         return beginning.startswith(BEGINNING) and self._queue.hears(beginning[len(BEGINNING) :])
