@@ -79,20 +79,24 @@ def test_a_stream_that_is_given_up_while_its_last_frame_is_read_is_no_fault(
 ) -> None:
     """It was with uvloop: a stranger who opened streams and did not hang up had honest ones pay."""
 
+    answered = []
+
     async def answered_once(stream: Stream) -> None:
         await stream.send(await stream.receive(10))
+        answered.append(stream)
 
     async def work() -> None:
         async with listening(tmp_path) as incoming:
             incoming.streams.handlers[PROTOCOL] = answered_once
             lingering = [await incoming.open(number) for number in (1, 1, 1, 1, 2, 2, 2, 2)]
             assert [await incoming.is_answered(each) for each in lingering] == [True] * 8
+            await until(lambda: len(answered) == 8)  # from here on they are being closed
             if is_all:
                 incoming.streams.abort()
             else:
                 assert await incoming.is_answered(await incoming.open(3))
                 assert incoming.counters["streams given up"] == 1
-            await until(lambda: len(incoming.streams._open) <= (0 if is_all else 8))
+            await until(lambda: incoming.streams._incoming == (0 if is_all else 8))
             assert not incoming.boundary.counts
 
     with asyncio.Runner(loop_factory=new_loop) as runner:

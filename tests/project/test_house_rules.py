@@ -428,7 +428,7 @@ HARMLESS: dict[Rule, list[tuple[str, str]]] = {
         ),
         (CORE, "from p2ptrain import config, errors, digest"),
         (TRAIN, "import torch\nfrom p2ptrain.exact import codec\nfrom p2ptrain.digest import digest"),
-        ("p2ptrain/net/libp2p/p2pd.py", "import hivemind, asyncio"),
+        ("p2ptrain/net/libp2p/control.py", "import hivemind, asyncio"),
         (CLI, "from p2ptrain import __version__\nimport p2ptrain.daemon"),
         ("tests/test_a.py", "import p2ptrain.exact.codec, p2ptrain.net.libp2p.p2pd, torch"),
     ],
