@@ -65,7 +65,7 @@ class Boundary:
     @contextmanager
     def contain(self, place: str, peer: bytes = b"", failed: Failed = lambda why: None) -> Iterator[None]:
         """Ends an exchange here, whatever it raises, and calls `failed` with the reason. An error that should have been
-        handled inside is a fault, too."""
+        handled inside is a bug, too."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  # only this module catches all
