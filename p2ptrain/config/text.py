@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from p2ptrain.config.fields import Accepts, Section
+from p2ptrain.errors import SettingError
 
 SHOWN_LENGTH_MAX = (
     160  # characters of a value or key shown in an error: enough for a whole address, which ends with its id
@@ -120,9 +121,8 @@ def problem(error: Mapping[str, Any], model: type[BaseModel], other: type[BaseMo
     key, kind = _dotted(place), error["type"]
     if kind == "extra_forbidden":
         return unknown_key(place, model, other)
-    if kind == "value_error" and len(place) < 2:  # our own check of a whole section, which includes the fix
-        what, _, fix = str(error["ctx"]["error"]).partition(": ")
-        return Problem(key, what, fix[:1].upper() + fix[1:])
+    if kind == "value_error" and isinstance(mistake := error["ctx"]["error"], SettingError):
+        return Problem(key, mistake.problem, mistake.fix[:1].upper() + mistake.fix[1:])
     field, found = _field(place, model), _found(error["input"])
     example = "" if field.is_required() else f"Write for instance {place[-1]} = {_toml(field.default)}"
     if kind == "value_error":

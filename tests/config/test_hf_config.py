@@ -194,9 +194,6 @@ def test_a_run_carries_the_config_as_it_is_and_gets_an_id_with_the_shapes() -> N
     assert sealed.is_sealed
     assert sealed.model.config == run.model.config
     assert RunConfig.from_canonical(sealed.canonical()).run_id == sealed.run_id
-    assert sealed.is_described_by({"name": "x", "model": {"kind": "transformers", "config": run.model.config}})
-    assert sealed.is_described_by({"name": "x", "model": {"kind": "transformers", "sequence_length": 32}})
-    assert not sealed.is_described_by({"name": "x", "model": {"kind": "transformers", "sequence_length": 16}})
 
 
 def test_a_config_of_a_peer_that_is_not_accepted_is_a_broken_rule() -> None:
