@@ -43,7 +43,7 @@ class PortTakenError(ConfigError):
 class SettingError(P2ptrainError, ValueError):
     """Settings that do not go together; pydantic collects these, and `ConfigError` says where they stand."""
 
-    def __init__(self, problem: str, *, fix: str = "") -> None:
+    def __init__(self, problem: str, fix: str = "") -> None:
         self.problem, self.fix = problem, fix
         super().__init__(f"{problem}: {fix}" if fix else problem)
 

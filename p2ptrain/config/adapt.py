@@ -38,12 +38,10 @@ class AdaptConfig(Section):
     def _possible(self) -> Self:
         if self.kind == "none" and self != type(self).model_construct():
             raise SettingError(
-                'adapters are described, but kind is "none"', fix='set kind = "lora", or remove the other keys'
+                'adapters are described, but kind is "none"', 'set kind = "lora", or remove the other keys'
             )
         if bool(self.base) != bool(self.base_bytes):
-            raise SettingError(
-                "base and base_bytes belong together", fix="give both, or leave them to `p2ptrain start`"
-            )
+            raise SettingError("base and base_bytes belong together", "give both, or leave them to `p2ptrain start`")
         return self
 
     @property

@@ -259,21 +259,21 @@ def read_hf_config(text: str) -> HfConfig:
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         found = f"model_type {_shown(kind)}" if kind is not None else "no model_type"
-        raise SettingError(f"config.json has {found}, which p2ptrain does not train", fix=f"use one of {known}")
+        raise SettingError(f"config.json has {found}, which p2ptrain does not train", f"use one of {known}")
     architecture = ARCHITECTURES[kind]
     rules = {**WITHOUT_EFFECT, **architecture.keys}
     if refused := sorted(key for key in raw if key not in rules):
         shown = ", ".join(map(_shown, refused[:SHOWN_KEYS_MAX])) + (", ..." if len(refused) > SHOWN_KEYS_MAX else "")
         it = "it" if len(refused) == 1 else "them"
-        raise SettingError(f"config.json has {shown}, which p2ptrain does not accept", fix=f"remove {it}")
+        raise SettingError(f"config.json has {shown}, which p2ptrain does not accept", f"remove {it}")
     for key, value in raw.items():
         if not rules[key].accepts(value):
             raise SettingError(
-                f"{key} in config.json has a value that p2ptrain does not accept", fix=f"use {rules[key].words}"
+                f"{key} in config.json has a value that p2ptrain does not accept", f"use {rules[key].words}"
             )
     for usual in (*REQUIRED, *architecture.also_needed):
         if raw.get(architecture.name(usual)) is None and not (kind == "gpt2" and usual == "intermediate_size"):
-            raise SettingError(f"config.json lacks {architecture.name(usual)}", fix="add it, a size is never guessed")
+            raise SettingError(f"config.json lacks {architecture.name(usual)}", "add it, a size is never guessed")
     used = {key: float(value) if key in REAL and value is not None else value for key, value in raw.items()}
     return _checked(kind, {key: value for key, value in used.items() if key in architecture.keys})
 
@@ -281,20 +281,20 @@ def read_hf_config(text: str) -> HfConfig:
 def _parsed(text: str) -> dict[str, Any]:
     if len(text.encode(errors="surrogatepass")) > HF_CONFIG_BYTES_MAX:
         raise SettingError(
-            f"config.json is larger than {HF_CONFIG_BYTES_MAX:,} bytes", fix="no model that p2ptrain trains is"
+            f"config.json is larger than {HF_CONFIG_BYTES_MAX:,} bytes", "no model that p2ptrain trains is"
         )
     if not all(character.isprintable() or character in "\n\r\t" for character in text):
-        raise SettingError("config.json has characters that cannot be printed", fix="write them as JSON escapes")
+        raise SettingError("config.json has characters that cannot be printed", "write them as JSON escapes")
     try:
         raw = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
-        raise SettingError("config.json is nested too deeply", fix="use the config.json of a model") from None
+        raise SettingError("config.json is nested too deeply", "use the config.json of a model") from None
     except ValueError as error:
         raise SettingError(
-            f"config.json cannot be read ({str(error)[:100]})", fix="use the config.json of a model"
+            f"config.json cannot be read ({str(error)[:100]})", "use the config.json of a model"
         ) from None
     if not isinstance(raw, dict):
-        raise SettingError("config.json is not a table of keys and values", fix="use the config.json of a model")
+        raise SettingError("config.json is not a table of keys and values", "use the config.json of a model")
     return raw
 
 
@@ -336,10 +336,10 @@ def _checked(kind: str, keys: dict[str, Any]) -> HfConfig:
     kv_heads, ffn_dim = keys.get("num_key_value_heads", heads), of("intermediate_size", 4 * dim)
     if dim % heads:
         raise SettingError(
-            f"{heads} attention heads in config.json do not divide a width of {dim}", fix="change one of them"
+            f"{heads} attention heads in config.json do not divide a width of {dim}", "change one of them"
         )
     if heads % kv_heads:
-        raise SettingError(f"num_key_value_heads in config.json does not divide {heads} heads", fix="choose a divisor")
+        raise SettingError(f"num_key_value_heads in config.json does not divide {heads} heads", "choose a divisor")
     if "head_dim" in architecture.keys and keys.get("head_dim") is None:
         keys = {**keys, "head_dim": dim // heads}
     head_dim = keys.get("head_dim", dim // heads)
@@ -347,13 +347,13 @@ def _checked(kind: str, keys: dict[str, Any]) -> HfConfig:
     for name in ("layer_types", "no_rope_layers"):
         if keys.get(name) is not None and len(keys[name]) != layers:
             raise SettingError(
-                f"{name} in config.json has {len(keys[name])} entries", fix=f"it needs {layers}, one a layer"
+                f"{name} in config.json has {len(keys[name])} entries", f"it needs {layers}, one a layer"
             )
     is_sliding = keys.get("sliding_window") is not None and keys.get("use_sliding_window", False)
     if "sliding_attention" in (keys.get("layer_types") or ()) and not is_sliding:
         raise SettingError(
             "layer_types in config.json has sliding_attention and no window",
-            fix="add sliding_window and use_sliding_window",
+            "add sliding_window and use_sliding_window",
         )
     dropouts = [value for key, value in keys.items() if architecture.keys[key] is DROPOUT]
     has_all = len(dropouts) == sum(rule is DROPOUT for rule in architecture.keys.values())
@@ -364,9 +364,7 @@ def _checked(kind: str, keys: dict[str, Any]) -> HfConfig:
     )  # fmt: skip
     most = _parameters_most(config)
     if most > PARAMETERS_MAX:
-        raise SettingError(
-            f"config.json describes {most:,} parameters", fix=f"p2ptrain trains at most {PARAMETERS_MAX:,}"
-        )
+        raise SettingError(f"config.json describes {most:,} parameters", f"p2ptrain trains at most {PARAMETERS_MAX:,}")
     return HfConfig(**{name: getattr(config, name) for name in HfConfig.__slots__} | {"parameters_most": most})
 
 
@@ -382,12 +380,12 @@ def _check_rotary(keys: Mapping[str, Any], head_dim: int) -> None:
         }
         for key in needed.get(rope.get("rope_type", rope.get("type", "default")), ()):
             if key not in rope:
-                raise SettingError(f"{name} in config.json lacks {key}", fix="add it")
+                raise SettingError(f"{name} in config.json lacks {key}", "add it")
         if rope.get("low_freq_factor", 0) >= rope.get("high_freq_factor", math.inf):
-            raise SettingError("low_freq_factor in config.json is not below high_freq_factor", fix=f"correct {name}")
+            raise SettingError("low_freq_factor in config.json is not below high_freq_factor", f"correct {name}")
     if int(head_dim * share) % 2 or int(head_dim * share) < 2:
         what = f"{int(head_dim * share)} numbers of a head in config.json are turned by rotary positions"
-        raise SettingError(what, fix="they need pairs, change head_dim")
+        raise SettingError(what, "they need pairs, change head_dim")
 
 
 def _parameters_most(config: HfConfig) -> int:

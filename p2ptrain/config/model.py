@@ -71,7 +71,7 @@ class ModelConfig(Section):
             return data
         preset = data["preset"]
         if not isinstance(preset, str) or preset not in MODEL_PRESETS:
-            raise SettingError(f"unknown preset {preset!r}", fix=f"use one of {', '.join(MODEL_PRESETS)} or custom")
+            raise SettingError(f"unknown preset {preset!r}", f"use one of {', '.join(MODEL_PRESETS)} or custom")
         return {**MODEL_PRESETS[preset], **data}
 
     @model_validator(mode="before")
@@ -90,7 +90,7 @@ class ModelConfig(Section):
         if not text:
             raise SettingError(
                 'kind = "transformers" needs the config.json of a model',
-                fix="write its text as config = '''{...}''', or begin with --weights DIR, which has one",
+                "write its text as config = '''{...}''', or begin with --weights DIR, which has one",
             )
         return _with_sizes(data, {**NO_SIZES, **read_hf_config(text).sizes}, "config")
 
@@ -98,44 +98,40 @@ class ModelConfig(Section):
     def _possible(self) -> Self:
         for key, kinds in BELONGS.items():
             if getattr(self, key) and f'"{self.kind}"' not in kinds:
-                raise SettingError(f"{key} belongs to a model of kind = {kinds}", fix="remove it, or set that kind")
+                raise SettingError(f"{key} belongs to a model of kind = {kinds}", "remove it, or set that kind")
         if self.kind == "own":
             self._check_parameters()
             return self
         if self.kind == "plugin":
             if not self.plugin:
-                raise SettingError('kind = "plugin" needs a package', fix='write plugin = "NAME VERSION"')
+                raise SettingError('kind = "plugin" needs a package', 'write plugin = "NAME VERSION"')
             return self
         if self.hf is not None:
             if self.sequence_length > self.hf.positions:
                 raise SettingError(
                     f"sequence_length = {self.sequence_length}",
-                    fix=f"the model of config reads at most {self.hf.positions} tokens, lower it",
+                    f"the model of config reads at most {self.hf.positions} tokens, lower it",
                 )
             return self
         if self.dim % self.heads:
-            raise SettingError(
-                f"heads = {self.heads} does not divide dim = {self.dim}", fix="make dim a multiple of heads"
-            )
+            raise SettingError(f"heads = {self.heads} does not divide dim = {self.dim}", "make dim a multiple of heads")
         if self.dim // self.heads % 2:
             raise SettingError(
-                f"dim / heads = {self.dim // self.heads} is odd", fix="rotary positions need pairs, choose an even one"
+                f"dim / heads = {self.dim // self.heads} is odd", "rotary positions need pairs, choose an even one"
             )
         if self.heads % self.kv_heads:
-            raise SettingError(
-                f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}", fix="choose a divisor"
-            )
+            raise SettingError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}", "choose a divisor")
         return self
 
     def _check_parameters(self) -> None:
         names = [name for name, _ in self.named]
         if not names:
-            raise SettingError('kind = "own" is for scripts', fix="begin the run with p2ptrain.start(model) in one")
+            raise SettingError('kind = "own" is for scripts', "begin the run with p2ptrain.start(model) in one")
         if len(set(names)) < len(names):
-            raise SettingError("parameters has a name twice", fix="name each once")
+            raise SettingError("parameters has a name twice", "name each once")
         if (size := sum(prod(shape) for _, shape in self.named)) > OWN_PARAMETERS_MAX:
             raise SettingError(
-                f"parameters has {size:,} numbers, and {OWN_PARAMETERS_MAX:,} are possible", fix="take fewer"
+                f"parameters has {size:,} numbers, and {OWN_PARAMETERS_MAX:,} are possible", "take fewer"
             )
 
     @property
@@ -164,7 +160,7 @@ def _with_sizes(data: dict[str, object], sizes: Mapping[str, object], place: str
     """Fills in the sizes of a model that is not the built-in one; others would describe one that is not trained."""
     for key, value in sizes.items():
         if data.get(key, value) != value:
-            raise SettingError(f'{key} describes a model of kind = "builtin"', fix=f"remove it, {place} has the sizes")
+            raise SettingError(f'{key} describes a model of kind = "builtin"', f"remove it, {place} has the sizes")
     return {**data, **sizes}
 
 

@@ -191,7 +191,7 @@ class LimitsConfig(Section):
     def _possible(self) -> Self:
         start, _, end = self.hours.partition("-")
         if self.hours and start == end:
-            raise SettingError(f'hours = "{self.hours}" leaves no time to train', fix='write "" for the whole day')
+            raise SettingError(f'hours = "{self.hours}" leaves no time to train', 'write "" for the whole day')
         return self
 
 
@@ -241,7 +241,7 @@ class PrivacyConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if not self.is_on and self != type(self).model_construct():
-            raise SettingError("epsilon is 0, so there is no privacy", fix="set it, or remove the other keys")
+            raise SettingError("epsilon is 0, so there is no privacy", "set it, or remove the other keys")
         return self
 
     @property
@@ -280,7 +280,7 @@ class HttpConfig(Section):
         if not self.token_file and not is_loopback(self.host):
             raise SettingError(
                 f'host = "{self.host}" would show the node to everyone on the network',
-                fix='name a token_file, or set host = "127.0.0.1"',
+                'name a token_file, or set host = "127.0.0.1"',
             )
         return self
 

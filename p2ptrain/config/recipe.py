@@ -176,42 +176,42 @@ class RecipeConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.name not in RECIPES:  # never anything to import: a config comes from strangers
-            raise SettingError(f"unknown recipe {self.name!r}", fix=f"use one of {', '.join(RECIPES)}")
+            raise SettingError(f"unknown recipe {self.name!r}", f"use one of {', '.join(RECIPES)}")
         if self.settings and not self.plugin:
-            raise SettingError("settings belong to a plug-in", fix="remove them, or name it as plugin")
+            raise SettingError("settings belong to a plug-in", "remove them, or name it as plugin")
         area = self.chunk**2
         if self.k > area // 2 and not self.is_dense:
             all_of_it = f', or with transform = "none" k = {area} to send every weight' if self.spec.is_family else ""
             raise SettingError(
                 f"k = {self.k} is more than half of the {area} coefficients of a chunk",
-                fix=f"choose at most {area // 2}{all_of_it}",
+                f"choose at most {area // 2}{all_of_it}",
             )
         if self.value_bits > SPARSE_BITS_MAX and not self.is_dense:
             raise SettingError(
                 f"value_bits = {self.value_bits}",
-                fix=f"the largest numbers of a chunk take at most {SPARSE_BITS_MAX}, "
+                f"the largest numbers of a chunk take at most {SPARSE_BITS_MAX}, "
                 f'use that, or send every weight (transform = "none", k = {area})',
             )
         self._check_family()
         if self.round_sequences > ROUND_SEQUENCES_MAX:
             raise SettingError(
                 f"sequences_per_pass * passes_per_step * local_steps = {self.round_sequences}",
-                fix=f"keep it at {ROUND_SEQUENCES_MAX} or below",
+                f"keep it at {ROUND_SEQUENCES_MAX} or below",
             )
         for key, limit in self.spec.limits.items():
             if (value := getattr(self, key)) > limit.most:
-                raise SettingError(f"{key} = {value}", fix=f"recipe {self.name} {limit.why}, {limit.fix}")
+                raise SettingError(f"{key} = {value}", f"recipe {self.name} {limit.why}, {limit.fix}")
         if self.local_steps_min > self.local_steps:
             raise SettingError(
-                f"local_steps_min = {self.local_steps_min} is above local_steps = {self.local_steps}", fix="lower it"
+                f"local_steps_min = {self.local_steps_min} is above local_steps = {self.local_steps}", "lower it"
             )
         if self.learning_rate * self.weight_decay > 1:
             raise SettingError(
-                "learning_rate * weight_decay is above 1", fix="weights would change sign, lower weight_decay"
+                "learning_rate * weight_decay is above 1", "weights would change sign, lower weight_decay"
             )
         if self.schedule == "constant" and (self.decay_rounds or self.rounds):
             raise SettingError(
-                "rounds and decay_rounds shape a rate that ends", fix='remove them or set schedule = "linear" or "wsd"'
+                "rounds and decay_rounds shape a rate that ends", 'remove them or set schedule = "linear" or "wsd"'
             )
         if self.schedule == "linear" and (self.decay_rounds or self.rounds <= self.warmup_rounds):
             raise SettingError('schedule = "linear" needs rounds > warmup_rounds, and no decay_rounds')
@@ -224,19 +224,17 @@ class RecipeConfig(Section):
         if not self.spec.is_family:
             for key in FAMILY:
                 if (value := getattr(self, key)) != type(self).model_fields[key].default:
-                    raise SettingError(f"{key} = {value} belongs to recipe local", fix="remove it, or use that")
+                    raise SettingError(f"{key} = {value} belongs to recipe local", "remove it, or use that")
         if self.transform == "none" and self.outer != "mean":
-            raise SettingError(f'transform = "none" needs outer = "mean", not "{self.outer}"', fix="change one")
+            raise SettingError(f'transform = "none" needs outer = "mean", not "{self.outer}"', "change one")
         if self.momentum > MOMENTUM_MAX:
-            raise SettingError(f"momentum = {self.momentum} is above {MOMENTUM_MAX}, and rounds to 1", fix="lower it")
+            raise SettingError(f"momentum = {self.momentum} is above {MOMENTUM_MAX}, and rounds to 1", "lower it")
         if not self.momentum and (self.nesterov or self.momentum_rounds > 1):
-            raise SettingError(
-                "nesterov and momentum_rounds need a momentum", fix="set one, such as 0.9, or remove them"
-            )
+            raise SettingError("nesterov and momentum_rounds need a momentum", "set one, such as 0.9, or remove them")
         if self.momentum_rounds > 1 and not self.nesterov:
-            raise SettingError("momentum_rounds above 1 delays Nesterov's momentum", fix="set nesterov = true")
+            raise SettingError("momentum_rounds above 1 delays Nesterov's momentum", "set nesterov = true")
         if self.momentum_rounds > 1 and self.fragments > 1:
-            raise SettingError("momentum_rounds above 1 does not work with fragments", fix="set one of them to 1")
+            raise SettingError("momentum_rounds above 1 does not work with fragments", "set one of them to 1")
 
     @property
     def state_copies(self) -> int:

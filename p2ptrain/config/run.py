@@ -52,9 +52,9 @@ class TokenizerConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.kind == "json" and not self.digest:
-            raise SettingError('kind = "json" needs a digest', fix="add the one that `p2ptrain data prepare` printed")
+            raise SettingError('kind = "json" needs a digest', "add the one that `p2ptrain data prepare` printed")
         if self.kind != "json" and self.digest:
-            raise SettingError('only kind = "json" takes a digest', fix="remove it")
+            raise SettingError('only kind = "json" takes a digest', "remove it")
         return self
 
 
@@ -129,12 +129,11 @@ class AgreementConfig(Section):
     def _possible(self) -> Self:
         if self.view_seconds > self.view_seconds_max:
             raise SettingError(
-                f"view_seconds = {self.view_seconds} is above view_seconds_max = {self.view_seconds_max}",
-                fix="lower it",
+                f"view_seconds = {self.view_seconds} is above view_seconds_max = {self.view_seconds_max}", "lower it"
             )
         if self.overlap_rounds and not self.staleness_rounds_max:
             raise SettingError(
-                "overlap_rounds = 1 makes every contribution one round old", fix="set staleness_rounds_max to 1 or more"
+                "overlap_rounds = 1 makes every contribution one round old", "set staleness_rounds_max to 1 or more"
             )
         return self
 
@@ -165,15 +164,13 @@ class AdmissionConfig(Section):
     def _possible(self) -> Self:
         if (self.policy == "open") == bool(self.keys):
             fix = "remove them" if self.keys else f"add the public keys for {self.policy}"
-            raise SettingError('keys belong to policy = "invite" or "allowlist"', fix=fix)
+            raise SettingError('keys belong to policy = "invite" or "allowlist"', fix)
         for name, keys in (("keys", self.keys), ("founders", self.founders)):
             if len(set(keys)) != len(keys):
-                raise SettingError(f"{name} has the same key twice", fix="remove one")
+                raise SettingError(f"{name} has the same key twice", "remove one")
         for name, limit in (("seats_max", self.seats_max), ("contributors_max", self.contributors_max)):
             if len(self.founders) > limit:
-                raise SettingError(
-                    f"founders has {len(self.founders)} keys, and {name} is {limit}", fix=f"raise {name}"
-                )
+                raise SettingError(f"founders has {len(self.founders)} keys, and {name} is {limit}", f"raise {name}")
         return self
 
 
@@ -230,26 +227,26 @@ class RunConfig(Section):
     def _possible(self) -> Self:
         if self.data.documents == "apart" and not self.model.supports_packing:
             raise SettingError(
-                f'data.documents = "apart" does not work with a model of kind {self.model.kind}', fix='set "together"'
+                f'data.documents = "apart" does not work with a model of kind {self.model.kind}', 'set "together"'
             )
         if self.adapt.is_on and not self.model.supports_adapters:
             raise SettingError(
                 f'adapt.kind = "{self.adapt.kind}" does not work with a model of kind {self.model.kind}',
-                fix='set "none", or train a model of kind builtin or transformers',
+                'set "none", or train a model of kind builtin or transformers',
             )
         if self.data.source == "own" and self.admission.policy == "open":
             raise SettingError(
                 'data.source = "own" does not work with admission.policy = "open", because nobody can look at the '
                 "data of a stranger",
-                fix='set "invite" or "allowlist"',
+                'set "invite" or "allowlist"',
             )
         if self.model.hf is not None and self.model.vocab_size < 256 and self.tokenizer.kind == "bytes":
             raise SettingError(
-                f"model.config has {self.model.vocab_size} tokens", fix="the bytes tokenizer has 256, name another"
+                f"model.config has {self.model.vocab_size} tokens", "the bytes tokenizer has 256, name another"
             )
         if self.model.hf is None and self.tokenizer.kind == "bytes" and self.model.vocab_size != 256:
             raise SettingError(
-                f"model.vocab_size = {self.model.vocab_size}", fix="the bytes tokenizer has 256 tokens, set 256"
+                f"model.vocab_size = {self.model.vocab_size}", "the bytes tokenizer has 256 tokens, set 256"
             )
         is_long = self.model.config or self.model.settings or self.recipe.settings or self.model.parameters
         if is_long and (size := len(self.canonical())) > CONFIG_BYTES_MAX:
@@ -257,18 +254,18 @@ class RunConfig(Section):
             what = "model.parameters" if self.model.parameters else what
             raise SettingError(
                 f"{what} and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a message",
-                fix="shorten them",
+                "shorten them",
             )
         recipe = self.recipe
         if recipe.fragments > 1 and self.agreement.staleness_rounds_max:
             raise SettingError(
                 f"recipe.fragments = {recipe.fragments} does not work with agreement.staleness_rounds_max = "
                 f"{self.agreement.staleness_rounds_max}",
-                fix="a late contribution would be of another fragment, set 0",
+                "a late contribution would be of another fragment, set 0",
             )
         if self.world.run and (why := self._why_no_region):
             raise SettingError(
-                f"world.run does not work with {why}", fix="a region moves by the mean of all that its nodes have moved"
+                f"world.run does not work with {why}", "a region moves by the mean of all that its nodes have moved"
             )
         most = VOTES_MAX // recipe.vote_max
         if recipe.transform == "dct":
@@ -277,7 +274,7 @@ class RunConfig(Section):
             raise SettingError(
                 f"admission.contributors_max = {self.admission.contributors_max} could leave exact arithmetic with "
                 f"recipe.k = {recipe.k} and value_bits = {recipe.value_bits}",
-                fix=f"set at most {most}, or fewer of those",
+                f"set at most {most}, or fewer of those",
             )
         return self
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from p2ptrain.config import CONFIG_BYTES_MAX, ModelConfig, RunConfig
 from p2ptrain.config.hf import ARCHITECTURES, HF_CONFIG_BYTES_MAX, PARAMETERS_MAX, read_hf_config
-from p2ptrain.config.text import problem
+from p2ptrain.config.text import config_error
 from p2ptrain.errors import RemoteProtocolError
 from tests.helpers.hf_models import hf_model, raw_config
 
@@ -162,8 +162,7 @@ def test_any_value_is_accepted_or_refused_in_a_line(value: Any, key: str) -> Non
 def messages(**model: Any) -> list[str]:
     with pytest.raises(ValidationError) as caught:
         RunConfig(name="x", model=model)
-    found = [problem(each, RunConfig, RunConfig) for each in caught.value.errors(include_url=False)]
-    return [f"{each.key}: {each.what}. {each.fix}" for each in found]
+    return [str(config_error(each, RunConfig, RunConfig)) for each in caught.value.errors(include_url=False)]
 
 
 def test_sizes_of_the_built_in_model_are_refused_beside_a_config() -> None:

@@ -93,6 +93,8 @@ def nobody_parses_the_text_of_an_error(path: PurePosixPath, tree: ast.Module) ->
         return
     nodes = [*ast.walk(tree)]
     errors = {"error"} | {each.name for each in nodes if isinstance(each, ast.ExceptHandler) and each.name}
+    arguments = [each for each in nodes if isinstance(each, ast.arg) and each.annotation]
+    errors |= {each.arg for each in arguments if each.annotation and "Error" in ast.unparse(each.annotation)}
     texts: set[str] = set()
 
     def is_text(node: ast.AST) -> bool:
@@ -186,6 +188,7 @@ RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # wh
             ("p2ptrain/a.py", 'try:\n    pass\nexcept OSError as trouble:\n    re.search("full", str(trouble))'),
             ("p2ptrain/a.py", 'text = str(error)\nif text.lower().startswith("no"):\n    pass'),
             ("p2ptrain/a.py", 'match error.why:\n    case "late":\n        pass'),
+            ("p2ptrain/a.py", 'def f(trouble: OSError | None):\n    return str(trouble) == "full"'),
         ],
         [
             ("p2ptrain/a.py", "first = str(error).splitlines()[0][:200]\nline = ' '.join(str(error).split())"),
