@@ -68,7 +68,7 @@ class Node:
     """A store, a workshop that may be shared, and the driver between them."""
 
     def __init__(self, key: bytes, place: Path, run: RunConfig, data: TokenDataset, workshop: Workshop, net: Network):
-        self.workshop, self.transport, run_id = workshop, net.transport(key), bytes.fromhex(run.run_id)
+        self.workshop, self.transport, run_id = workshop, net.transport(key), run.id
         self.base = genesis(run_id, [HERE, PEER], bytes.fromhex(run.state.initial_root))
         self.store = Store(place, run, self.base, key, place.parent / f"{place.name}.key")
         states, free = SavedStates(), TokenBucket(0)

@@ -9,6 +9,8 @@ they say (exit status 5). Our own bug: `assert`, and the process ends.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 INTERRUPTED = 130  # the exit status after Ctrl-C: 128 + SIGINT, as shells report it
 
 
@@ -34,8 +36,25 @@ class ConfigError(P2ptrainError):
         super().__init__(f"{text}. {fix}" if fix else text)
 
 
+class PortTakenError(ConfigError):
+    """Another program listens on a port that this node is to listen on."""
+
+
+class SettingError(P2ptrainError, ValueError):
+    """Settings that do not go together; pydantic collects these, and `ConfigError` says where they stand."""
+
+    def __init__(self, problem: str, fix: str = "") -> None:
+        self.problem, self.fix = problem, fix
+        super().__init__(f"{problem}: {fix}" if fix else problem)
+
+
 class DataError(P2ptrainError):
-    """Data or saved state that is missing, damaged or does not match its digest."""
+    """Data or saved state that is missing, damaged or does not match its digest, with its file and a fix."""
+
+    def __init__(self, problem: str, *, path: Path | None = None, fix: str = "") -> None:
+        self.problem, self.path, self.fix = problem, path, fix
+        text = f"{path}: {problem}" if path else problem
+        super().__init__(f"{text}. {fix}" if fix else text)
 
 
 class UnusableError(DataError):
@@ -46,6 +65,7 @@ class DeviceError(P2ptrainError):
     """A device that cannot do its job, with a fix."""
 
     def __init__(self, problem: str, *, fix: str) -> None:
+        self.problem, self.fix = problem, fix
         super().__init__(f"{problem}. {fix}")
 
 

@@ -39,9 +39,8 @@ class DiskError(DataError):
     """An error of the file system, with the path and a fix."""
 
     def __init__(self, path: Path, what: str, error: OSError) -> None:
-        self.path, self.code = path, error.errno
-        found = error.strerror or type(error).__name__
-        super().__init__(f"{path}: {what} ({found}). {fix_of(self.code)}")
+        self.code = error.errno
+        super().__init__(f"{what} ({error.strerror or type(error).__name__})", path=path, fix=fix_of(self.code))
 
     @property
     def is_full(self) -> bool:
@@ -200,7 +199,8 @@ def open_regular(path: Path) -> BufferedReader:
 
 def _check_regular(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"{path}: not a regular file, but {_kind(found)}. Put a file in its place, or remove it")
+        fix = "Put a file in its place, or remove it"
+        raise DataError(f"not a regular file, but {_kind(found)}", path=path, fix=fix)
 
 
 def _kind(found: os.stat_result) -> str:
@@ -219,7 +219,7 @@ def read_regular(path: Path, bytes_max: int) -> bytes | None:
         with file:
             size = os.fstat(file.fileno()).st_size
             if size > bytes_max:
-                raise DataError(f"{path}: {size:,} bytes; the limit is {bytes_max:,}")
+                raise DataError(f"{size:,} bytes; the limit is {bytes_max:,}", path=path)
             return file.read(size)
 
 
@@ -232,11 +232,13 @@ def listed(directory: Path, names_max: int) -> list[tuple[Path, os.stat_result]]
         except FileNotFoundError:
             return []
         if not stat.S_ISDIR(kind.st_mode):
-            raise DataError(f"{directory}: not a directory, but {_kind(kind)}. Put the right directory in its place")
+            fix = "Put the right directory in its place"
+            raise DataError(f"not a directory, but {_kind(kind)}", path=directory, fix=fix)
         with os.scandir(directory) as names:
             for each in names:
                 if len(found) >= names_max:
-                    raise DataError(f"{directory}: more than {names_max:,} files. Move away those that do not belong")
+                    fix = "Move away those that do not belong"
+                    raise DataError(f"more than {names_max:,} files", path=directory, fix=fix)
                 try:
                     found.append((Path(each.path), each.stat(follow_symlinks=False)))
                 except FileNotFoundError:

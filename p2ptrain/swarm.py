@@ -430,18 +430,10 @@ class Swarm:
                     return body
 
     def _receive(self) -> NodeAnswer:
-        while len(self._received) < 4 or len(self._received) < 4 + int.from_bytes(self._received[:4], "big"):
-            try:
-                part = self._socket.recv(2**20)
-            except OSError:
-                part = b""
-            if not part:
-                raise self._ended()
-            self._received += part
-        end = 4 + int.from_bytes(self._received[:4], "big")
-        body = bytes(self._received[4:end])
-        del self._received[:end]
-        return _DECODER.decode(body)
+        try:
+            return _DECODER.decode(channel.receive_frame(self._socket, self._received))
+        except (OSError, EOFError):
+            raise self._ended() from None
 
     def _ended(self) -> NodeEndedError:
         with contextlib.suppress(subprocess.TimeoutExpired):

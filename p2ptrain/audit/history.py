@@ -93,7 +93,7 @@ def read_log(directory: Path, run: RunConfig, verifier: CountingVerifier, report
     try:
         found = newest_segment(where)
     except DataError as error:
-        report.open(where, str(error))
+        report.open(error.path or where, error.problem, error.fix)
         return None
     if found is None:
         report.open(where, "there is no log, and therefore no history", RESTORE_FIX)
@@ -108,7 +108,7 @@ def _fold(path: Path, data: bytes, run: RunConfig, verifier: CountingVerifier, r
         (at, first), *rest = bodies
         snapshot = decoded(path, at, first)
     except DataError as error:
-        report.wrong(path, _short(error, path), RESTORE_FIX)
+        report.wrong(path, error.problem, RESTORE_FIX)
         return None
     if not isinstance(snapshot, Snapshot):
         report.wrong(path, "the segment does not begin with a snapshot", RESTORE_FIX)
@@ -126,7 +126,7 @@ def _fold(path: Path, data: bytes, run: RunConfig, verifier: CountingVerifier, r
                 kept.said.append(record)
             kept.journal.write(record, read_said(record.envelope) if isinstance(record, Said) else None)
     except DataError as error:
-        report.wrong(path, _short(error, path), RESTORE_FIX)
+        report.wrong(path, error.problem, RESTORE_FIX)
         return None
     except RemoteProtocolError as error:
         report.wrong(path, f"near byte {at}: holds what no honest node would have said: {error.why}", RESTORE_FIX)
@@ -154,11 +154,6 @@ def _follows(journal: Journal, record: Record) -> bool:
         return record.trunk.base.head == parent
     # The parent is usually the last one; a forged log must not make every step search all of them.
     return any(parent == each.state.head for each in reversed(journal.history)) or parent == journal.base.head
-
-
-def _short(error: DataError, path: Path) -> str:
-    """Shortens an error about a file to the reason, without the path and the advice for a node."""
-    return str(error).removeprefix(f"{path}: ").split(". ")[0]
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def _audit(directory: Path, report: Report) -> Report:
     run = _read_run(directory / "run.json", directory.name, report)
     if run is None:
         return report
-    run_id = bytes.fromhex(run.run_id)
+    run_id = run.id
     verifier, proved, replayed = CountingVerifier(run_id), ProvedLog(), None
     try:
         me = _read_identity(directory / "identity", report)
@@ -145,7 +145,7 @@ def _read(path: Path, bytes_max: int) -> tuple[bytes | None, str]:
     try:
         return read_regular(path, bytes_max), MISSING
     except DataError as error:
-        return None, str(error).removeprefix(f"{path}: ")
+        return None, error.problem
 
 
 def _read_identity(path: Path, report: Report) -> bytes | None:
@@ -167,7 +167,7 @@ def _check_hints(directory: Path, report: Report) -> None:
     try:
         trainings, whole = read_entries(path, lines)
     except DataError as error:  # from a later release
-        report.wrong(path, str(error))
+        report.wrong(path, error.problem, error.fix)
         return
     if whole != lines and b"\n" not in lines[len(whole) :]:
         what = "its last line is incomplete: this is normal after a crash, or while it is being written"

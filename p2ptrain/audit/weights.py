@@ -123,7 +123,7 @@ class PayloadFiles:
         try:
             found = listed(self.directory, PAYLOADS_MAX)
         except DataError as error:
-            report.open(self.directory, str(error))
+            report.open(self.directory, error.problem, error.fix)
             return
         for path, kind in found:
             if not _NAME.fullmatch(path.name):
@@ -143,7 +143,7 @@ class PayloadFiles:
                 content = read_regular(path, self.bytes_max)
             except DataError as error:
                 self.bad.add(name)
-                report.wrong(path, str(error).removeprefix(f"{path}: "), PAYLOAD_FIX)
+                report.wrong(path, error.problem, PAYLOAD_FIX)
                 continue
             if content is None:
                 continue  # a running node has just removed it
@@ -202,20 +202,20 @@ def found_checkpoints(directory: Path, run: RunConfig, report: Report) -> list[C
     try:
         listed(directory / CHECKPOINTS_NAME, CHECKPOINTS_MAX)
     except DataError as error:
-        report.open(directory / CHECKPOINTS_NAME, str(error))
+        report.open(directory / CHECKPOINTS_NAME, error.problem, error.fix)
         return []
-    return Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id)).found()
+    return Checkpoints(directory / CHECKPOINTS_NAME, run.id).found()
 
 
 def check_checkpoints(
     found: list[Checkpoint | DataError], directory: Path, model: RunModel, proved: ProvedLog, report: Report
 ) -> list[State]:
     """Returns the intact checkpoints that are on the history, by round."""
-    checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(model.run.run_id))
+    checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, model.run.id)
     states = []
     for each in found:
         if isinstance(each, DataError):
-            if not Path(str(each).partition(": ")[0]).parent.exists():
+            if each.path is not None and not each.path.parent.exists():
                 continue  # a running node has removed it
             report.wrong("checkpoint", str(each), CHECKPOINT_FIX)
             continue
@@ -223,7 +223,7 @@ def check_checkpoints(
         if not each.path.exists():
             continue  # a running node has removed it
         if why is not None:
-            report.wrong(each.path, why.removeprefix(f"{each.path}: "), CHECKPOINT_FIX)
+            report.wrong(each.path, why, CHECKPOINT_FIX)
             continue
         placed = _place(each, proved, report)
         if placed is not None:

@@ -30,7 +30,7 @@ def _checkpoints(node: NodeConfig, run: RunConfig) -> Checkpoints:
     from p2ptrain.store.checkpoints import Checkpoints
     from p2ptrain.store.store import CHECKPOINTS_NAME
 
-    run_id = bytes.fromhex(run.run_id)
+    run_id = run.id
     return Checkpoints(run_directory(node, run_id) / CHECKPOINTS_NAME, run_id)
 
 

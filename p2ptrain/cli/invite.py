@@ -47,7 +47,7 @@ def invite(
             raise ConfigError(f"at most {most:,}, not {number:,}", key=key, fix="Choose a smaller number")
     _check_is_ahead(node, meant, last_round)
     seed = secrets.token_bytes(KEY_BYTES)
-    run_id, bearer = bytes.fromhex(meant.run_id), Identity(seed).key
+    run_id, bearer = meant.id, Identity(seed).key
     ticket = make_ticket(identity.key, identity.sign, run_id, bearer, uses, last_round)
     text = encode_invitation(ticket, seed)
     if out is None:

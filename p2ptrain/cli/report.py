@@ -40,7 +40,7 @@ def report(
     from p2ptrain.observe.tracking import line_of
 
     chosen = choose_run(node, run)
-    recorded_run = read_recorded_run(chosen, run_directory(node, bytes.fromhex(chosen.run_id)))
+    recorded_run = read_recorded_run(chosen, run_directory(node, chosen.id))
     path = out or Path(f"{chosen.name}-{chosen.run_id[:8]}.{'jsonl' if jsonl else 'html'}")
     if jsonl:
         text = "".join(f"{line_of(each)}\n" for each in recorded_run.rounds)

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from p2ptrain.config.fields import Accepts, DigestOrEmpty, Section
+from p2ptrain.errors import SettingError
 
 BASE_BYTES_MAX = 2**35  # of frozen weights: 17 billion numbers of two bytes; a fetch can have 63 GB
 TargetName = Annotated[
@@ -36,9 +37,11 @@ class AdaptConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.kind == "none" and self != type(self).model_construct():
-            raise ValueError('adapters are described, but kind is "none": set kind = "lora", or remove the other keys')
+            raise SettingError(
+                'adapters are described, but kind is "none"', 'set kind = "lora", or remove the other keys'
+            )
         if bool(self.base) != bool(self.base_bytes):
-            raise ValueError("base and base_bytes belong together: give both, or leave them to `p2ptrain start`")
+            raise SettingError("base and base_bytes belong together", "give both, or leave them to `p2ptrain start`")
         return self
 
     @property

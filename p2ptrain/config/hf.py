@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn
 
+from p2ptrain.errors import SettingError
+
 HF_CONFIG_BYTES_MAX = 16_384  # the largest that were found have 4 KB, most of it a list with an entry for each layer
 PARAMETERS_MAX = 2**38  # a TB of weights in fp32, more than any swarm of volunteers holds
 SHOWN_KEYS_MAX = 5  # of those that are refused
@@ -257,37 +259,42 @@ def read_hf_config(text: str) -> HfConfig:
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         found = f"model_type {_shown(kind)}" if kind is not None else "no model_type"
-        raise ValueError(f"config.json has {found}, which p2ptrain does not train: use one of {known}")
+        raise SettingError(f"config.json has {found}, which p2ptrain does not train", f"use one of {known}")
     architecture = ARCHITECTURES[kind]
     rules = {**WITHOUT_EFFECT, **architecture.keys}
     if refused := sorted(key for key in raw if key not in rules):
         shown = ", ".join(map(_shown, refused[:SHOWN_KEYS_MAX])) + (", ..." if len(refused) > SHOWN_KEYS_MAX else "")
         it = "it" if len(refused) == 1 else "them"
-        raise ValueError(f"config.json has {shown}, which p2ptrain does not accept: remove {it}")
+        raise SettingError(f"config.json has {shown}, which p2ptrain does not accept", f"remove {it}")
     for key, value in raw.items():
         if not rules[key].accepts(value):
-            raise ValueError(f"{key} in config.json has a value that p2ptrain does not accept: use {rules[key].words}")
+            raise SettingError(
+                f"{key} in config.json has a value that p2ptrain does not accept", f"use {rules[key].words}"
+            )
     for usual in (*REQUIRED, *architecture.also_needed):
         if raw.get(architecture.name(usual)) is None and not (kind == "gpt2" and usual == "intermediate_size"):
-            raise ValueError(f"config.json lacks {architecture.name(usual)}: add it, a size is never guessed")
+            raise SettingError(f"config.json lacks {architecture.name(usual)}", "add it, a size is never guessed")
     used = {key: float(value) if key in REAL and value is not None else value for key, value in raw.items()}
     return _checked(kind, {key: value for key, value in used.items() if key in architecture.keys})
 
 
 def _parsed(text: str) -> dict[str, Any]:
     if len(text.encode(errors="surrogatepass")) > HF_CONFIG_BYTES_MAX:
-        raise ValueError(f"config.json is larger than {HF_CONFIG_BYTES_MAX:,} bytes: no model that p2ptrain trains is")
+        raise SettingError(
+            f"config.json is larger than {HF_CONFIG_BYTES_MAX:,} bytes", "no model that p2ptrain trains is"
+        )
     if not all(character.isprintable() or character in "\n\r\t" for character in text):
-        raise ValueError("config.json has characters that cannot be printed: write them as JSON escapes")
+        raise SettingError("config.json has characters that cannot be printed", "write them as JSON escapes")
     try:
         raw = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
-        raise ValueError("config.json is nested too deeply: use the config.json of a model") from None
+        raise SettingError("config.json is nested too deeply", "use the config.json of a model") from None
     except ValueError as error:
-        why = str(error).replace(": ", ", ")[:100]
-        raise ValueError(f"config.json cannot be read ({why}): use the config.json of a model") from None
+        raise SettingError(
+            f"config.json cannot be read ({str(error)[:100]})", "use the config.json of a model"
+        ) from None
     if not isinstance(raw, dict):
-        raise ValueError("config.json is not a table of keys and values: use the config.json of a model")
+        raise SettingError("config.json is not a table of keys and values", "use the config.json of a model")
     return raw
 
 
@@ -328,20 +335,25 @@ def _checked(kind: str, keys: dict[str, Any]) -> HfConfig:
         keys = {**keys, "num_key_value_heads": heads}
     kv_heads, ffn_dim = keys.get("num_key_value_heads", heads), of("intermediate_size", 4 * dim)
     if dim % heads:
-        raise ValueError(f"{heads} attention heads in config.json do not divide a width of {dim}: change one of them")
+        raise SettingError(
+            f"{heads} attention heads in config.json do not divide a width of {dim}", "change one of them"
+        )
     if heads % kv_heads:
-        raise ValueError(f"num_key_value_heads in config.json does not divide {heads} heads: choose a divisor")
+        raise SettingError(f"num_key_value_heads in config.json does not divide {heads} heads", "choose a divisor")
     if "head_dim" in architecture.keys and keys.get("head_dim") is None:
         keys = {**keys, "head_dim": dim // heads}
     head_dim = keys.get("head_dim", dim // heads)
     _check_rotary(keys, head_dim)
     for name in ("layer_types", "no_rope_layers"):
         if keys.get(name) is not None and len(keys[name]) != layers:
-            raise ValueError(f"{name} in config.json has {len(keys[name])} entries: it needs {layers}, one a layer")
+            raise SettingError(
+                f"{name} in config.json has {len(keys[name])} entries", f"it needs {layers}, one a layer"
+            )
     is_sliding = keys.get("sliding_window") is not None and keys.get("use_sliding_window", False)
     if "sliding_attention" in (keys.get("layer_types") or ()) and not is_sliding:
-        raise ValueError(
-            "layer_types in config.json has sliding_attention and no window: add sliding_window and use_sliding_window"
+        raise SettingError(
+            "layer_types in config.json has sliding_attention and no window",
+            "add sliding_window and use_sliding_window",
         )
     dropouts = [value for key, value in keys.items() if architecture.keys[key] is DROPOUT]
     has_all = len(dropouts) == sum(rule is DROPOUT for rule in architecture.keys.values())
@@ -352,7 +364,7 @@ def _checked(kind: str, keys: dict[str, Any]) -> HfConfig:
     )  # fmt: skip
     most = _parameters_most(config)
     if most > PARAMETERS_MAX:
-        raise ValueError(f"config.json describes {most:,} parameters: p2ptrain trains at most {PARAMETERS_MAX:,}")
+        raise SettingError(f"config.json describes {most:,} parameters", f"p2ptrain trains at most {PARAMETERS_MAX:,}")
     return HfConfig(**{name: getattr(config, name) for name in HfConfig.__slots__} | {"parameters_most": most})
 
 
@@ -368,12 +380,12 @@ def _check_rotary(keys: Mapping[str, Any], head_dim: int) -> None:
         }
         for key in needed.get(rope.get("rope_type", rope.get("type", "default")), ()):
             if key not in rope:
-                raise ValueError(f"{name} in config.json lacks {key}: add it")
+                raise SettingError(f"{name} in config.json lacks {key}", "add it")
         if rope.get("low_freq_factor", 0) >= rope.get("high_freq_factor", math.inf):
-            raise ValueError(f"low_freq_factor in config.json is not below high_freq_factor: correct {name}")
+            raise SettingError("low_freq_factor in config.json is not below high_freq_factor", f"correct {name}")
     if int(head_dim * share) % 2 or int(head_dim * share) < 2:
         what = f"{int(head_dim * share)} numbers of a head in config.json are turned by rotary positions"
-        raise ValueError(f"{what}: they need pairs, change head_dim")
+        raise SettingError(what, "they need pairs, change head_dim")
 
 
 def _parameters_most(config: HfConfig) -> int:

@@ -22,7 +22,7 @@ from p2ptrain.config.run import (
     CONFIG_BYTES_MAX,
     RunConfig,
 )
-from p2ptrain.config.text import Problem, fields, problem, unknown_key
+from p2ptrain.config.text import config_error, fields, unknown_key
 from p2ptrain.errors import ConfigError
 
 FILE_BYTES_MAX = 4 * CONFIG_BYTES_MAX  # the largest config, and three times as much in comments
@@ -58,8 +58,7 @@ def with_options(config: NodeConfig, options: dict[tuple[str, str], object]) -> 
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 place = (section, *details["loc"]) if details["loc"] else (section, key)
-                found = problem({**details, "loc": place}, NodeConfig, RunConfig)
-                mistakes.append(_config_error(found, "command line"))
+                mistakes.append(config_error({**details, "loc": place}, NodeConfig, RunConfig, "command line"))
         else:
             config = config.model_copy(update={section: changed})
     if mistakes:
@@ -125,8 +124,8 @@ def run_config_of(table: Table, path: Path) -> RunConfig:
     try:
         return RunConfig.model_validate(table)
     except ValidationError as error:
-        mistakes = [problem(details, RunConfig, NodeConfig) for details in error.errors(include_url=False)]
-    raise _together([_config_error(mistake, str(path)) for mistake in mistakes])
+        found = error.errors(include_url=False)
+    raise _together([config_error(details, RunConfig, NodeConfig, str(path)) for details in found])
 
 
 def _node_config(table: Table, path: Path | None) -> NodeConfig:
@@ -137,7 +136,7 @@ def _node_config(table: Table, path: Path | None) -> NodeConfig:
     ]
     # BaseSettings accepts keys of its own, all with a leading underscore; a file must not set them.
     unknown_keys = [key for key in table if key not in NodeConfig.model_fields]
-    mistakes += [_config_error(unknown_key([key], NodeConfig, RunConfig), str(path)) for key in unknown_keys]
+    mistakes += [unknown_key([key], NodeConfig, RunConfig, str(path)) for key in unknown_keys]
     try:
         config = NodeConfig(**{key: value for key, value in table.items() if key not in unknown_keys})
     except ValidationError as error:
@@ -145,7 +144,7 @@ def _node_config(table: Table, path: Path | None) -> NodeConfig:
             variables = _variables_behind(details["loc"])
             if not unknown_variables.keys() & set(variables):  # otherwise it is already reported
                 source = " and ".join([f"environment variable {name}" for name in variables] or [str(path)])
-                mistakes.append(_config_error(problem(details, NodeConfig, RunConfig), source))
+                mistakes.append(config_error(details, NodeConfig, RunConfig, source))
     if mistakes:
         raise _together(mistakes)
     return config
@@ -176,10 +175,6 @@ def _unknown_variables() -> Iterator[tuple[str, str]]:
 def _variables_behind(place: Sequence[int | str]) -> list[str]:
     """Returns the variables that may have caused an error at `place`; for a section, all of its variables."""
     return [name for name, section, key in _variables() if section == place[0] and (len(place) < 2 or key == place[1])]
-
-
-def _config_error(mistake: Problem, source: str) -> ConfigError:
-    return ConfigError(mistake.what, source=source, key=mistake.key, fix=mistake.fix)
 
 
 def _together(mistakes: Sequence[ConfigError]) -> ConfigError:

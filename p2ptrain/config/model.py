@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from p2ptrain.config.fields import Accepts, DigestOrEmpty, PluginOrEmpty, PluginSettings, Section, Settings
 from p2ptrain.config.hf import HF_CONFIG_BYTES_MAX, HfConfig, read_hf_config
+from p2ptrain.errors import SettingError
 
 PARAMETERS_MAX, OWN_PARAMETERS_MAX = 4_096, 2**40
 ParameterText = Annotated[  # a name and the sizes of its dimensions
@@ -70,7 +71,7 @@ class ModelConfig(Section):
             return data
         preset = data["preset"]
         if not isinstance(preset, str) or preset not in MODEL_PRESETS:
-            raise ValueError(f"unknown preset {preset!r}: use one of {', '.join(MODEL_PRESETS)} or custom")
+            raise SettingError(f"unknown preset {preset!r}", f"use one of {', '.join(MODEL_PRESETS)} or custom")
         return {**MODEL_PRESETS[preset], **data}
 
     @model_validator(mode="before")
@@ -87,9 +88,9 @@ class ModelConfig(Section):
         if not isinstance(text, str):
             return data  # the field's own check says so
         if not text:
-            raise ValueError(
-                'kind = "transformers" needs the config.json of a model: write its text as config = '
-                "'''{...}''', or begin with --weights DIR, which has one"
+            raise SettingError(
+                'kind = "transformers" needs the config.json of a model',
+                "write its text as config = '''{...}''', or begin with --weights DIR, which has one",
             )
         return _with_sizes(data, {**NO_SIZES, **read_hf_config(text).sizes}, "config")
 
@@ -97,39 +98,41 @@ class ModelConfig(Section):
     def _possible(self) -> Self:
         for key, kinds in BELONGS.items():
             if getattr(self, key) and f'"{self.kind}"' not in kinds:
-                raise ValueError(f"{key} belongs to a model of kind = {kinds}: remove it, or set that kind")
+                raise SettingError(f"{key} belongs to a model of kind = {kinds}", "remove it, or set that kind")
         if self.kind == "own":
             self._check_parameters()
             return self
         if self.kind == "plugin":
             if not self.plugin:
-                raise ValueError('kind = "plugin" needs a package: write plugin = "NAME VERSION"')
+                raise SettingError('kind = "plugin" needs a package', 'write plugin = "NAME VERSION"')
             return self
         if self.hf is not None:
             if self.sequence_length > self.hf.positions:
-                raise ValueError(
-                    f"sequence_length = {self.sequence_length}: the model of config reads at most "
-                    f"{self.hf.positions} tokens, lower it"
+                raise SettingError(
+                    f"sequence_length = {self.sequence_length}",
+                    f"the model of config reads at most {self.hf.positions} tokens, lower it",
                 )
             return self
         if self.dim % self.heads:
-            raise ValueError(f"heads = {self.heads} does not divide dim = {self.dim}: make dim a multiple of heads")
+            raise SettingError(f"heads = {self.heads} does not divide dim = {self.dim}", "make dim a multiple of heads")
         if self.dim // self.heads % 2:
-            raise ValueError(
-                f"dim / heads = {self.dim // self.heads} is odd: rotary positions need pairs, choose an even one"
+            raise SettingError(
+                f"dim / heads = {self.dim // self.heads} is odd", "rotary positions need pairs, choose an even one"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}: choose a divisor")
+            raise SettingError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}", "choose a divisor")
         return self
 
     def _check_parameters(self) -> None:
         names = [name for name, _ in self.named]
         if not names:
-            raise ValueError('kind = "own" is for scripts: begin the run with p2ptrain.start(model) in one')
+            raise SettingError('kind = "own" is for scripts', "begin the run with p2ptrain.start(model) in one")
         if len(set(names)) < len(names):
-            raise ValueError("parameters has a name twice: name each once")
+            raise SettingError("parameters has a name twice", "name each once")
         if (size := sum(prod(shape) for _, shape in self.named)) > OWN_PARAMETERS_MAX:
-            raise ValueError(f"parameters has {size:,} numbers, and {OWN_PARAMETERS_MAX:,} are possible: take fewer")
+            raise SettingError(
+                f"parameters has {size:,} numbers, and {OWN_PARAMETERS_MAX:,} are possible", "take fewer"
+            )
 
     @property
     def named(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -157,7 +160,7 @@ def _with_sizes(data: dict[str, object], sizes: Mapping[str, object], place: str
     """Fills in the sizes of a model that is not the built-in one; others would describe one that is not trained."""
     for key, value in sizes.items():
         if data.get(key, value) != value:
-            raise ValueError(f'{key} describes a model of kind = "builtin": remove it, {place} has the sizes')
+            raise SettingError(f'{key} describes a model of kind = "builtin"', f"remove it, {place} has the sizes")
     return {**data, **sizes}
 
 

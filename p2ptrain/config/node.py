@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from p2ptrain.config.fields import Accepts, DigestOrEmpty, FromArray, Plugin, Rational, Section
+from p2ptrain.errors import SettingError
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
 ENVIRONMENT_DELIMITER = "__"
@@ -190,7 +191,7 @@ class LimitsConfig(Section):
     def _possible(self) -> Self:
         start, _, end = self.hours.partition("-")
         if self.hours and start == end:
-            raise ValueError(f'hours = "{self.hours}" leaves no time to train: write "" for the whole day')
+            raise SettingError(f'hours = "{self.hours}" leaves no time to train', 'write "" for the whole day')
         return self
 
 
@@ -240,7 +241,7 @@ class PrivacyConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if not self.is_on and self != type(self).model_construct():
-            raise ValueError("epsilon is 0, so there is no privacy: set it, or remove the other keys")
+            raise SettingError("epsilon is 0, so there is no privacy", "set it, or remove the other keys")
         return self
 
     @property
@@ -277,9 +278,9 @@ class HttpConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if not self.token_file and not is_loopback(self.host):
-            raise ValueError(
-                f'host = "{self.host}" would show the node to everyone on the network: '
-                'name a token_file, or set host = "127.0.0.1"'
+            raise SettingError(
+                f'host = "{self.host}" would show the node to everyone on the network',
+                'name a token_file, or set host = "127.0.0.1"',
             )
         return self
 

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from p2ptrain.config.fields import PluginOrEmpty, PluginSettings, Rational, Section, Settings
+from p2ptrain.errors import SettingError
 
 ROUND_SEQUENCES_MAX = 2**20  # a node's in a round; at 1,024 tokens more than its machine computes in days
 
@@ -175,44 +176,47 @@ class RecipeConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.name not in RECIPES:  # never anything to import: a config comes from strangers
-            raise ValueError(f"unknown recipe {self.name!r}: use one of {', '.join(RECIPES)}")
+            raise SettingError(f"unknown recipe {self.name!r}", f"use one of {', '.join(RECIPES)}")
         if self.settings and not self.plugin:
-            raise ValueError("settings belong to a plug-in: remove them, or name it as plugin")
+            raise SettingError("settings belong to a plug-in", "remove them, or name it as plugin")
         area = self.chunk**2
         if self.k > area // 2 and not self.is_dense:
             all_of_it = f', or with transform = "none" k = {area} to send every weight' if self.spec.is_family else ""
-            raise ValueError(
-                f"k = {self.k} is more than half of the {area} coefficients of a chunk: "
-                f"choose at most {area // 2}{all_of_it}"
+            raise SettingError(
+                f"k = {self.k} is more than half of the {area} coefficients of a chunk",
+                f"choose at most {area // 2}{all_of_it}",
             )
         if self.value_bits > SPARSE_BITS_MAX and not self.is_dense:
-            raise ValueError(
-                f"value_bits = {self.value_bits}: the largest numbers of a chunk take at most {SPARSE_BITS_MAX}, "
-                f'use that, or send every weight (transform = "none", k = {area})'
+            raise SettingError(
+                f"value_bits = {self.value_bits}",
+                f"the largest numbers of a chunk take at most {SPARSE_BITS_MAX}, "
+                f'use that, or send every weight (transform = "none", k = {area})',
             )
         self._check_family()
         if self.round_sequences > ROUND_SEQUENCES_MAX:
-            raise ValueError(
-                f"sequences_per_pass * passes_per_step * local_steps = {self.round_sequences}: "
-                f"keep it at {ROUND_SEQUENCES_MAX} or below"
+            raise SettingError(
+                f"sequences_per_pass * passes_per_step * local_steps = {self.round_sequences}",
+                f"keep it at {ROUND_SEQUENCES_MAX} or below",
             )
         for key, limit in self.spec.limits.items():
             if (value := getattr(self, key)) > limit.most:
-                raise ValueError(f"{key} = {value}: recipe {self.name} {limit.why}, {limit.fix}")
+                raise SettingError(f"{key} = {value}", f"recipe {self.name} {limit.why}, {limit.fix}")
         if self.local_steps_min > self.local_steps:
-            raise ValueError(
-                f"local_steps_min = {self.local_steps_min} is above local_steps = {self.local_steps}: lower it"
+            raise SettingError(
+                f"local_steps_min = {self.local_steps_min} is above local_steps = {self.local_steps}", "lower it"
             )
         if self.learning_rate * self.weight_decay > 1:
-            raise ValueError("learning_rate * weight_decay is above 1: weights would change sign, lower weight_decay")
+            raise SettingError(
+                "learning_rate * weight_decay is above 1", "weights would change sign, lower weight_decay"
+            )
         if self.schedule == "constant" and (self.decay_rounds or self.rounds):
-            raise ValueError(
-                'rounds and decay_rounds shape a rate that ends: remove them or set schedule = "linear" or "wsd"'
+            raise SettingError(
+                "rounds and decay_rounds shape a rate that ends", 'remove them or set schedule = "linear" or "wsd"'
             )
         if self.schedule == "linear" and (self.decay_rounds or self.rounds <= self.warmup_rounds):
-            raise ValueError('schedule = "linear" needs rounds > warmup_rounds, and no decay_rounds')
+            raise SettingError('schedule = "linear" needs rounds > warmup_rounds, and no decay_rounds')
         if self.schedule == "wsd" and (not self.decay_rounds or self.warmup_rounds + self.decay_rounds > self.rounds):
-            raise ValueError('schedule = "wsd" needs decay_rounds > 0 and rounds >= warmup_rounds + decay_rounds')
+            raise SettingError('schedule = "wsd" needs decay_rounds > 0 and rounds >= warmup_rounds + decay_rounds')
         return self
 
     def _check_family(self) -> None:
@@ -220,17 +224,17 @@ class RecipeConfig(Section):
         if not self.spec.is_family:
             for key in FAMILY:
                 if (value := getattr(self, key)) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} = {value} belongs to recipe local: remove it, or use that")
+                    raise SettingError(f"{key} = {value} belongs to recipe local", "remove it, or use that")
         if self.transform == "none" and self.outer != "mean":
-            raise ValueError(f'transform = "none" needs outer = "mean", not "{self.outer}": change one')
+            raise SettingError(f'transform = "none" needs outer = "mean", not "{self.outer}"', "change one")
         if self.momentum > MOMENTUM_MAX:
-            raise ValueError(f"momentum = {self.momentum} is above {MOMENTUM_MAX}, and rounds to 1: lower it")
+            raise SettingError(f"momentum = {self.momentum} is above {MOMENTUM_MAX}, and rounds to 1", "lower it")
         if not self.momentum and (self.nesterov or self.momentum_rounds > 1):
-            raise ValueError("nesterov and momentum_rounds need a momentum: set one, such as 0.9, or remove them")
+            raise SettingError("nesterov and momentum_rounds need a momentum", "set one, such as 0.9, or remove them")
         if self.momentum_rounds > 1 and not self.nesterov:
-            raise ValueError("momentum_rounds above 1 delays Nesterov's momentum: set nesterov = true")
+            raise SettingError("momentum_rounds above 1 delays Nesterov's momentum", "set nesterov = true")
         if self.momentum_rounds > 1 and self.fragments > 1:
-            raise ValueError("momentum_rounds above 1 does not work with fragments: set one of them to 1")
+            raise SettingError("momentum_rounds above 1 does not work with fragments", "set one of them to 1")
 
     @property
     def state_copies(self) -> int:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, Literal, Self
+from functools import cached_property
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
-from pydantic_core import from_json, to_json
+from pydantic import Field, ValidationError, model_validator
 
 from p2ptrain.config.adapt import AdaptConfig
 from p2ptrain.config.fields import (
@@ -27,42 +27,10 @@ from p2ptrain.config.fields import (
 from p2ptrain.config.model import ModelConfig
 from p2ptrain.config.recipe import RecipeConfig
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, RemoteProtocolError, SettingError
 
 PROTOCOL_VERSION: Final = 2
 PAYLOAD_BYTES_MAX: Final = 2**32  # a billion parameters at k = 512 take a tenth of that
-# Keys that came after the first release with this protocol version, by section and name, each with the neutral value at
-# which a run behaves as one without the key. A key is added here whenever it is added to a section.
-LATER_KEYS: Final[dict[tuple[str, str], JsonValue]] = {
-    ("data", "documents"): "together",
-    ("data", "source"): "shared",
-    ("model", "frozen"): "",
-    ("model", "parameters"): [],
-    ("recipe", "inner"): "adamw",
-    ("recipe", "local_steps_min"): 0,
-    ("eval", "every_rounds"): 0,
-    ("model", "kind"): "builtin",
-    ("model", "config"): "",
-    ("model", "shapes"): "",
-    ("model", "plugin"): "",
-    ("model", "settings"): {},
-    ("recipe", "plugin"): "",
-    ("recipe", "settings"): {},
-    ("recipe", "residual_share"): "0",
-    ("recipe", "transform"): "dct",
-    ("recipe", "momentum"): "0",
-    ("recipe", "nesterov"): False,
-    ("recipe", "momentum_rounds"): 1,
-    ("recipe", "fragments"): 1,
-    ("world", "run"): "",
-    ("world", "rounds"): 10,
-    ("adapt", "kind"): "none",
-    ("adapt", "rank"): 16,
-    ("adapt", "alpha"): 32,
-    ("adapt", "targets"): [],
-    ("adapt", "base"): "",
-    ("adapt", "base_bytes"): 0,
-}
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 REGION_BITS_MIN = 4  # in which a region's contributions carry the world's changes whole, in a round or two
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
@@ -84,9 +52,9 @@ class TokenizerConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.kind == "json" and not self.digest:
-            raise ValueError('kind = "json" needs a digest: add the one that `p2ptrain data prepare` printed')
+            raise SettingError('kind = "json" needs a digest', "add the one that `p2ptrain data prepare` printed")
         if self.kind != "json" and self.digest:
-            raise ValueError('only kind = "json" takes a digest: remove it')
+            raise SettingError('only kind = "json" takes a digest', "remove it")
         return self
 
 
@@ -160,12 +128,12 @@ class AgreementConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.view_seconds > self.view_seconds_max:
-            raise ValueError(
-                f"view_seconds = {self.view_seconds} is above view_seconds_max = {self.view_seconds_max}: lower it"
+            raise SettingError(
+                f"view_seconds = {self.view_seconds} is above view_seconds_max = {self.view_seconds_max}", "lower it"
             )
         if self.overlap_rounds and not self.staleness_rounds_max:
-            raise ValueError(
-                "overlap_rounds = 1 makes every contribution one round old: set staleness_rounds_max to 1 or more"
+            raise SettingError(
+                "overlap_rounds = 1 makes every contribution one round old", "set staleness_rounds_max to 1 or more"
             )
         return self
 
@@ -195,16 +163,14 @@ class AdmissionConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if (self.policy == "open") == bool(self.keys):
-            raise ValueError(
-                'keys belong to policy = "invite" or "allowlist": '
-                + ("remove them" if self.keys else f"add the public keys for {self.policy}")
-            )
+            fix = "remove them" if self.keys else f"add the public keys for {self.policy}"
+            raise SettingError('keys belong to policy = "invite" or "allowlist"', fix)
         for name, keys in (("keys", self.keys), ("founders", self.founders)):
             if len(set(keys)) != len(keys):
-                raise ValueError(f"{name} has the same key twice: remove one")
+                raise SettingError(f"{name} has the same key twice", "remove one")
         for name, limit in (("seats_max", self.seats_max), ("contributors_max", self.contributors_max)):
             if len(self.founders) > limit:
-                raise ValueError(f"founders has {len(self.founders)} keys, and {name} is {limit}: raise {name}")
+                raise SettingError(f"founders has {len(self.founders)} keys, and {name} is {limit}", f"raise {name}")
         return self
 
 
@@ -260,50 +226,55 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.data.documents == "apart" and not self.model.supports_packing:
-            raise ValueError(
-                f'data.documents = "apart" does not work with a model of kind {self.model.kind}: set "together"'
+            raise SettingError(
+                f'data.documents = "apart" does not work with a model of kind {self.model.kind}', 'set "together"'
             )
         if self.adapt.is_on and not self.model.supports_adapters:
-            raise ValueError(
-                f'adapt.kind = "{self.adapt.kind}" does not work with a model of kind {self.model.kind}: '
-                'set "none", or train a model of kind builtin or transformers'
+            raise SettingError(
+                f'adapt.kind = "{self.adapt.kind}" does not work with a model of kind {self.model.kind}',
+                'set "none", or train a model of kind builtin or transformers',
             )
         if self.data.source == "own" and self.admission.policy == "open":
-            raise ValueError(
+            raise SettingError(
                 'data.source = "own" does not work with admission.policy = "open", because nobody can look at the '
-                'data of a stranger: set "invite" or "allowlist"'
+                "data of a stranger",
+                'set "invite" or "allowlist"',
             )
         if self.model.hf is not None and self.model.vocab_size < 256 and self.tokenizer.kind == "bytes":
-            raise ValueError(
-                f"model.config has {self.model.vocab_size} tokens: the bytes tokenizer has 256, name another"
+            raise SettingError(
+                f"model.config has {self.model.vocab_size} tokens", "the bytes tokenizer has 256, name another"
             )
         if self.model.hf is None and self.tokenizer.kind == "bytes" and self.model.vocab_size != 256:
-            raise ValueError(f"model.vocab_size = {self.model.vocab_size}: the bytes tokenizer has 256 tokens, set 256")
+            raise SettingError(
+                f"model.vocab_size = {self.model.vocab_size}", "the bytes tokenizer has 256 tokens, set 256"
+            )
         is_long = self.model.config or self.model.settings or self.recipe.settings or self.model.parameters
         if is_long and (size := len(self.canonical())) > CONFIG_BYTES_MAX:
             what = "model.config" if self.model.config else "settings"
             what = "model.parameters" if self.model.parameters else what
-            raise ValueError(
-                f"{what} and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a "
-                "message: shorten them"
+            raise SettingError(
+                f"{what} and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a message",
+                "shorten them",
             )
         recipe = self.recipe
         if recipe.fragments > 1 and self.agreement.staleness_rounds_max:
-            raise ValueError(
+            raise SettingError(
                 f"recipe.fragments = {recipe.fragments} does not work with agreement.staleness_rounds_max = "
-                f"{self.agreement.staleness_rounds_max}: a late contribution would be of another fragment, set 0"
+                f"{self.agreement.staleness_rounds_max}",
+                "a late contribution would be of another fragment, set 0",
             )
         if self.world.run and (why := self._why_no_region):
-            raise ValueError(
-                f"world.run does not work with {why}: a region moves by the mean of all that its nodes have moved"
+            raise SettingError(
+                f"world.run does not work with {why}", "a region moves by the mean of all that its nodes have moved"
             )
         most = VOTES_MAX // recipe.vote_max
         if recipe.transform == "dct":
             most = (EXACT_MAX - 1) // (BASIS_PEAK**2 * recipe.k * recipe.vote_max)
         if self.admission.contributors_max > most:
-            raise ValueError(
+            raise SettingError(
                 f"admission.contributors_max = {self.admission.contributors_max} could leave exact arithmetic with "
-                f"recipe.k = {recipe.k} and value_bits = {recipe.value_bits}: set at most {most}, or fewer of those"
+                f"recipe.k = {recipe.k} and value_bits = {recipe.value_bits}",
+                f"set at most {most}, or fewer of those",
             )
         return self
 
@@ -353,42 +324,28 @@ class RunConfig(Section):
         raw["admission"]["founders"] = tuple(sorted(founders))  # the order must not make a different run
         return RunConfig.model_validate(raw)
 
-    def is_described_by(self, table: Mapping[str, object]) -> bool:
-        """Whether this sealed run has all that a run file says, whatever the defaults for the rest are now."""
-        raw = self.model_dump()
-        for key, said in table.items():
-            raw[key] = {**raw[key], **said} if isinstance(said, Mapping) else said
-        data, state, admission, model, adapt = (raw[key] for key in ("data", "state", "admission", "model", "adapt"))
-        if data["manifest"] == "embedded":  # what sealing has filled in
-            data["manifest"] = self.data.manifest
-        state["initial_root"] = state["initial_root"] or self.state.initial_root
-        model["shapes"] = model["shapes"] or self.model.shapes
-        if not adapt["base"]:
-            adapt["base"], adapt["base_bytes"] = self.adapt.base, self.adapt.base_bytes
-        admission["founders"] = admission["founders"] or self.admission.founders
-        try:
-            return RunConfig.model_validate(raw) == self
-        except ValidationError:
-            return False
-
     def canonical(self) -> bytes:
-        """Encodes the config. All keys are in it, so that a changed default never changes a run that exists, but for
-        those of LATER_KEYS at their neutral value."""
+        """Encodes the config, with all keys, so that a changed default never changes a run that exists."""
         raw = self.model_dump(mode="json")
-        for (section, key), neutral in LATER_KEYS.items():
-            if raw[section][key] == neutral:
-                del raw[section][key]
-            if not raw[section]:
-                del raw[section]  # a section that came later
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
-    @property
-    def run_id(self) -> str:
+    @cached_property
+    def id(self) -> bytes:
         if not self.is_sealed:
             raise ConfigError(
                 "the run has no id yet", key="state.initial_root", fix="Start it first, which makes the first weights"
             )
-        return digest("run id", self.canonical()).hex()
+        return digest("run id", self.canonical())
+
+    @property
+    def run_id(self) -> str:
+        """The id in hexadecimal digits, as people, files and addresses have it."""
+        return self.id.hex()
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("id", None)  # pydantic copies what was computed, too
+        return copied
 
     @classmethod
     def from_canonical(cls, encoded: bytes) -> RunConfig:
@@ -396,25 +353,13 @@ class RunConfig(Section):
         if len(encoded) > CONFIG_BYTES_MAX:
             raise RemoteProtocolError(f"run config of {len(encoded)} bytes; the limit is {CONFIG_BYTES_MAX}")
         try:
-            config = cls.model_validate_json(_with_later_keys(encoded))
+            config = cls.model_validate_json(encoded)
         except ValidationError as error:
             raise RemoteProtocolError(_why(error)) from error
         # Rejects other spellings of a number, duplicate keys, another order and white space.
         if config.canonical() != encoded:
             raise RemoteProtocolError("run config is not in its canonical encoding")
         return config
-
-
-def _with_later_keys(encoded: bytes) -> bytes:
-    """Adds the keys that `canonical` has left out."""
-    try:
-        raw = from_json(encoded)
-    except ValueError:
-        return encoded  # validation says what is wrong
-    for (section, key), neutral in LATER_KEYS.items():
-        if isinstance(raw, dict) and isinstance(raw.setdefault(section, {}), dict):
-            raw[section].setdefault(key, neutral)
-    return to_json(raw)
 
 
 def _why(error: ValidationError) -> str:

@@ -6,7 +6,6 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -15,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from p2ptrain.config.fields import Accepts, Section
+from p2ptrain.errors import ConfigError, SettingError
 
 SHOWN_LENGTH_MAX = (
     160  # characters of a value or key shown in an error: enough for a whole address, which ends with its id
@@ -26,15 +26,6 @@ TYPE_WORDS: dict[object, str] = {
     Fraction: 'a number, or a fraction in quotes such as "1/3"',
     tuple: "a list in brackets",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """An error in a config: the dotted key, what is wrong and how to fix it."""
-
-    key: str
-    what: str
-    fix: str
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -114,33 +105,38 @@ THEIR_NAMES = {  # settings of DeMo, DisTrO, DiLoCo and SparseLoCo as their auth
 }
 
 
-def problem(error: Mapping[str, Any], model: type[BaseModel], other: type[BaseModel]) -> Problem:  # noqa: PLR0911  (a return for each kind)
+def config_error(  # noqa: PLR0911  (a return for each kind)
+    error: Mapping[str, Any], model: type[BaseModel], other: type[BaseModel], source: str = ""
+) -> ConfigError:
     """Turns an error of pydantic into one in terms of the file; `other` is the other kind of config."""
     place = [part for part in error["loc"] if isinstance(part, str)]
     key, kind = _dotted(place), error["type"]
+
+    def mistake(problem: str, fix: str) -> ConfigError:
+        return ConfigError(problem, source=source, key=key, fix=fix)
+
     if kind == "extra_forbidden":
-        return unknown_key(place, model, other)
-    if kind == "value_error" and len(place) < 2:  # our own check of a whole section, which includes the fix
-        what, _, fix = str(error["ctx"]["error"]).partition(": ")
-        return Problem(key, what, fix[:1].upper() + fix[1:])
+        return unknown_key(place, model, other, source)
+    if kind == "value_error" and isinstance(of_section := error["ctx"]["error"], SettingError):
+        return mistake(of_section.problem, of_section.fix[:1].upper() + of_section.fix[1:])
     field, found = _field(place, model), _found(error["input"])
     example = "" if field.is_required() else f"Write for instance {place[-1]} = {_toml(field.default)}"
     if kind == "value_error":
-        return Problem(key, f"{error['ctx']['error']}, found {found}", example)
+        return mistake(f"{error['ctx']['error']}, found {found}", example)
     if kind == "missing":
-        return Problem(key, "missing", f"Write {place[-1]} = ...: {allowed(field)}")
+        return mistake("missing", f"Write {place[-1]} = ...: {allowed(field)}")
     if key in sections(model):
-        return Problem(key, f"expected a table, found {found}", f"Write [{key}] and its keys below it")
+        return mistake(f"expected a table, found {found}", f"Write [{key}] and its keys below it")
     if kind.endswith("_type"):
         in_list = len(place) < len(error["loc"])
         expected = "text in quotes" if in_list else TYPE_WORDS[get_origin(field.annotation) or field.annotation]
-        return Problem(key, f"expected {expected}, found {found}{' in the list' if in_list else ''}", example)
+        return mistake(f"expected {expected}, found {found}{' in the list' if in_list else ''}", example)
     if kind == "too_long":
-        return Problem(key, f"a list of {error['ctx']['actual_length']} is too long", f"Write {allowed(field)}")
-    return Problem(key, f"{found} is not valid", f"Choose {allowed(field)}")
+        return mistake(f"a list of {error['ctx']['actual_length']} is too long", f"Write {allowed(field)}")
+    return mistake(f"{found} is not valid", f"Choose {allowed(field)}")
 
 
-def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseModel]) -> Problem:
+def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseModel], source: str) -> ConfigError:
     """Describes an unknown key, with a suggestion."""
     *tables, name = place
     section = ".".join(tables)
@@ -156,7 +152,7 @@ def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseMo
         fix = f"It belongs in the other kind of config, that of a {other.__name__.removesuffix('Config').lower()}"
     else:
         fix = f"Known here: {', '.join(known)}"
-    return Problem(_dotted(place), "unknown key", fix)
+    return ConfigError("unknown key", source=source, key=_dotted(place), fix=fix)
 
 
 def _dotted(place: Sequence[str]) -> str:

@@ -14,7 +14,6 @@ from p2ptrain.core.agreement import Heard
 from p2ptrain.core.events import Disconnect, MessageReceived
 from p2ptrain.core.messages import (
     Announcement,
-    Audit,
     Availability,
     Call,
     Certificate,
@@ -52,7 +51,6 @@ class Inbox:
         self._kinds = {
             Announcement: self._announcement,
             Hello: self._hello,
-            Audit: lambda event: self._useless(event.sender),  # no run has audits
             JoinRequest: self._request,
             Leave: self._request,
             Evidence: self._request,

@@ -28,7 +28,6 @@ from p2ptrain.core.messages import (
     REQUESTS_MAX,
     SEATS_MAX,
     Announcement,
-    Audit,
     Availability,
     Digest,
     Key,
@@ -87,7 +86,6 @@ class Manifest(Struct, frozen=True, array_like=True, dict=True):
     absent: SeatBits  # members that fewer than q - f of the named authors heard
     seated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # have a seat from the next round on
     unseated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # lose their seat
-    audits: Annotated[tuple[Audit, ...], Meta(max_length=0)] = ()  # of runs that have audits; none has
 
     @cached_property
     def digest(self) -> bytes:

@@ -43,7 +43,6 @@ ATTACHMENT_BYTES_MAX = 262_144  # RunConfig.agreement.inline_bytes_max at its la
 CLAIM_BYTES_MAX = 256  # a ticket (signer, bearer, uses, last round, signature), and another signature
 PROVEN_BYTES_MAX = 65_536  # per half of evidence; a proposal that names 256 availabilities takes 9 KB
 NUMBER_MAX = 2**48  # rounds, views and attempts: one per microsecond for nine years
-PROTOCOLS_MAX = 8  # protocol versions that a daemon speaks: the current one and the one before
 
 Number = Annotated[int, Meta(ge=0, lt=NUMBER_MAX)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -54,7 +53,7 @@ Signature = Annotated[bytes, Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATU
 SeatBits = Annotated[bytes, Meta(max_length=SEATS_MAX // 8)]
 
 NOTHING = bytes(DIGEST_BYTES)  # a vote for no manifest
-SETS = ("held", "refused", "requests", "availabilities", "members", "protocols")  # strictly ascending fields
+SETS = ("held", "refused", "requests", "availabilities", "members")  # strictly ascending fields
 BITMAPS = ("heard", "seats", "announced", "available", "prevoted", "precommitted")
 
 
@@ -139,7 +138,6 @@ class Certificate(Struct, frozen=True, array_like=True, tag="certificate"):
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     """Tells a peer the author's position and the messages that it holds, so that the peer can send the missing ones."""
 
-    protocols: Annotated[tuple[Annotated[int, Meta(ge=1, lt=2**16)], ...], Meta(min_length=1, max_length=PROTOCOLS_MAX)]
     branch: Digest
     round: Number
     view: Number
@@ -161,17 +159,6 @@ class JoinRequest(Struct, frozen=True, array_like=True, tag="join"):
 class Leave(Struct, frozen=True, array_like=True, tag="leave"):
     branch: Digest
     round: Number
-    author: Key
-
-
-class Audit(Struct, frozen=True, array_like=True, tag="audit"):
-    """The author's verdict on a contribution that it has examined. No run has audits yet: the kind keeps its place."""
-
-    branch: Digest
-    round: Number
-    subject: Key  # whose contribution
-    contributed: Number  # its round
-    is_doubt: bool
     author: Key
 
 
@@ -201,9 +188,7 @@ class Evidence(Struct, frozen=True, array_like=True, tag="evidence"):
     second: Annotated[bytes, Meta(min_length=1, max_length=PROVEN_BYTES_MAX)]
 
 
-Authored: TypeAlias = (
-    Announcement | Availability | Proposal | Vote | Hello | JoinRequest | Leave | Audit | Call | Regroup
-)
+Authored: TypeAlias = Announcement | Availability | Proposal | Vote | Hello | JoinRequest | Leave | Call | Regroup
 Message: TypeAlias = Authored | Certificate | Evidence
 
 

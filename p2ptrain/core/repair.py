@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core.context import Context
 from p2ptrain.core.messages import Ballot, Hello, Proposal, Received, read
 from p2ptrain.core.roster import bitmap, seats_in
@@ -54,7 +53,6 @@ class Repair:
         offers = here.context.offers.by_author
         return self.context.signed(
             Hello(
-                (PROTOCOL_VERSION,),
                 here.branch,
                 here.number,
                 here.agreement.view,

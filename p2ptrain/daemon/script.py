@@ -38,7 +38,6 @@ from p2ptrain.daemon import launch
 from p2ptrain.daemon.life import Daemon
 from p2ptrain.errors import INTERRUPTED, ConfigError, DataError, P2ptrainError
 from p2ptrain.loop.channel import (
-    FRAME_BYTES_MAX,
     Answer,
     Begin,
     CarriedOut,
@@ -57,6 +56,8 @@ from p2ptrain.loop.channel import (
     TakeHeldOut,
     TakeSequences,
     framed,
+    read_frame,
+    receive_frame,
 )
 from p2ptrain.loop.worker import ScriptWorker
 from p2ptrain.models.kinds import named_shapes
@@ -155,9 +156,7 @@ class ScriptLoop:
     async def _listen(self, reader: asyncio.StreamReader, group: asyncio.TaskGroup, life: asyncio.Task[Any]) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                size = int.from_bytes(await reader.readexactly(4), "big")
-                assert size <= FRAME_BYTES_MAX, "our own script"
-                asked = _DECODER.decode(await reader.readexactly(size))
+                asked = _DECODER.decode(await read_frame(reader))
                 task = group.create_task(self._answer(asked), name="a request of the script")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -305,8 +304,7 @@ def _in_order(weights: Tensor, begin: Begin, model: ModelConfig) -> Tensor:
 
 
 def _first(connection: socket.socket) -> Begin:
-    with connection.makefile("rb") as file:
-        body = _DECODER.decode(file.read(int.from_bytes(file.read(4), "big"))).body
+    body = _DECODER.decode(receive_frame(connection, bytearray())).body
     assert isinstance(body, Begin)
     return body
 

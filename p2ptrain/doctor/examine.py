@@ -258,7 +258,7 @@ def look_outside(facts: NodeFacts) -> Outside:
 def _remembered(facts: NodeFacts) -> list[str]:
     found: list[str] = []
     for run in stored_runs(facts.config):
-        found += remembered_peers(run_directory(facts.config, bytes.fromhex(run.run_id)))
+        found += remembered_peers(run_directory(facts.config, run.id))
     return list(dict.fromkeys(found))[: network.PEERS_ASKED]
 
 
@@ -287,7 +287,7 @@ async def _look_at_offers(facts: NodeFacts, transport: Transport, addresses: Seq
             run = RunConfig.from_canonical(await questions.ask_config(transport, peer, run_id))
         except (TransportError, RemoteProtocolError):
             continue
-        if run.is_sealed and run.run_id == run_id.hex():
+        if run.is_sealed and run.id == run_id:
             try:
                 size = (await asyncio.to_thread(need_of, run)).state
             except (ConfigError, DeviceError):  # the check of the run says why

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from p2ptrain.config import HttpConfig, NetworkConfig
 from p2ptrain.doctor.findings import Diagnosis, refused
-from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, P2ptrainError, PortTakenError, RemoteProtocolError
 from p2ptrain.exact.shortage import mega
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import kind_of_address
@@ -58,9 +58,9 @@ def check_listen(listen: tuple[str, ...], is_running: bool, *, gives_way: bool =
         try:
             Ports((address,)).close()
         except ConfigError as error:
-            if is_running and "is in use" in error.problem:
+            if is_running and isinstance(error, PortTakenError):
                 found.append(Diagnosis("ports", "good", f"{address} is in use by the running node, as it should be"))
-            elif gives_way and "is in use" in error.problem:
+            elif gives_way and isinstance(error, PortTakenError):
                 text = f"{address} is in use, perhaps by another node: this one will take a free port"
                 found.append(Diagnosis("ports", "good", text))
             else:
@@ -131,6 +131,7 @@ async def ask_peers(
     reached: list[bytes] = []
 
     async def ask(address: str) -> None:
+        peer = None
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 peer = await transport.connect(address)
@@ -139,8 +140,7 @@ async def ask_peers(
         except TimeoutError:
             trouble.append(Diagnosis("peers", "warning", f"{address}: no answer within {ASK_SECONDS:.0f} s"))
         except TransportError as error:
-            is_older = any(address.endswith(f"/p2p/{each}") for each in map(_name, reached))
-            text = f"{address} runs a version that does not tell the time" if is_older else str(error)
+            text = f"{address} does not answer: {error}" if peer else str(error)
             trouble.append(Diagnosis("peers", "warning", text))
         except RemoteProtocolError as error:
             trouble.append(
@@ -149,12 +149,6 @@ async def ask_peers(
 
     await asyncio.gather(*(ask(address) for address in addresses[:PEERS_ASKED]))
     return found, trouble, reached
-
-
-def _name(peer: bytes) -> str:
-    from p2ptrain.identity import peer_id_of  # noqa: PLC0415
-
-    return peer_id_of(peer)
 
 
 def judge_peers(asked: int, reached: int, trouble: Sequence[Diagnosis], is_named: bool = True) -> list[Diagnosis]:

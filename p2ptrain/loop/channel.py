@@ -24,11 +24,14 @@ import msgspec
 from msgspec import Struct
 
 if TYPE_CHECKING:
+    import asyncio
+
     from torch import Tensor
 
 HEAD_DOUBLES, HEAD_BYTES = 4, 64
 FLOAT_BYTES = 4
 FRAME_BYTES_MAX = 2**28  # a step's sequences, or the held-out ones
+LENGTH_BYTES, READ_BYTES = 4, 2**20
 LEAVE_SECONDS = 60.0  # for the node to say goodbye and save
 LOG_NAME = "node.log"  # in the node's directory
 
@@ -149,7 +152,26 @@ class NodeAnswer(Struct, frozen=True):
 
 def framed(message: ScriptRequest | NodeAnswer) -> bytes:
     body = msgspec.msgpack.encode(message)
-    return len(body).to_bytes(4, "big") + body
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def receive_frame(connection: socket.socket, received: bytearray) -> bytes:
+    """Waits for a frame's body. `received` holds what has come beyond the last one, also after an interrupt. Raises
+    EOFError if the other process is gone."""
+    while len(received) < (end := LENGTH_BYTES + int.from_bytes(received[:LENGTH_BYTES], "big")):
+        if not (part := connection.recv(READ_BYTES)):
+            raise EOFError
+        received += part
+    body = bytes(received[LENGTH_BYTES:end])
+    del received[:end]
+    return body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Reads a frame's body. Raises IncompleteReadError if the other process is gone."""
+    size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    assert size <= FRAME_BYTES_MAX, "our own processes"
+    return await reader.readexactly(size)
 
 
 def make_memory(parameters: int) -> int:

@@ -257,8 +257,7 @@ def _refuse_other_config(path: Path, model: ModelConfig) -> None:
         else:
             ours, theirs = _in_full(model.hf), _in_full(read_hf_config(json.dumps(_accepted(raw))))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        why = str(error).replace(": ", ". ")[:300]
-        raise ConfigError(why, source=str(path), fix=f"Correct its {CONFIG_NAME}") from error
+        raise ConfigError(str(error)[:300], source=str(path), fix=f"Correct its {CONFIG_NAME}") from error
     for key in BUILTIN_KEYS if model.hf is None else ours:
         is_free = key in FREE_KEYS or key.endswith(FREE_ENDINGS)
         if theirs.get(key) not in (None, ours[key]) and not is_free:

@@ -52,10 +52,10 @@ async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, 
 
     asks: ask, if there is a terminal
     """
-    if any(each.run_id == run.run_id for each in stored_runs(config)):
+    if any(each.id == run.id for each in stored_runs(config)):
         return True
     asks = asks and is_at_terminal()
-    seen = await watch_rounds(transport, sources, bytes.fromhex(run.run_id)) if asks else None
+    seen = await watch_rounds(transport, sources, run.id) if asks else None
     members = sources.told.members if sources.told else 0
     terms = await asyncio.to_thread(terms_of, run, config, members, seen)
     if not asks:

@@ -281,7 +281,7 @@ class Fetching:
 
     async def _states_of(self, source: bytes) -> tuple[tuple[int, bytes], ...]:
         try:
-            return await questions.ask_states(self.transport, source, bytes.fromhex(self.run.run_id))
+            return await questions.ask_states(self.transport, source, self.run.id)
         except RemoteProtocolError as error:
             self.blame(source, error.why)
             return ()

@@ -141,7 +141,7 @@ async def find_run(transport: Transport, config: NodeConfig, wanted: str | None)
         for problem in problems:
             tell(told, problem, now)
         matching = {run_id: each for run_id, each in found.items() if run_id.hex().startswith(wanted or "")}
-        ours = {run_id: each for run_id, each in matching.items() if run_id.hex() in {run.run_id for run in mine}}
+        ours = {run_id: each for run_id, each in matching.items() if run_id in {run.id for run in mine}}
         if matching and mine and not ours and len(wanted or "") < RUN_ID_DIGITS:
             return _keep_stored_run(matching, mine, stored), RunSources(addresses, [])
         matching = ours or matching
@@ -205,7 +205,7 @@ def choose_run(config: NodeConfig, wanted: str | None) -> RunConfig:
 
 def _is_among_peers(run: RunConfig, config: NodeConfig, addresses: Sequence[str]) -> bool:
     """Whether one of these addresses belongs to a remembered peer of this run."""
-    directory = run_directory(config, bytes.fromhex(run.run_id))
+    directory = run_directory(config, run.id)
     known = {address.rpartition("/p2p/")[2] for address in remembered_peers(directory)}
     return any(address.rpartition("/p2p/")[2] in known for address in addresses)
 
@@ -243,11 +243,7 @@ def with_relays(config: NodeConfig, wanted: str | None) -> NetworkConfig:
     network, runs = config.network, stored_runs(config)
     if network.trusted_relays:
         return network
-    of_runs = [
-        remembered_peers(run_directory(config, bytes.fromhex(run.run_id)))
-        for run in runs
-        if run.run_id.startswith(wanted or "")
-    ]
+    of_runs = [remembered_peers(run_directory(config, run.id)) for run in runs if run.run_id.startswith(wanted or "")]
     remembered = [address for addresses in of_runs for address in addresses]
     SystemRandom().shuffle(remembered)  # so that the same few peers are not first at every start
     remembered.sort(key=lambda address: kind_of_address(address) in ("public", "name"), reverse=True)
@@ -265,7 +261,7 @@ async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes])
         except (TransportError, RemoteProtocolError) as error:
             log.warning("cannot get the config from %s: %s", peer.hex()[:16], error)
             continue
-        if run.is_sealed and run.run_id == run_id.hex():
+        if run.is_sealed and run.id == run_id:
             return run
         log.warning("%s sent a config that is not the run's", peer.hex()[:16])
     return None
@@ -343,7 +339,7 @@ async def _keep_trying(
     fetch: Callable[[Fetcher], Awaitable[T]],
 ) -> T:
     """Fetches what the node cannot begin without, for as long as it takes."""
-    run_id = bytes.fromhex(run.run_id)
+    run_id = run.id
     fetcher = Fetcher(
         transport, run_id, download=TokenBucket(config.limits.download_bytes_per_second), blame=_blame_nobody
     )

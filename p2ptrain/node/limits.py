@@ -179,7 +179,7 @@ def disk_demand(
     terms = config.storage.checkpoints_kept, run.agreement.history_rounds, contributors
     of_run = [of_data] if of_data else []  # on both sides, or on neither
     if run.is_sealed:
-        of_run.append(run_directory(config, bytes.fromhex(run.run_id)))
+        of_run.append(run_directory(config, run.id))
     used = sum(file.st_blocks * 512 for directory in of_run for _, file in below(directory))
     free = shutil.disk_usage(nearest_existing(data_directory(config))).free
     frozen = run.adapt.base_bytes or need.base

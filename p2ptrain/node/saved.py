@@ -120,12 +120,12 @@ def find_model(
             raise ConfigError(
                 f"{directory} belongs to run {run.run_id}", key="--run", fix="Leave it out, or name that one"
             )
-        chosen = _judged_by(_journal_of(run_directory(config, bytes.fromhex(run.run_id))), checkpoint)
+        chosen = _judged_by(_journal_of(run_directory(config, run.id)), checkpoint)
         if chosen.judgement.is_refuted:
             raise DataError(f"{directory}: {OTHER_HISTORY}: {chosen.judgement.why}")
     else:
         run = choose_run(config, wanted)
-        run_id = bytes.fromhex(run.run_id)
+        run_id = run.id
         checkpoints = Checkpoints(run_directory(config, run_id) / CHECKPOINTS_NAME, run_id)
         chosen = newest_whole(checkpoints, number)
     tokenizer = _tokenizer(config, run, chosen.checkpoint.path)
@@ -236,7 +236,7 @@ def _judged_by(journal: Journal | str, checkpoint: Checkpoint) -> JudgedCheckpoi
 def keep_tokenizer(config: NodeConfig, run: RunConfig, data: TokenDataset) -> None:
     """Stores the run's tokenizer beside the run, if the data does not lie in the node's directory: it may be moved."""
     if data.tokenizer.kind == "json" and find_dataset(config, run.data.manifest).resolve() != data.directory.resolve():
-        place = run_directory(config, bytes.fromhex(run.run_id))
+        place = run_directory(config, run.id)
         make_directory(place)
         write_atomically(place / TOKENIZER_NAME, data.open_tokenizer().file_bytes)
 
@@ -249,7 +249,7 @@ def beside(config: NodeConfig, run: RunConfig) -> dict[str, bytes]:
     files = {RUN_NAME: run.canonical()}
     if run.tokenizer.kind == "json":
         try:
-            files[TOKENIZER_NAME] = _tokenizer(config, run, run_directory(config, bytes.fromhex(run.run_id))).file_bytes
+            files[TOKENIZER_NAME] = _tokenizer(config, run, run_directory(config, run.id)).file_bytes
         except DataError as error:
             log.warning("exporting without the tokenizer: %s", error)
     return files
@@ -314,7 +314,7 @@ def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer
     """Opens the run's tokenizer, from beside the checkpoint, from the run's directory or from its data."""
     if run.tokenizer.kind == "bytes":
         return BytesTokenizer()
-    places = (directory, run_directory(config, bytes.fromhex(run.run_id)))
+    places = (directory, run_directory(config, run.id))
     path = next((each / TOKENIZER_NAME for each in places if (each / TOKENIZER_NAME).exists()), None)
     if path is None:
         return _dataset(config, run).open_tokenizer()

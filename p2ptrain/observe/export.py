@@ -62,7 +62,7 @@ def read_recorded_run(run: RunConfig, directory: Path) -> RecordedRun:
     rounds = recorded(directory, ROUNDS_MAX)
     if not rounds:
         raise DataError(f"{directory}: no round is recorded: none was applied yet, or the records were lost")
-    found = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id)).found()
+    found = Checkpoints(directory / CHECKPOINTS_NAME, run.id).found()
     whole = [each for each in found if not isinstance(each, DataError)]
     content = (read(directory / "identity") or b"").strip()
     try:

@@ -50,7 +50,7 @@ class FigureField:
         return ".".join(self.path) + (f":{self.figure.key}" if self.figure.key else "")
 
     def found(self, told: Any) -> Any:
-        """Returns the value in an answer, or in its JSON, perhaps from an older node."""
+        """Returns the value in an answer, or in its JSON."""
         for name in self.path:
             told = told.get(name) if isinstance(told, dict) else getattr(told, name, None)
         if isinstance(told, dict) and self.figure.key:

@@ -32,7 +32,7 @@ class Stored(Part):
             try:
                 yield cls.of(row)
             except (ValidationError, TypeError) as error:
-                log.warning("skipping a row of the records: %s", str(error).partition("\n")[0])
+                log.warning("skipping a row of the records: %s", str(error).splitlines()[0])
 
     @property
     def row(self) -> dict[str, Any]:

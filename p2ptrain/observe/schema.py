@@ -12,7 +12,6 @@ import logging
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     PlainSerializer,
     computed_field,
@@ -38,8 +37,6 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 Count = Annotated[int, Field(ge=0)]
 Hex = Annotated[bytes, PlainSerializer(bytes.hex, return_type=str, when_used="json")]
 PeerId = Annotated[bytes, PlainSerializer(peer_id_of, return_type=str, when_used="json")]
-# Early releases could store negative counts, because they subtracted tallies that the core had forgotten.
-Late = Annotated[Count, BeforeValidator(lambda count: max(0, count))]
 
 
 class Answer(Part):
@@ -326,7 +323,7 @@ class PeerRecord(Stored):
         0, description="contributions that it announced, over all starts of this node, as are the next three"
     )
     applied: Count = Field(0, description="contributions that rounds in this node's history took")
-    late: Late = Field(0, description="contributions that came after the last round that could have taken them")
+    late: Count = Field(0, description="contributions that came after the last round that could have taken them")
     refused: dict[str, int] = Field({}, description="contributions that were refused, by reason")
     observed: dict[str, int] = Field({}, description="faults observed, by reason, for which it has points")
     points: float = Field(0.0, ge=0, description="penalty points for its faults; they halve each hour")
@@ -421,7 +418,7 @@ class RoundRecord(Answer, LearningFigures, Stored):
     tokens_per_second: Annotated[
         float, Figure("speed of training", "tokens/s", tracked="mine/tokens_per_second", skips_zero=True)
     ] = Field(ge=0, description="while this node trained")
-    late: Annotated[Late, Figure("too late")] = Field(description="contributions that came too late to be taken")
+    late: Annotated[Count, Figure("too late")] = Field(description="contributions that came too late to be taken")
     refused: Annotated[dict[str, int], Figure("refused")] = Field(description="contributions refused, by reason")
 
     @computed_field(description="since the previous round was applied: the sum of its four phases")  # type: ignore[prop-decorator]  # as its own documentation does it

@@ -34,24 +34,13 @@ Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def poll(question: Ask, now: float) -> Poll:
-    """Asks the daemon for everything in a frame. P2ptrainError if it has no status.
-
-    Other answers may be missing, because an older daemon does not know all questions.
-    """
-    status = question({"do": "status"})
-
-    def more(order: dict[str, Any], key: str) -> list[dict[str, Any]]:
-        try:
-            return list(question(order)[key])
-        except (P2ptrainError, KeyError):
-            return []
-
+    """Asks the daemon for everything in a frame."""
     return Poll(
         now,
-        status,
-        more({"do": "peers"}, "peers"),
-        more({"do": "rounds", "last": ROUNDS_LOOKED_AT}, "rounds"),
-        more({"do": "log"}, "lines"),
+        question({"do": "status"}),
+        question({"do": "peers"})["peers"],
+        question({"do": "rounds", "last": ROUNDS_LOOKED_AT})["rounds"],
+        question({"do": "log"})["lines"],
     )
 
 

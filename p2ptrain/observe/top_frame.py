@@ -1,7 +1,7 @@
 """Draws a frame of `p2ptrain top`: the dashboard's contents, fitted to the size of the terminal.
 
 On a low screen, the least important parts are left out until the rest fits with a few peers below; the log gets the
-remaining rows. Text from peers is stripped of control characters. An older daemon may lack some of the answers. Figures
+remaining rows. Text from peers is stripped of control characters. Figures
 without a fixed place are listed below the others.
 """
 
@@ -94,9 +94,9 @@ def _head(now: Poll) -> Text:
         text.append(f" {phase} ", style=f"reverse {COLOURS[phase]}" if is_now else "dim")
     if status["view"]:
         text.append(f"  try {status['view'] + 1}")
-    if status["phase"] == "train" and "step" in status:
+    if status["phase"] == "train":
         text.append(f"  step {status['step']:,}")
-    if status["phase"] == "collect" and status.get("waiting_for"):
+    if status["phase"] == "collect" and status["waiting_for"]:
         text.append(f"  waiting for {few(status['waiting_for'], 'contribution', 'contributions')}")
     return text
 
@@ -153,7 +153,7 @@ def _traffic(now: Poll, before: Poll | None) -> str:
     text = f"sending {_rate(now, before, 'sent')}, receiving {_rate(now, before, 'received')}"
     limits = now.status["limits"]
     for way, name in (("upload", "out"), ("download", "in")):
-        if rate := limits.get(f"{way}_bytes_per_second", 0):
+        if rate := limits[f"{way}_bytes_per_second"]:
             text += f"; at most {count_of(rate)}/s {name}"
     return text
 
@@ -170,7 +170,7 @@ def _rate(now: Poll, before: Poll | None, way: str) -> str:
 
 def _purposes(status: dict[str, Any], room: int) -> str:
     """Lists bytes sent/received by purpose, the largest first, as many as fit."""
-    known = [(name, each["sent"], each["received"]) for name, each in status.get("traffic", {}).items()]
+    known = [(name, each["sent"], each["received"]) for name, each in status["traffic"].items()]
     text = ""
     for name, sent, received in sorted(known, key=lambda each: -each[1] - each[2]):
         more = f"{', ' if text else ''}{name} {count_of(sent)}/{count_of(received)}"
@@ -182,44 +182,43 @@ def _purposes(status: dict[str, Any], room: int) -> str:
 
 def _roster(status: dict[str, Any]) -> str:
     tolerance = status["fault_tolerance"]
-    decide = f", {few(status['quorum'], 'decides', 'decide')}" if "quorum" in status else ""
+    decide = few(status["quorum"], "decides", "decide")
     members = few(len(status["roster"]), "member", "members")
-    admitted = f"; {status['admitted']:,} may contribute" if "admitted" in status else ""
-    return f"{members}{decide}; {tolerance['crashes']} may crash, {tolerance['liars']} may lie{admitted}"
+    faults = f"{tolerance['crashes']} may crash, {tolerance['liars']} may lie"
+    return f"{members}, {decide}; {faults}; {status['admitted']:,} may contribute"
 
 
 def _seat(status: dict[str, Any]) -> str:
     seat = "a member" if status["is_member"] else "admitted" if status["is_admitted"] else "not admitted yet"
-    device = f"{status['device']}, {status['limits'].get('device_percent', 100)}% of the time"
+    device = f"{status['device']}, {status['limits']['device_percent']}% of the time"
     return f"{seat}; {few(len(status['peers']), 'peer', 'peers')}; {device}"
 
 
 def _share(mine: dict[str, Any]) -> str:
-    of_all = f" of {mine['applied_of_all']:,}" if "applied_of_all" in mine else ""
     applied = few(mine["applied"], "contribution", "contributions")
-    return f"{applied}, {mine['share']:.1%}{of_all}; {mine['tokens']:,} tokens"
+    return f"{applied}, {mine['share']:.1%} of {mine['applied_of_all']:,}; {mine['tokens']:,} tokens"
 
 
 def _time(mine: dict[str, Any]) -> str:
-    joules = mine.get("energy_joules")  # only if the device measures it
+    joules = mine["energy_joules"]  # only if the device measures it
     energy = "" if joules is None else f"; about {joules / 3.6e6:,.2f} kWh, used by the whole device"
     return f"{hours(mine['training_seconds'])} hours of training{energy}"
 
 
 def _root(status: dict[str, Any]) -> str:
     text = f"{status['state_root'][:16] or '-'} after round {status['applied_round']:,}"
-    if (since := status.get("since_applied_seconds")) is not None:
+    if (since := status["since_applied_seconds"]) is not None:
         text += f", {duration(since)} ago"
-    if certified := status.get("certified_round"):
+    if certified := status["certified_round"]:
         text += f"; round {certified:,} is certified"
     return text
 
 
 def _agreement(now: Poll) -> list[Table]:
     """Shows in full whether all nodes have the same model."""
-    told = now.status.get("same_model", {"verdict": "unknown", "text": ""})  # an older daemon does not say
+    told = now.status["same_model"]
     verdict, text = told["verdict"], told["text"]
-    if wrong := now.status.get("counters", {}).get("root mismatches", 0):
+    if wrong := now.status["counters"].get("root mismatches", 0):
         text += f"{' ' if text else ''}Wrong results of this node: {wrong:,}."
     if not text:
         return []
@@ -232,7 +231,7 @@ def _course(now: Poll, width: int, brevity: int) -> list[Text]:
     """Shows the loss by rounds and by bytes, and the phases of the last rounds."""
     losses, places, moved = [], [], 0
     for each in now.rounds:
-        moved += each.get("bytes_sent", 0) + each.get("bytes_received", 0)
+        moved += each["bytes_sent"] + each["bytes_received"]
         if each["loss"] is not None and math.isfinite(each["loss"]):
             losses.append(each["loss"])
             places.append(moved)
@@ -276,9 +275,9 @@ def _named(name: str, *parts: str | tuple[str, str]) -> Text:
 def _taken(lately: Sequence[dict[str, Any]]) -> str:
     """Formats the mean number of contributions per round."""
     sums = {
-        "taken": sum(len(each.get("contributors", ())) for each in lately),
-        "late": sum(each.get("late", 0) for each in lately),
-        "refused": sum(sum(each.get("refused", {}).values()) for each in lately),
+        "taken": sum(len(each["contributors"]) for each in lately),
+        "late": sum(each["late"] for each in lately),
+        "refused": sum(sum(each["refused"].values()) for each in lately),
     }
     return ", ".join(f"{number / len(lately):.1f} {name}" for name, number in sums.items() if number)
 
@@ -323,13 +322,13 @@ def _cells(peer: dict[str, Any], width: int) -> list[str]:
     kind = "member" if peer["is_member"] else "admitted" if peer["is_admitted"] else ""
     cells = [peer["peer_id"][-8:] if width < NARROW else peer["peer_id"][-16:], kind]
     if width >= WIDE:
-        cells.append(f"{peer.get('offered', 0):,}")
+        cells.append(f"{peer['offered']:,}")
     cells += [f"{peer['applied']:,}", f"{peer['late']:,}"]
     if width >= NARROW:
         cells.append(reasons(peer["refused"]) or "-")
     cells.append(f"{peer['points']:.1f}")
     if width >= WIDE:
-        cells.append(reasons(peer.get("observed", {})) or "-")
+        cells.append(reasons(peer["observed"]) or "-")
     if width >= NARROW:
         delay = "" if peer["latency_seconds"] is None else f" {peer['latency_seconds'] * 1_000:,.0f} ms"
         cells.append(f"{peer['address_kind']}{delay}" if peer["is_connected"] else "away")
@@ -348,11 +347,8 @@ def _foot(now: Poll) -> Text:
     """The last line: how to quit, and facts about the daemon that rarely change."""
     status = now.status
     parts = ["q quits; the node keeps running"]
-    if "uptime_seconds" in status:
-        parts.append(f"up {duration(status['uptime_seconds'])}")
-    if "release" in status:
-        parts.append(f"p2ptrain {status['release']}")
-    if status.get("http"):
+    parts += [f"up {duration(status['uptime_seconds'])}", f"p2ptrain {status['release']}"]
+    if status["http"]:
         parts.append(status["http"])
     return Text(plain(" · ".join(parts)), style="dim", no_wrap=True, overflow="ellipsis")
 
@@ -367,9 +363,8 @@ def hours(seconds: float) -> str:
 
 
 def troubles(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the complaints that are trouble, the worst first. An older daemon has only their texts."""
-    texts = [{"code": "", "severity": "error", "text": each} for each in status["health"]]
-    return list(status.get("troubles", status.get("complaints", texts)))
+    """Returns the complaints that are trouble, the worst first."""
+    return list(status["troubles"])
 
 
 # ---------------------------------------------------------------------------------------------------

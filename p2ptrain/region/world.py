@@ -148,8 +148,7 @@ class WorldLink:
             with suppress(asyncio.IncompleteReadError, ConnectionError):
                 while True:
                     async with asyncio.timeout(SILENT_SECONDS if session.steps else JOIN_SECONDS):
-                        length = int.from_bytes(await reader.readexactly(4), "big")
-                        answered = _DECODER.decode(await reader.readexactly(length))
+                        answered = _DECODER.decode(await channel.read_frame(reader))
                     self._hear(answered, session)
             raise DataError(f"the world node has ended; {directory / channel.LOG_NAME} says why")
         except TimeoutError as error:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core.events import Publish, SendHistory
 from p2ptrain.core.history import Beginning, BranchStart, Entry, History, Step
 from p2ptrain.core.manifest import Manifest
@@ -193,4 +192,4 @@ class FalseJumps(ClaimsToBeAhead):
 
 def _hello(branch: bytes, number: int, author: bytes) -> Hello:
     """Makes the hello of a node that is in this round and has heard nothing yet."""
-    return Hello((PROTOCOL_VERSION,), branch, number, 0, b"", b"", b"", b"", False, author)
+    return Hello(branch, number, 0, b"", b"", b"", b"", False, author)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core.events import Ask, AskHistory, Publish
 from p2ptrain.core.messages import (
     NOTHING,
@@ -148,7 +147,7 @@ class Floods(Unsolicited):
             lambda: Availability(branch, number, number, long, (short,), (), (), b"\xff", me),
             lambda: Call(branch, head, far, me),
             lambda: Regroup(branch, long, far, (me,), me),
-            lambda: Hello((PROTOCOL_VERSION,), branch, number, view, b"\xff", b"", b"", b"", False, me),
+            lambda: Hello(branch, number, view, b"\xff", b"", b"", b"", False, me),
             lambda: JoinRequest(branch, number, short, me),
             lambda: Vote(long, number, view, Ballot.PREVOTE, long, me),
             lambda: Vote(branch, rng.getrandbits(40), view, Ballot.PREVOTE, long, me),

@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from pydantic import ValidationError
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.config.text import problem
+from p2ptrain.config.text import config_error
 from p2ptrain.core.roster import tolerated_by
 from p2ptrain.errors import ConfigError
 from p2ptrain.sim.keys import node_key
@@ -349,8 +349,7 @@ def scenario_of(table: Mapping[str, Any], source: str = "") -> Scenario:
         _check_nodes(scenario)
         scenario.run(0)
     except ValidationError as error:
-        mistake = problem(error.errors(include_url=False)[0], RunConfig, NodeConfig)
-        raise ConfigError(mistake.what, source=source, key=mistake.key, fix=mistake.fix) from error
+        raise config_error(error.errors(include_url=False)[0], RunConfig, NodeConfig, source) from error
     except ConfigError as error:
         raise ConfigError(error.problem, source=source, key=error.key, fix=error.fix) from error
     return scenario

@@ -61,8 +61,7 @@ class NewerError(DataError):
     """A checkpoint made by a later release, which is neither used nor removed."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        super().__init__(f"{path}: made by a later release. Use that release, or move it away")
+        super().__init__("made by a later release", path=path, fix="Use that release, or move it away")
 
 
 class _AnyStamp(Struct):
@@ -240,7 +239,7 @@ class Checkpoints:
     def _look(self, path: Path) -> Checkpoint | DataError:
         try:
             if path.is_symlink() or (path.exists() and not path.is_dir()):
-                raise DataError(f"{path}: not a directory, so not a checkpoint")
+                raise DataError("not a directory, so not a checkpoint", path=path)
             return Checkpoint(path, self._stamp(path))
         except DataError as error:
             return error
@@ -274,7 +273,7 @@ class Checkpoints:
     def export(self, checkpoint: Checkpoint, target: Path, beside: Mapping[str, bytes]) -> None:
         """Copies a checkpoint to a new directory, with the files in `beside`, and verifies the copy."""
         if target.exists():
-            raise DataError(f"{target}: already exists")
+            raise DataError("already exists", path=target)
         partial = target.with_name(target.name + PARTIAL_SUFFIX)
         forget(partial)
         with trouble(target):
@@ -318,7 +317,7 @@ class Checkpoints:
         judged = [(each, each.judged_by(journal)) for each in found]
         ours = [each for each, judgement in judged if judgement.is_on_history]
         certified = [each for each, judgement in judged if judgement.is_certified]
-        keep = {each.path for each in (*found[-kept:], *ours[-kept:], *certified[-1:])}
+        keep: set[Path | None] = {each.path for each in (*found[-kept:], *ours[-kept:], *certified[-1:])}
         keep |= {each.path for each in self.found() if isinstance(each, NewerError)}
         for path in paths:
             if path not in keep:
@@ -330,7 +329,7 @@ class Checkpoints:
     def _stamp(self, directory: Path) -> Stamp:
         stamp = read_stamp(directory)
         if stamp.run != self.run_id.hex():
-            raise DataError(f"{directory / STAMP_NAME}: belongs to another run ({stamp.run})")
+            raise DataError(f"belongs to another run ({stamp.run})", path=directory / STAMP_NAME)
         return stamp
 
 
@@ -339,15 +338,15 @@ def read_stamp(directory: Path) -> Stamp:
     path = directory / STAMP_NAME
     content = read_regular(path, STAMP_BYTES_MAX)
     if content is None:
-        raise DataError(f"{path}: missing, or not a checkpoint file")
+        raise DataError("missing, or not a checkpoint file", path=path)
     try:
         if _is_newer(content):
             raise NewerError(directory)
         stamp = msgspec.json.decode(content, type=Stamp)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{path}: not a checkpoint's stamp: {error}") from error
+        raise DataError(f"not a checkpoint's stamp: {error}", path=path) from error
     if stamp.encoded() != content:
-        raise DataError(f"{path}: damaged: its content does not match its digest")
+        raise DataError("damaged: its content does not match its digest", path=path)
     return stamp
 
 

@@ -25,4 +25,6 @@ def refuse_newer(path: Path, content: bytes) -> None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     if found > VERSION:
-        raise DataError(f"{path}: has format {found}, and this p2ptrain reads up to {VERSION}. Update p2ptrain")
+        raise DataError(
+            f"has format {found}, and this p2ptrain reads up to {VERSION}", path=path, fix="Update p2ptrain"
+        )

@@ -219,7 +219,7 @@ def newest_segment(directory: Path) -> tuple[Path, bytes] | None:
         data = read_regular(segments[-1], READ_BYTES_MAX)
         if data is not None:
             return segments[-1], data
-    raise DataError(f"{directory}: changes faster than it can be read. Try again, or stop the node first")
+    raise DataError("changes faster than it can be read", path=directory, fix="Try again, or stop the node first")
 
 
 def read_journal(directory: Path) -> Journal | None:

@@ -28,18 +28,17 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
-from p2ptrain.files import fix_of, forget, read
+from p2ptrain.files import fix_of, forget
 
 RECORDS_NAME, DAMAGED_SUFFIX = "records.sqlite", ".damaged"
-OLD_PEERS_NAME = "peers.json"  # where earlier releases kept the addresses
 VERSION = 1  # of the format
 ADDRESSES_MAX = 1_024  # a few are enough to find the others
 ADDRESS_LENGTH_MAX = 512
@@ -52,7 +51,6 @@ WAL_PAGES = 256  # after which sqlite checkpoints its WAL: 1 MB
 WAL_BYTES_MAX = 2**20  # the WAL is then truncated to this; it grows larger while a reader needs older pages
 BUSY_SECONDS = 2.0  # a writer's wait for another writer, which should not exist
 
-_Addresses = Annotated[list[Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]], Meta(max_length=ADDRESSES_MAX)]
 _log = structlog.get_logger("p2ptrain.store")
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -67,9 +65,9 @@ CREATE TABLE rounds (
 CREATE TABLE peers (peer BLOB PRIMARY KEY, changed_at REAL NOT NULL, record BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE points (id INTEGER PRIMARY KEY, peer BLOB NOT NULL, record BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE mine (id INTEGER PRIMARY KEY CHECK (id = 1), record BLOB NOT NULL, digest BLOB NOT NULL);
+CREATE TABLE format (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL);
 """
 _FORMAT = f"""
-CREATE TABLE IF NOT EXISTS format (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL);
 REPLACE INTO format SELECT 1, {VERSION};
 PRAGMA user_version = {VERSION};
 """
@@ -103,7 +101,6 @@ class Records:
         if path.exists():  # refuses a newer format at once; a missing file is created at the first write
             with suppress(_RecordsError):  # it will be raised again
                 self._do("opened", lambda connection: None)
-        self._take_over_addresses()
 
     def close(self) -> None:
         with self._lock:
@@ -175,18 +172,6 @@ class Records:
 
         self._do("written", work)
 
-    def _take_over_addresses(self) -> None:
-        """Imports the addresses from the file of earlier releases."""
-        old = self.path.with_name(OLD_PEERS_NAME)
-        if not old.exists():
-            return
-        try:
-            self.remember([*self.addresses(), *_old_addresses(old)])
-        except DataError as error:
-            _log.warning("cannot import remembered addresses", path=str(old), why=str(error))
-        else:
-            forget(old)
-
     # -----------------------------------------------------------------------------------------------
     # The file
 
@@ -253,7 +238,7 @@ class _RecordsError(DataError):
     def __init__(self, path: Path, done: str, error: sqlite3.Error | OSError) -> None:
         code = error.errno if isinstance(error, OSError) else _ERRNO.get(_code_of(error))
         why = error.strerror if isinstance(error, OSError) else error
-        super().__init__(f"{path}: cannot be {done} ({why}). {fix_of(code)}")
+        super().__init__(f"cannot be {done} ({why})", path=path, fix=fix_of(code))
 
 
 _ERRNO = {
@@ -279,15 +264,15 @@ def read_rounds(directory: Path, count: int) -> list[Row]:
 
 def remembered_peers(directory: Path) -> list[str]:
     """Returns the remembered addresses of this directory's run, best first; empty if they cannot be read."""
-    path, old = directory / RECORDS_NAME, directory / OLD_PEERS_NAME
-    found = _old_addresses(old) if old.exists() else []
-    if path.exists():
-        try:
-            with closing(_opened_to_read(path)) as connection:
-                found = [*_addresses_in(connection), *found]
-        except (sqlite3.Error, DataError) as error:
-            _log.warning("cannot read remembered addresses", path=str(path), why=str(error))
-    return list(dict.fromkeys(found))[:ADDRESSES_MAX]
+    path = directory / RECORDS_NAME
+    if not path.exists():
+        return []
+    try:
+        with closing(_opened_to_read(path)) as connection:
+            return _addresses_in(connection)
+    except (sqlite3.Error, DataError) as error:
+        _log.warning("cannot read remembered addresses", path=str(path), why=str(error))
+        return []
 
 
 def _opened(path: Path) -> sqlite3.Connection:
@@ -338,7 +323,9 @@ def _versions_of(connection: sqlite3.Connection, path: Path) -> tuple[int, int]:
     row = connection.execute("SELECT version FROM format").fetchone() if has_table else None
     table = row[0] if row and isinstance(row[0], int) else 0
     if min(header, table) > VERSION:
-        raise DataError(f"{path}: has format {table}, and this p2ptrain reads up to {VERSION}. Update p2ptrain")
+        raise DataError(
+            f"has format {table}, and this p2ptrain reads up to {VERSION}", path=path, fix="Update p2ptrain"
+        )
     return header, table
 
 
@@ -358,15 +345,6 @@ def _is_damage(error: sqlite3.Error) -> bool:
 
 def _addresses_in(connection: sqlite3.Connection) -> list[str]:
     return [address for (address,) in connection.execute("SELECT address FROM addresses ORDER BY place")]
-
-
-def _old_addresses(path: Path) -> list[str]:
-    try:
-        content = read(path)
-        return [] if content is None else msgspec.json.decode(content, type=_Addresses)
-    except (DataError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        _log.warning("cannot read remembered addresses", path=str(path), why=str(error))
-        return []
 
 
 def _rounds_in(connection: sqlite3.Connection, count: int, path: Path) -> list[Row]:

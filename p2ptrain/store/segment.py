@@ -82,7 +82,9 @@ def frames_of(path: Path, number: int, data: bytes) -> tuple[list[tuple[int, byt
         raise damaged(path, 0, "not the beginning of a log")
     _, version, name = _HEADER.unpack_from(data)
     if version > VERSION:
-        raise DataError(f"{path}: has format {version}, and this p2ptrain reads up to {VERSION}. Update p2ptrain")
+        raise DataError(
+            f"has format {version}, and this p2ptrain reads up to {VERSION}", path=path, fix="Update p2ptrain"
+        )
     if name != _header_digest(number, version):
         raise damaged(path, 0, "its header has changed since it was written")
     bodies, at = [], _HEADER.size
@@ -127,4 +129,4 @@ def damaged(path: Path, at: int, why: str) -> DataError:
         "It was intact once, so the disk or somebody has changed it. Restore the file, or move the directory "
         f"{path.parent} away: the node then asks its peers what it had said, and is silent until it knows"
     )
-    return DataError(f"{path}: damaged at byte {at}: {why}. {fix}")
+    return DataError(f"damaged at byte {at}: {why}", path=path, fix=fix)

@@ -83,7 +83,7 @@ class Store:
                 write_atomically(spoken, b"")
             self.payloads = PayloadStore(directory / "payloads")
             self.diary = Diary(directory / "diary.jsonl")
-            self.checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id))
+            self.checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, run.id)
             self.checkpoints.tidy()
             self.mismatches = Mismatches(directory / "mismatches")
             self.records = Records(directory / RECORDS_NAME)
@@ -97,7 +97,7 @@ class Store:
             write_atomically(path, content)
         elif found != content:
             fix = f"Use another directory, or move {self.directory} away if nothing in it is needed"
-            raise DataError(f"{path}: damaged, or the directory is not {what}. {fix}")
+            raise DataError(f"damaged, or the directory is not {what}", path=path, fix=fix)
 
     @property
     def damaged_files(self) -> int:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from p2ptrain.config import WHOLE, ModelConfig, NodeConfig, RunConfig
-from p2ptrain.config.text import problem
+from p2ptrain.config.text import config_error
 from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.data.prepare import prepare
@@ -91,8 +91,7 @@ def begin(
         named = ("", 0) if base is None else (base.digest, base.size)
         sealed = run.sealed(manifest=manifest, initial_root=root, founders=founders, shapes=shapes, base=named)
     except ValidationError as error:  # everything else was valid already
-        mistake = problem(error.errors(include_url=False)[0], RunConfig, NodeConfig)
-        raise ConfigError(mistake.what, key=mistake.key, fix=mistake.fix) from error
+        raise config_error(error.errors(include_url=False)[0], RunConfig, NodeConfig) from error
     return NewRun(sealed, data.directory, bytes(octets(weights)), base)
 
 

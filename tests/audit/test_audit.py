@@ -54,7 +54,7 @@ def only(report: Report) -> str:
 
 
 def checkpoints_of(directory: Path, run: RunConfig) -> list[Checkpoint]:
-    return Checkpoints(directory / "checkpoints", bytes.fromhex(run.run_id)).present()
+    return Checkpoints(directory / "checkpoints", run.id).present()
 
 
 # ---------------------------------------------------------------------------------------------------

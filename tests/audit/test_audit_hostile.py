@@ -52,7 +52,7 @@ def found(report: Report, verdict: Grade = Grade.WRONG) -> list[Finding]:
 
 
 def checkpoints_of(directory: Path, run: RunConfig) -> list[Checkpoint]:
-    return Checkpoints(directory / "checkpoints", bytes.fromhex(run.run_id)).present()
+    return Checkpoints(directory / "checkpoints", run.id).present()
 
 
 # ---------------------------------------------------------------------------------------------------

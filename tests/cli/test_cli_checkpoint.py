@@ -25,7 +25,7 @@ def node(tmp_path: Path) -> NodeConfig:
 @pytest.fixture
 def checkpoints(node: NodeConfig) -> Checkpoints:
     run = named_run()
-    run_id = bytes.fromhex(run.run_id)
+    run_id = run.id
     directory = run_directory(node, run_id)
     directory.mkdir(parents=True)
     (directory / "run.json").write_bytes(run.canonical())
@@ -97,7 +97,7 @@ def test_which_run_is_meant_has_to_be_clear(
 ) -> None:
     place = ("--data-dir", node.storage.directory)
     other = named_run("y")
-    directory = run_directory(node, bytes.fromhex(other.run_id))
+    directory = run_directory(node, other.id)
     directory.mkdir(parents=True)
     (directory / "run.json").write_bytes(other.canonical())
     status, _, err = p2ptrain(capsys, "checkpoint", "list", *place)

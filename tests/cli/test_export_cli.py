@@ -245,7 +245,7 @@ def test_the_card_tells_the_members_of_the_round_if_the_log_does(p2ptrain: Comma
     node = Node(tmp_path / "node", run)
     base, records = some_records()
     certified = [record.state for record in records if isinstance(record, Certified)]
-    first = genesis(bytes.fromhex(run.run_id), tuple(sorted(KEYS[:2])), bytes(32))
+    first = genesis(run.id, tuple(sorted(KEYS[:2])), bytes(32))
     for number, state, told in (
         (certified[-1].round, certified[-1], f"after this round {len(certified[-1].members)} with a vote,"),
         (1_000, base, f"after this round {len(base.members)} with a vote, {len(base.admitted)} admitted"),

@@ -35,7 +35,7 @@ class Host:
         self.directory = directory
         self.identity = Identity.make(directory / "identity.key")
         self.run = sealed(policy="invite", keys=[self.identity.key.hex()])
-        self.run_id = bytes.fromhex(self.run.run_id)
+        self.run_id = self.run.id
         self.keep(self.run)
 
     def keep(self, run: RunConfig) -> None:
@@ -210,7 +210,7 @@ async def test_a_swarm_admits_who_was_invited_and_nobody_who_overheard_it(
             capsys, "invite", "--data-dir", host.directory, "--last-round", "100000", "--uses", "2"
         )
         assert (status, err) == (0, "")
-        invitation, run_id = decode_invitation(out), bytes.fromhex(made.run.run_id)
+        invitation, run_id = decode_invitation(out), made.run.id
         *friends, thief, stranger = (Member(made, FOUNDERS + n) for n in range(4))
         for friend in friends:
             bearer = Identity(invitation.seed)

@@ -69,12 +69,11 @@ def test_a_region_is_refused_what_would_not_add_the_worlds_changes_once(settings
     assert f"world.run does not work with {why}: a region moves by the mean" in str(caught.value)
 
 
-def test_a_region_names_its_world_in_what_is_hashed_and_no_other_run_does() -> None:
+def test_a_region_names_its_world_in_what_is_hashed() -> None:
     region = RunConfig.model_validate({"name": "a", "world": REGION, "recipe": DENSE})
     assert RunConfig.from_canonical(region.canonical()) == region
     assert b'"world":{"rounds":5,"run":"abab' in region.canonical()
     assert (region.world.covered, RunConfig(name="a").world.covered) == (5, 0)
-    assert b"world" not in RunConfig(name="a").canonical()
 
 
 def test_so_many_contributions_of_every_weight_are_refused_that_their_sum_would_not_fit() -> None:
@@ -83,10 +82,7 @@ def test_so_many_contributions_of_every_weight_are_refused_that_their_sum_would_
     assert RecipeConfig(**dense).vote_max * 1024 < 2**31
 
 
-def test_a_run_without_the_family_is_encoded_as_before_it() -> None:
-    encoded = RunConfig(name="a").canonical()
-    for key in ("transform", "momentum", "nesterov", "fragments"):
-        assert key.encode() not in encoded
+def test_the_settings_of_the_family_are_encoded() -> None:
     run = RunConfig.model_validate({"name": "a", "recipe": {"momentum": "0.9", "nesterov": True}})
     assert RunConfig.from_canonical(run.canonical()) == run
     assert b'"momentum":"9/10"' in run.canonical()

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from p2ptrain.config import CONFIG_BYTES_MAX, ModelConfig, RunConfig
 from p2ptrain.config.hf import ARCHITECTURES, HF_CONFIG_BYTES_MAX, PARAMETERS_MAX, read_hf_config
-from p2ptrain.config.text import problem
+from p2ptrain.config.text import config_error
 from p2ptrain.errors import RemoteProtocolError
 from tests.helpers.hf_models import hf_model, raw_config
 
@@ -162,8 +162,7 @@ def test_any_value_is_accepted_or_refused_in_a_line(value: Any, key: str) -> Non
 def messages(**model: Any) -> list[str]:
     with pytest.raises(ValidationError) as caught:
         RunConfig(name="x", model=model)
-    found = [problem(each, RunConfig, RunConfig) for each in caught.value.errors(include_url=False)]
-    return [f"{each.key}: {each.what}. {each.fix}" for each in found]
+    return [str(config_error(each, RunConfig, RunConfig)) for each in caught.value.errors(include_url=False)]
 
 
 def test_sizes_of_the_built_in_model_are_refused_beside_a_config() -> None:
@@ -194,9 +193,6 @@ def test_a_run_carries_the_config_as_it_is_and_gets_an_id_with_the_shapes() -> N
     assert sealed.is_sealed
     assert sealed.model.config == run.model.config
     assert RunConfig.from_canonical(sealed.canonical()).run_id == sealed.run_id
-    assert sealed.is_described_by({"name": "x", "model": {"kind": "transformers", "config": run.model.config}})
-    assert sealed.is_described_by({"name": "x", "model": {"kind": "transformers", "sequence_length": 32}})
-    assert not sealed.is_described_by({"name": "x", "model": {"kind": "transformers", "sequence_length": 16}})
 
 
 def test_a_config_of_a_peer_that_is_not_accepted_is_a_broken_rule() -> None:

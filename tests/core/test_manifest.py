@@ -352,9 +352,9 @@ def test_the_manifest_is_a_part_of_the_protocol() -> None:
     taken = [[members[2], 1, 0, b"\5" * 32, 99]]
     joins = [[b"\6" * 32, b"\3" * 32, 1, 9]]
     where = [bytes(32), 1, bytes(32), state.digest, 0, b"\7" * 32]
-    plain = [*where, taken, [], [], joins, [], [], b"\x08", [], [], []]
+    plain = [*where, taken, [], [], joins, [], [], b"\x08", [], []]
     assert manifest.digest == digest("manifest", msgspec.msgpack.encode(plain))
-    assert manifest.digest.hex() == "0f8224e2264e6b7a8468b39319d290f080024b00bdf2727a4d4c7887549eb88f"
+    assert manifest.digest.hex() == "0f52ca9b9130098403330f4ceb26f6c90057b8ba8eec5b30fd78db5e6b776910"
 
 
 # ---------------------------------------------------------------------------------------------------

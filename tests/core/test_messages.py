@@ -16,7 +16,6 @@ from p2ptrain.core import messages as wire
 from p2ptrain.core.messages import (
     NOTHING,
     Announcement,
-    Audit,
     Availability,
     Ballot,
     Call,
@@ -94,9 +93,6 @@ def announcements(draw: st.DrawFn) -> Announcement:
     )
 
 
-protocols = st.lists(st.integers(1, 65_535), min_size=1, max_size=8, unique=True).map(
-    lambda items: tuple(sorted(items))
-)
 halves = st.lists(st.binary(min_size=1, max_size=50), min_size=2, max_size=2, unique=True).map(sorted)
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "announcement": announcements(),
@@ -104,12 +100,11 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "proposal": proposals(),
     "vote": st.builds(Vote, keys, numbers, numbers, st.sampled_from(Ballot), st.one_of(keys, st.just(NOTHING)), keys),
     "certificate": certificates(),
-    "hello": st.builds(Hello, protocols, keys, numbers, numbers, seats, seats, seats, seats, st.booleans(), keys),
+    "hello": st.builds(Hello, keys, numbers, numbers, seats, seats, seats, seats, st.booleans(), keys),
     "join": st.builds(JoinRequest, keys, numbers, st.binary(max_size=256), keys),
     "leave": st.builds(Leave, keys, numbers, keys),
     "call": st.builds(Call, keys, keys, numbers, keys),
     "regroup": regroups(),
-    "audit": st.builds(Audit, keys, numbers, keys, numbers, st.booleans(), keys),
     "evidence": halves.map(lambda pair: Evidence(*pair)),
 }
 
@@ -158,10 +153,9 @@ def drawn(kind: str, seed: int) -> Message:
         "proposal": lambda: Proposal(key(), 5, 4, 2, rising(32, 3), key(), key()),
         "vote": lambda: Vote(key(), 5, 200, Ballot.PRECOMMIT, key(), key()),
         "certificate": lambda: Certificate(key(), 5, 0, key(), b"\x07", tuple(bytes([n]) * 64 for n in range(3))),
-        "hello": lambda: Hello((1, 2), key(), 5, 1, bits(), bits(), b"", bits(), generator.random() < 0.5, key()),
+        "hello": lambda: Hello(key(), 5, 1, bits(), bits(), b"", bits(), generator.random() < 0.5, key()),
         "join": lambda: JoinRequest(key(), 3, generator.randbytes(100), key()),
         "leave": lambda: Leave(key(), 3, key()),
-        "audit": lambda: Audit(key(), 4, key(), 3, True, key()),
         "call": lambda: Call(key(), key(), 3, key()),
         "regroup": lambda: Regroup(key(), key(), 1, members, members[2]),
         "evidence": lambda: Evidence(*rising(40, 2)),
@@ -278,10 +272,6 @@ FORMS: dict[str, tuple[Message, str]] = {
         "whose author is not in the set",
     ),
     "one statement twice": (Evidence(b"same", b"same"), "evidence whose halves are not in ascending order"),
-    "falling protocols": (
-        Hello((2, 1), RUN, 1, 0, b"", b"", b"", b"", False, RUN),
-        "not in ascending order",
-    ),
 }
 
 

@@ -9,7 +9,6 @@ from p2ptrain.core.history import Entry, History
 from p2ptrain.core.messages import (
     NOTHING,
     NUMBER_MAX,
-    Audit,
     Availability,
     Ballot,
     Certificate,
@@ -116,7 +115,7 @@ def test_messages_of_keys_that_are_not_admitted_are_dropped_unread() -> None:
         voted(STRANGER, PREVOTE, ROOT0),
         voted(STRANGER, PREVOTE, ROOT0, number=9),
         Leave(RUN, 1, STRANGER),
-        Hello((2,), RUN, 9, 0, b"", b"", b"", b"", False, STRANGER),
+        Hello(RUN, 9, 0, b"", b"", b"", b"", False, STRANGER),
         Certificate(RUN, 1, 0, ROOT0, b"\1", (bytes(64),)),
     ]
     assert bench.hear_all(*messages) == []
@@ -167,7 +166,7 @@ def test_a_flooder_that_takes_no_part_in_the_run_is_disconnected_once_a_second()
     effects = []
     for place in range(30 * 400):
         bench.now = place / 400.0
-        heard = bench.hear(Audit(RUN, 1, KEYS[3], 1, False, KEYS[3]))
+        heard = bench.hear(Leave(bytes(32), 1, KEYS[3]))  # of another run
         effects += [effect for effect in heard if isinstance(effect, ev.Disconnect)]
     greylisted_at = 10.0
     assert set(effects) == {ev.Disconnect(KEYS[3], "its messages are useless")}

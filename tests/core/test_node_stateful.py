@@ -273,7 +273,7 @@ class Anyone(RuleBasedStateMachine):
     def somebody_greets(self, peer: int, shift: int, view: int, pick: int, bits: bytes, sender: int) -> None:
         number = bounded(self.state.round + 1 + shift)
         bits = bits.rstrip(b"\0")
-        hello = Hello((2,), self.branch(pick), number, view, bits, bits, bits, bits, False, self.author(peer))
+        hello = Hello(self.branch(pick), number, view, bits, bits, bits, bits, False, self.author(peer))
         self.hear(hello, sender=self.author(sender if pick == 0 else peer))
 
     @rule(peer=peers, shift=shifts, pick=picks, kind=st.sampled_from((JoinRequest, Leave)))

@@ -91,7 +91,7 @@ def available(**changes: Any) -> Availability:
 
 
 def a_hello(view: int) -> Hello:
-    return Hello((2,), RUN, 1, view, b"", b"", b"", b"", False, AUTHOR)
+    return Hello(RUN, 1, view, b"", b"", b"", b"", False, AUTHOR)
 
 
 HONEST: dict[str, tuple[Message, Message]] = {

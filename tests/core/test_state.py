@@ -439,6 +439,6 @@ def test_the_state_is_a_part_of_the_protocol() -> None:
     plain = [bytes(32), 2, state.head, members, admitted, [keys[1]], window, [1], spent, 0, b"\7" * 32]
     assert state.digest == digest("agreed state", msgspec.msgpack.encode(plain))
     assert (state.head.hex(), state.digest.hex()) == (
-        "67122949702454ac88b949c1e49dc1e6de56e7e47c5bd48a52a512a8b36b79b2",
-        "a0d6af9895e842f604020f829720b5843ff69667190e9637d4e54c13d3ff9345",
+        "29f95d90bf5e940e5496d6ee4d5927322940d03024d32651a8a1ac9f2606d89c",
+        "363a5f86d321154f9bfdf62d29818495cc5e2809012775a3a1fd7b0a958f5346",
     )

@@ -383,7 +383,7 @@ def store(tmp_path: Path) -> Store:
     run = RunConfig.model_validate({"name": "trusted"}).sealed(
         manifest=manifest_digest(dataset.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[ME.key.hex()]
     )
-    beginning = genesis(bytes.fromhex(run.run_id), (ME.key,), root_of(STATE))
+    beginning = genesis(run.id, (ME.key,), root_of(STATE))
     return Store(tmp_path / "run", run, beginning, ME.key, tmp_path / "key")
 
 

@@ -128,11 +128,6 @@ def test_only_models_that_read_tokens_keep_documents_apart(kind: str) -> None:
         RunConfig(name="x", model=ModelConfig(kind=kind, **own), data=DataConfig(documents="apart"))
 
 
-def test_a_run_that_says_nothing_keeps_its_id() -> None:
-    assert b"documents" not in RunConfig(name="x").canonical()
-    assert b'"documents":"apart"' in RunConfig(name="x", data=DataConfig(documents="apart")).canonical()
-
-
 # ---------------------------------------------------------------------------------------------------
 # Words that are not learned
 

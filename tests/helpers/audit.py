@@ -191,7 +191,7 @@ def forged(run: RunConfig, state: AgreedState, manifest: Any, signers: int | Non
     for seat in seats:
         key = roster.members[seat]
         vote = Vote(*where, Ballot.PRECOMMIT, manifest.digest, key)
-        signatures.append(BY_KEY[key].sign(signed_bytes(bytes.fromhex(run.run_id), vote)))
+        signatures.append(BY_KEY[key].sign(signed_bytes(run.id, vote)))
     return Entry(manifest, Certificate(*where, manifest.digest, bitmap(seats), tuple(signatures)))
 
 

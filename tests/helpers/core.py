@@ -6,7 +6,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from p2ptrain.config import PROTOCOL_VERSION, RunConfig
+from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.manifest import Manifest, Missing, manifest_of
@@ -318,7 +318,6 @@ class Bench:
         """A hello of a member in the same round that holds nothing yet."""
         at = self.state
         fields: dict[str, Any] = {
-            "protocols": (PROTOCOL_VERSION,),
             "branch": at.branch,
             "round": at.round + 1,
             "view": 0,

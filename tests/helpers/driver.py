@@ -486,9 +486,7 @@ def a_manifest(state: AgreedState, number: int, payloads: Sequence[bytes], **cha
 
 def a_message(author: bytes = PEER, number: int = 1) -> bytes:
     bitmaps: dict[str, Any] = dict.fromkeys(("announced", "available", "prevoted", "precommitted"), b"")
-    return signed(
-        Hello(author=author, protocols=(2,), branch=RUN, round=number, view=0, is_silent=False, **bitmaps)
-    ).envelope
+    return signed(Hello(author=author, branch=RUN, round=number, view=0, is_silent=False, **bitmaps)).envelope
 
 
 async def spin(condition: Callable[[], bool]) -> None:

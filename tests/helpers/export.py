@@ -65,7 +65,7 @@ class Node:
     def __init__(self, directory: Path, run: RunConfig) -> None:
         self.directory, self.run = directory, run
         self.config = NodeConfig(storage=StorageConfig(directory=str(directory)))
-        run_id = bytes.fromhex(run.run_id)
+        run_id = run.id
         self.run_directory = run_directory(self.config, run_id)
         self.run_directory.mkdir(parents=True)
         (self.run_directory / "run.json").write_bytes(run.canonical())

@@ -13,7 +13,7 @@ from tests.helpers.store import named_run
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 RUN = named_run("my-run")
-RUN_ID = bytes.fromhex(RUN.run_id)
+RUN_ID = RUN.id
 
 
 def row(number: int, **changes: Any) -> dict[str, Any]:

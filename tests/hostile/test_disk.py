@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core.messages import Hello, JoinRequest, Message, encode, signed_bytes
 from p2ptrain.core.wire import encode as packed
 from p2ptrain.identity import Identity
@@ -31,7 +30,7 @@ def inputs(run_id: bytes, manifest: bytes) -> dict[str, tuple[str, Iterator[byte
         return packed(Deliver((encode(message, STRANGER.sign(signed_bytes(run_id, message))),)))
 
     def hello(number: int) -> Hello:
-        return Hello((PROTOCOL_VERSION,), run_id, number, 0, b"", b"", b"", b"", False, STRANGER.key)
+        return Hello(run_id, number, 0, b"", b"", b"", b"", False, STRANGER.key)
 
     line, blobs, numbers = f"/p2ptrain/2/{run_id.hex()}/line", blob_protocol(run_id), range(REQUESTS)
     return {

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.core.messages import (
     CLAIM_BYTES_MAX,
     NUMBER_MAX,
-    PROTOCOLS_MAX,
     SEATS_MAX,
     SHORT_BYTES,
     Hello,
@@ -122,10 +120,7 @@ async def test_a_stranger_that_waits_ends_with_its_stream_and_keeps_no_slot() ->
 
 def test_whatever_an_honest_stranger_says_fits_a_frame_of_strangers() -> None:
     numbers, seats = NUMBER_MAX - 1, b"\xff" * (SEATS_MAX // 8)
-    hello = Hello(
-        (PROTOCOL_VERSION, *range(2**15, 2**15 + PROTOCOLS_MAX - 1)), RUN, numbers, numbers, seats, seats, seats, seats,
-        False, NEWCOMER,
-    )  # fmt: skip
+    hello = Hello(RUN, numbers, numbers, seats, seats, seats, seats, False, NEWCOMER)
     join = JoinRequest(RUN, numbers, bytes(CLAIM_BYTES_MAX), NEWCOMER)
     for message in (hello, join):
         [frame] = frames_of(Deliver((encode(message, bytes(64)),) * EACH_A_SECOND))

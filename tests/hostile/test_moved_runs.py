@@ -48,13 +48,13 @@ async def returning(directory: Path, *offered: RunConfig, is_known: bool = True)
     config = NodeConfig(
         network=NetworkConfig(bootstrap=(network.address(BOOTSTRAP),)), storage=StorageConfig(directory=str(directory))
     )
-    stored = run_directory(config, bytes.fromhex(MINE.run_id))
+    stored = run_directory(config, MINE.id)
     stored.mkdir(parents=True)
     (stored / "run.json").write_bytes(MINE.canonical())
     if is_known:
         with closing(Records(stored / RECORDS_NAME)) as records:
             records.remember([network.address(BOOTSTRAP)])
-    configs = {bytes.fromhex(run.run_id): run for run in offered}
+    configs = {run.id: run for run in offered}
 
     def answer(peer: bytes, question: questions.Question) -> questions.Answer:
         if isinstance(question, questions.AskRuns):
@@ -103,6 +103,6 @@ async def test_a_prefix_that_an_attacker_can_grind_names_the_run_on_the_disk(tmp
 
 def test_the_runs_id_is_no_head_to_trust() -> None:
     with pytest.raises(ConfigError, match=r"^--trust: that is the run's id, .* it protects from nothing\. Give the 64"):
-        launch.refuse_trust_in_the_start(bytes.fromhex(MINE.run_id), MINE)
+        launch.refuse_trust_in_the_start(MINE.id, MINE)
     launch.refuse_trust_in_the_start(bytes(32), MINE)
     launch.refuse_trust_in_the_start(b"", MINE)

@@ -75,7 +75,7 @@ async def test_own_data_is_sent_to_nobody_by_any_name(who: Identity, tmp_path: P
         running = asyncio.create_task(daemon.driver.run(daemon.started))
         await daemon.driver.has_begun.wait()
         await peer.connect(transport.addresses()[0])
-        run_id = bytes.fromhex(run.run_id)
+        run_id = run.id
         for kind in get_args(Kind):
             for name in names_of(own.dataset):
                 assert isinstance(await asked(peer, run_id, kind, name), Nothing), (kind, name.hex())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.node.begun import SAID_NAME, begun_here, note_begun
+from p2ptrain.node.begun import begun_here, note_begun
 from p2ptrain.node.directories import run_directory
 
 ME = "3" * 64
@@ -26,14 +26,13 @@ class Machine:
         self.config = NodeConfig.model_validate({"storage": {"directory": str(tmp_path)}})
 
     def directory(self, run: RunConfig) -> Path:
-        return run_directory(self.config, bytes.fromhex(run.run_id))
+        return run_directory(self.config, run.id)
 
-    def begin(self, said: dict[str, Any], *, is_noted: bool = True, **other_defaults: Any) -> RunConfig:
+    def begin(self, said: dict[str, Any], **other_defaults: Any) -> RunConfig:
         """Begins a run as a release with other defaults for the recipe does it."""
         wanted = meant({**said, "recipe": {**other_defaults, **said.get("recipe", {})}})
         run = wanted.sealed(manifest="1" * 64, initial_root="2" * 64, founders=[ME])
-        if is_noted:
-            note_begun(run, wanted, said, self.config)
+        note_begun(run, wanted, said, self.config)
         self.directory(run).mkdir(parents=True, exist_ok=True)
         (self.directory(run) / "run.json").write_bytes(run.canonical())
         return run
@@ -73,25 +72,6 @@ def test_of_two_runs_of_one_file_the_one_with_todays_defaults_goes_on(tmp_path: 
     today = machine.begin(SAID)
     machine.begin(SAID, chunk=32)
     assert machine.found(SAID) == today
-
-
-def test_a_run_without_a_note_goes_on_and_each_key_that_differs_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    machine = Machine(tmp_path)
-    run = machine.begin(SAID, is_noted=False)
-    assert machine.found(SAID) == run
-    assert caplog.messages == []
-    assert machine.found({"name": "x", "recipe": {"name": "demo"}}) == run
-    (line,) = caplog.messages
-    assert line == (
-        f"going on with run {run.run_id[:16]}, in which recipe.k is 4; the run file and the defaults say "
-        f"{meant({'name': 'x', 'recipe': {'name': 'demo'}}).recipe.k}"
-    )
-    note_begun(run, meant({"name": "x"}), {"name": "x"}, machine.config)
-    assert not (machine.directory(run) / SAID_NAME).exists(), "the file says less than the run has"
-    note_begun(run, meant(SAID), SAID, machine.config)
-    assert machine.found({"name": "x", "recipe": {"name": "demo"}}) is None
 
 
 def test_a_file_that_says_the_same_in_other_words_is_noted_anew(tmp_path: Path) -> None:

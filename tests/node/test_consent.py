@@ -40,7 +40,7 @@ from tests.helpers.net import skipping_time
 RUN = RunConfig.model_validate({"name": "tiny", "model": {"preset": "1m"}}).sealed(
     manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[0].hex()]
 )
-RUN_ID = bytes.fromhex(RUN.run_id)
+RUN_ID = RUN.id
 NEED = need_of(RUN)
 ME, PEER = KEYS[:2]
 ROOT = Path(__file__).parents[2]

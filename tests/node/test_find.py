@@ -69,7 +69,7 @@ async def swarm(directory: Path) -> AsyncIterator[Swarm]:
     run = RunConfig.model_validate({"name": "x"}).sealed(
         manifest=manifest_digest(data.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[KEYS[0].hex()]
     )
-    run_id = bytes.fromhex(run.run_id)
+    run_id = run.id
 
     def answer(peer: bytes, question: questions.Question) -> questions.Answer:
         if isinstance(question, questions.AskRuns):
@@ -111,7 +111,7 @@ async def test_who_tells_of_the_run_first_and_gives_nothing_keeps_nobody_from_jo
 ) -> None:
     async with swarm(tmp_path) as each:
         if not is_silent:  # but does not even speak of data
-            each.network.nodes[LIAR]._handlers.pop(blob_protocol(bytes.fromhex(each.run.run_id)))
+            each.network.nodes[LIAR]._handlers.pop(blob_protocol(each.run.id))
         run, sources = await find_run(each.me, each.config, None)
         assert (run, sources.peers) == (each.run, [LIAR])
         got = await fetch_dataset(each.me, each.config, run, tmp_path / "got", sources)
@@ -124,7 +124,7 @@ async def test_who_tells_of_the_run_first_and_gives_nothing_keeps_nobody_from_jo
 @skipping_time
 async def test_a_run_that_is_on_the_disk_without_its_data_is_joined_once_somebody_is_there(tmp_path: Path) -> None:
     async with swarm(tmp_path) as each:
-        directory = run_directory(each.config, bytes.fromhex(each.run.run_id))
+        directory = run_directory(each.config, each.run.id)
         directory.mkdir(parents=True)
         (directory / "run.json").write_bytes(each.run.canonical())
         with closing(Records(directory / RECORDS_NAME)) as records:
@@ -147,7 +147,7 @@ async def test_whoever_names_a_stranger_to_the_runs_on_the_disk_means_another_ru
         old = RunConfig.model_validate({"name": "old"}).sealed(
             manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[5].hex()]
         )
-        directory = run_directory(each.config, bytes.fromhex(old.run_id))
+        directory = run_directory(each.config, old.id)
         directory.mkdir(parents=True)
         (directory / "run.json").write_bytes(old.canonical())
         for peer in (LIAR, GOOD):
@@ -193,7 +193,7 @@ async def test_a_config_that_is_not_the_runs_is_refused_and_the_next_is_asked(
 
         def answer(peer: bytes, question: questions.Question) -> questions.Answer:
             if isinstance(question, questions.AskRuns):
-                return questions.Runs((questions.RunInfo(bytes.fromhex(each.run.run_id), "x", 1, 1),))
+                return questions.Runs((questions.RunInfo(each.run.id, "x", 1, 1),))
             return questions.Config(other.canonical())
 
         each.network.nodes[LIAR]._handlers.pop(questions.PROTOCOL)
@@ -269,7 +269,7 @@ def test_relays_are_the_bootstraps_and_whom_a_node_reached_last_time(tmp_path: P
     hosts = ["192.168.1.7", *(f"11.0.0.{number}" for number in range(1, len(KEYS)))]
     addresses = [f"/ip4/{host}/tcp/4001/p2p/{peer_id_of(key)}" for host, key in zip(hosts, KEYS, strict=True)]
     config = NodeConfig(storage=storage)
-    directory = run_directory(config, bytes.fromhex(run.run_id))
+    directory = run_directory(config, run.id)
     directory.mkdir(parents=True)
     (directory / "run.json").write_bytes(run.canonical())
     with closing(Records(directory / RECORDS_NAME)) as records:

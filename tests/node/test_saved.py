@@ -38,7 +38,7 @@ def checkpoint_of(node: Node, number: int) -> Checkpoint:
 
 def log_of(node: Node, **known: Any) -> None:
     """Makes a node's log that begins with a given agreed state."""
-    first = genesis(bytes.fromhex(node.run.run_id), tuple(sorted(KEYS[:3])), bytes(32))
+    first = genesis(node.run.id, tuple(sorted(KEYS[:3])), bytes(32))
     Log(node.run_directory / "wal", msgspec.structs.replace(first, **known), kept=64).close()
 
 
@@ -198,7 +198,7 @@ def test_looking_changes_nothing_of_a_log_whose_end_is_torn(p2ptrain: Command, n
 def test_a_first_state_is_certified_by_the_run_itself(p2ptrain: Command, tmp_path: Path) -> None:
     node = Node(tmp_path / "node", run_of())
     saved = node.save(0, state_of(node.run))
-    first: AgreedState = genesis(bytes.fromhex(node.run.run_id), tuple(sorted(KEYS[:3])), saved.root)
+    first: AgreedState = genesis(node.run.id, tuple(sorted(KEYS[:3])), saved.root)
     Log(node.run_directory / "wal", first, kept=64).close()
     status, said, _ = p2ptrain("export", tmp_path / "out", *node.place)
     assert (status, ", certified by this node's log: " in said) == (0, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import subprocess
 import sys
@@ -126,20 +125,20 @@ def test_a_file_that_nobody_has_open_can_be_read_after_a_kill_too(path: Path) ->
     assert again(path).mine == {"applied": 7}
 
 
-# The bytes of a row as the release before wrote it, and its digest: old directories must go on being read.
-OLD_MINE = bytes.fromhex(
+# The bytes of a row: directories must go on being read.
+PACKED_MINE = bytes.fromhex(
     "85a76170706c69656402ae6170706c6965645f6f665f616c6c06a6746f6b656e73cc80b0747261696e696e675f7365636f6e6473"
     "cb400c000000000000ad656e657267795f6a6f756c6573c0"
 )
 
 
-def test_a_row_has_the_bytes_that_the_release_before_wrote(path: Path, records: Records) -> None:
+def test_a_row_has_the_bytes_of_its_format(path: Path, records: Records) -> None:
     records.write(Batch([row(1)], mine=MINE))
     with closing(sqlite3.connect(path)) as connection:
         (mine, name), (lived, digest_of_it) = (
             connection.execute(f"SELECT record, digest FROM {table}").fetchone() for table in ("mine", "rounds")
         )
-    assert (mine, name) == (OLD_MINE, digest("record Mine", OLD_MINE)[:16])
+    assert (mine, name) == (PACKED_MINE, digest("record Mine", PACKED_MINE)[:16])
     assert digest_of_it == digest("record RoundRecord", lived)[:16]
 
 
@@ -160,26 +159,6 @@ def test_when_an_address_was_reached_last_is_kept_while_its_peer_is_away(records
     records.remember([address(1), address(2), address(3)], {"peer1", "peer2"}, 1e9)
     records.remember([address(3), address(1), address(2)], {"peer2"}, 2e9)
     assert records.reached() == {address(3): None, address(1): 1e9, address(2): 2e9}
-
-
-def test_addresses_of_before_are_taken_over_once(tmp_path: Path) -> None:
-    opened(tmp_path).close()
-    old = tmp_path / "run" / "peers.json"
-    old.write_text(json.dumps([address(1), address(2)]))
-    assert remembered_peers(tmp_path / "run") == [address(1), address(2)], "also before the next start"
-    with opened(tmp_path) as store:
-        assert store.records.addresses() == [address(1), address(2)]
-    assert not old.exists()
-    with opened(tmp_path) as store:
-        assert store.records.addresses() == [address(1), address(2)]
-
-
-@pytest.mark.parametrize("content", [b"", b"[", b"{}", b"[1]", b'["\xff"]', b'["' + b"x" * 600 + b'"]'])
-def test_damaged_addresses_of_before_are_none(path: Path, content: bytes) -> None:
-    path.with_name("peers.json").write_bytes(content)
-    with structlog.testing.capture_logs() as said, closing(Records(path)) as records:
-        assert records.addresses() == []
-    assert [each["event"] for each in said] == ["cannot read remembered addresses"]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -337,17 +316,6 @@ def test_one_version_alone_that_is_another_is_put_right(path: Path, records: Rec
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT version FROM format").fetchone() == (1,)
         assert connection.execute("PRAGMA user_version").fetchone() == (1,)
-
-
-def test_a_file_of_before_versions_stood_in_a_table_is_taken_over(path: Path, records: Records) -> None:
-    records.write(Batch([row(1)]))
-    records.close()
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DROP TABLE format")
-    assert read_rounds(path.parent, 9) == [row(1)]
-    for _ in range(2):
-        assert again(path).rounds == [row(1)]
-    assert not path.with_name("records.sqlite.damaged").exists()
 
 
 def test_a_row_that_was_changed_counts_as_not_written(path: Path, records: Records) -> None:

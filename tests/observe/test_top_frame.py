@@ -58,14 +58,6 @@ def test_complaints_and_pauses_are_told_each_on_a_line() -> None:
     assert "all is well" not in text
 
 
-def test_an_older_daemon_tells_its_complaints_as_texts_alone() -> None:
-    daemon = Answering()
-    for name in ("complaints", "troubles"):
-        del daemon.answers["status"][name]
-    daemon.answers["status"]["health"] = ["degraded: the disk is full"]
-    assert "degraded: the disk is full" in shown(poll(daemon, 1.0))
-
-
 def test_bandwidth_is_what_went_between_two_looks() -> None:
     daemon = Answering()
     before = poll(daemon, 10.0)
@@ -91,9 +83,6 @@ def test_loss_has_a_line_over_the_bytes_that_were_moved() -> None:
     assert "by bytes" not in shown(poll(daemon, 1.0))
     daemon.answers["rounds"]["rounds"] = [a_round(1) | {"loss": loss} for loss in (1.0, float("nan"), 3.0)]
     assert "1.000 ▁█ 3.000" in shown(poll(daemon, 1.0))
-    for each in daemon.answers["rounds"]["rounds"]:
-        del each["bytes_sent"], each["bytes_received"], each["contributors"], each["late"], each["refused"]
-    assert "by bytes" not in shown(poll(daemon, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -214,25 +203,6 @@ def test_what_a_terminal_would_obey_does_not_reach_it() -> None:
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[bold]?[31m" in text  # and rich's marks are text
-
-
-def test_an_older_daemon_that_knows_its_status_alone_has_a_frame() -> None:
-    daemon = Answering()
-    for name in ("peers", "rounds", "log"):
-        del daemon.answers[name]
-    assert "round 8" in shown(poll(daemon, 1.0))
-    for name in (
-        "quorum", "certified_round", "roots", "traffic", "counters", "since_applied_seconds", "admitted", "step",
-        "waiting_for", "uptime_seconds", "release", "http", "same_model",
-    ):  # fmt: skip
-        del daemon.answers["status"][name]
-    for name in ("applied_of_all", "energy_joules"):
-        del daemon.answers["status"]["mine"][name]
-    for phase in ("train", "collect", "agree"):
-        daemon.answers["status"]["phase"] = phase
-        text = shown(poll(daemon, 1.0))
-        assert "round 8" in text
-        assert "same model" not in text  # it cannot be known, and nothing is said of it
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -77,6 +77,63 @@ def nobody_sets_the_attributes_of_its_parts(path: PurePosixPath, tree: ast.Modul
             yield node.lineno, f"{dotted(node)} is set from outside: give its owner a method"
 
 
+# Texts of others that carry no field: torch's, when memory runs out; the words that it has for this are listed there.
+FOREIGN_TEXTS = {"p2ptrain/exact/shortage.py"}
+LOOKS_INTO = {
+    "startswith", "endswith", "split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix", "replace",
+    "find", "rfind", "index", "count", "match", "search", "fullmatch", "findall", "finditer", "sub",
+}  # fmt: skip
+TEXTS_OF_ERRORS = {"args", "problem", "why", "fix", "msg"}
+
+
+def nobody_parses_the_text_of_an_error(path: PurePosixPath, tree: ast.Module) -> Iterator[Finding]:
+    """Finds `"in use" in str(error)`, `error.args[0]`, `str(error).partition(": ")`: what is needed is a field, or a
+    class of its own. A text may be cut to its first line or to a length, and be quoted."""
+    if path.parts[0] != "p2ptrain" or str(path) in FOREIGN_TEXTS:
+        return
+    nodes = [*ast.walk(tree)]
+    errors = {"error"} | {each.name for each in nodes if isinstance(each, ast.ExceptHandler) and each.name}
+    arguments = [each for each in nodes if isinstance(each, ast.arg) and each.annotation]
+    errors |= {each.arg for each in arguments if each.annotation and "Error" in ast.unparse(each.annotation)}
+    texts: set[str] = set()
+
+    def is_text(node: ast.AST) -> bool:
+        match node:
+            case ast.Name(id=name):
+                return name in texts
+            case ast.Call(func=ast.Name(id="str" | "repr" | "ascii"), args=[ast.expr() as whole]):
+                return is_text(whole) or any(
+                    isinstance(each, ast.Name) and each.id in errors for each in ast.walk(whole)
+                )
+            case ast.Call(func=ast.Attribute(value=whole)) | ast.Subscript(value=whole):
+                return is_text(whole)
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=ast.Load()):
+                return name in errors and attribute in TEXTS_OF_ERRORS
+        return False
+
+    for node in nodes:
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.NamedExpr(target=ast.Name(id=name), value=value)
+            ):
+                texts |= {name} if is_text(value) else set()
+    for node in nodes:
+        match node:
+            case ast.Call(func=ast.Attribute(value=whole, attr=method), args=[_, *_] as given) if method in LOOKS_INTO:
+                inspected = [whole, *given]
+            case ast.Compare(left=left, comparators=others):
+                inspected = [left, *others]
+            case ast.Match(subject=subject):
+                inspected = [subject]
+            case ast.Subscript(value=ast.Attribute(attr="args") as whole):
+                inspected = [whole]
+            case _:
+                continue
+        if any(map(is_text, inspected)):
+            yield node.lineno, "an error carries fields: give it one, or a class of its own"
+
+
 PARTS = parts_of_the_core()
 RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # what breaks each, and what does not
     nobody_looks_into_the_words_of_a_complaint: (
@@ -122,6 +179,28 @@ RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # wh
             ("p2ptrain/net/mailbox.py", "question.parts = b''\nself.known[peer] = record"),
         ],
     ),
+    nobody_parses_the_text_of_an_error: (
+        [
+            ("p2ptrain/audit/run.py", 'why = str(error).removeprefix(f"{path}: ")'),
+            ("p2ptrain/doctor/network.py", 'if "is in use" in error.problem:\n    pass'),
+            ("p2ptrain/config/text.py", 'what, _, fix = str(error["ctx"]["error"]).partition(": ")'),
+            ("p2ptrain/a.py", "try:\n    pass\nexcept OSError as trouble:\n    code = trouble.args[0]"),
+            ("p2ptrain/a.py", 'try:\n    pass\nexcept OSError as trouble:\n    re.search("full", str(trouble))'),
+            ("p2ptrain/a.py", 'text = str(error)\nif text.lower().startswith("no"):\n    pass'),
+            ("p2ptrain/a.py", 'match error.why:\n    case "late":\n        pass'),
+            ("p2ptrain/a.py", 'def f(trouble: OSError | None):\n    return str(trouble) == "full"'),
+        ],
+        [
+            ("p2ptrain/a.py", "first = str(error).splitlines()[0][:200]\nline = ' '.join(str(error).split())"),
+            (
+                "p2ptrain/a.py",
+                "Diagnosis('ports', error.problem, error.fix) if isinstance(error, PortTakenError) else None",
+            ),
+            ("p2ptrain/a.py", "error.args = (text,)\nif error.errno == errno.ENOSPC:\n    name.partition('.')"),
+            ("p2ptrain/exact/shortage.py", "SIGNS.search(str(error))"),
+            ("tests/a.py", 'assert "full" in str(error)'),
+        ],
+    ),
 }
 
 
@@ -132,7 +211,7 @@ def test_the_package_keeps(rule: Rule) -> None:
 
 
 def test_the_exceptions_and_the_window_are_there() -> None:
-    assert {*map(PurePosixPath, INSIDE | JOINTS | FOREIGN), BEGINS_WITH_AN_EVENT} <= {*MODULES}
+    assert {*map(PurePosixPath, INSIDE | JOINTS | FOREIGN | FOREIGN_TEXTS), BEGINS_WITH_AN_EVENT} <= {*MODULES}
     assert {"context", "chain", "here", "work"} <= PARTS
     assert all(hasattr(Node, name) for name in WINDOW - {"deadline"})
 

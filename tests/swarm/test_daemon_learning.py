@@ -49,7 +49,7 @@ def evaluated(node: Daemon, run: RunConfig, data: TokenDataset) -> dict[int, flo
     (directory,) = node.directory.glob("runs/*")
     trainer = Trainer(run, DeviceConfig(name="cpu", threads=1), data, initial=False)
     found = {}
-    for each in Checkpoints(directory / CHECKPOINTS_NAME, bytes.fromhex(run.run_id)).found():
+    for each in Checkpoints(directory / CHECKPOINTS_NAME, run.id).found():
         assert not isinstance(each, Exception)
         trainer.load(each.trainer_path)
         found[each.round] = trainer.evaluate()

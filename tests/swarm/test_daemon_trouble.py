@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.config.node import NetworkConfig
 from p2ptrain.core.messages import Hello, encode, signed_bytes
 from p2ptrain.identity import Identity, peer_id_of
@@ -80,7 +79,7 @@ class Flooder:
         self.envelopes = [self.hello(number) for number in range(FLOOD)]
 
     def hello(self, number: int) -> bytes:
-        at = Hello((PROTOCOL_VERSION,), self.run_id, number, 0, b"", b"", b"", b"", False, self.identity.key)
+        at = Hello(self.run_id, number, 0, b"", b"", b"", b"", False, self.identity.key)
         return encode(at, self.identity.sign(signed_bytes(self.run_id, at)))
 
     async def gossip(self) -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Self
 
 from p2ptrain.config import NetworkConfig
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, PortTakenError
 from p2ptrain.net.libp2p.unary import CONTROL_BYTES_MAX
 from p2ptrain.net.transport import TransportError
 
@@ -266,13 +266,12 @@ class Ports:
 
 
 def _cannot_listen(address: str, error: Exception) -> ConfigError:
-    number = getattr(error, "errno", 0) or 0
+    number, key = getattr(error, "errno", 0) or 0, "network.listen"
+    if number == errno.EADDRINUSE:
+        fix = "Stop it (perhaps another node of yours), or choose another port"
+        return PortTakenError(f"{address} is in use by another program", key=key, fix=fix)
     what, fix = {
-        errno.EADDRINUSE: (
-            "is in use by another program",
-            "Stop it (perhaps another node of yours), or choose another port",
-        ),
         errno.EADDRNOTAVAIL: ("is not an address of this machine", "Use one of its own, or /ip4/0.0.0.0 for all"),
         errno.EACCES: ("needs a port that this user may not open", "Choose a port from 1024 up"),
     }.get(number, (f"cannot be listened on: {error}", "Choose another address"))
-    return ConfigError(f"{address} {what}", key="network.listen", fix=fix)
+    return ConfigError(f"{address} {what}", key=key, fix=fix)
