@@ -20,10 +20,10 @@ export OMP_NUM_THREADS := 1
 # Where this is set, each of hundreds of processes would compile this package again.
 unexport PYTHONDONTWRITEBYTECODE
 # Every file is checked against the hashes of constraints.txt, also what builds the package. --no-require-hashes is for
-# this package itself, which has none.
+# this package itself, which has none. Twice quiet: errors only, no warning for each package that one of several indexes lacks.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-  $(VENV)/bin/pip install --quiet --no-require-hashes
+  $(VENV)/bin/pip install --quiet --quiet --no-require-hashes
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock check fmt docs pictures demo dist test swarm fuzz scenarios kills test-slow test-network test-docs test-hf test-deploy test-foreign gpu gpu-wheels clean
@@ -36,8 +36,9 @@ setup: $(STAMP) ## make .venv with everything in it, at the versions and hashes 
 # First a pip that takes hashes from constraints; then torch from PIP_FIND_LINKS, if there is one: pip prefers the files
 # whose hashes an index tells beforehand.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): the first time this downloads several GB, and takes some minutes."
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	sed -n '/^pip==/,/[^\\]$$/p' constraints.txt | $(VENV)/bin/pip install --quiet --require-hashes -r /dev/stdin
+	sed -n '/^pip==/,/[^\\]$$/p' constraints.txt | $(VENV)/bin/pip install --quiet --quiet --require-hashes -r /dev/stdin
 	$(INSTALL) --no-index --no-deps torch 2> /dev/null || true
 	$(INSTALL) -e '.[dev]'
 	touch $@
@@ -90,7 +91,7 @@ test-docs: setup ## every command of README.md and docs/, with real daemons
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m docs
 
 dist: setup ## the wheel, in dist/: pip, pipx and uv install it anywhere
-	$(VENV)/bin/pip wheel --quiet --no-deps --build-constraint constraints.txt --wheel-dir dist .
+	$(VENV)/bin/pip wheel --quiet --quiet --no-deps --build-constraint constraints.txt --wheel-dir dist .
 
 test-hf: setup ## models of transformers, and its Trainer; installs the extra [hf]
 	$(INSTALL) -e '.[dev,hf]'
@@ -103,7 +104,7 @@ test-deploy: setup ## what checks deploy/ and trackers; installs the extras [dep
 # Not in $(VENV): it wants other versions of what is there.
 $(FOREIGN)/.installed: tests/other_libp2p.txt
 	test -x $(FOREIGN)/bin/python || $(PYTHON) -m venv $(FOREIGN)
-	$(FOREIGN)/bin/pip install --quiet --require-hashes -r $<
+	$(FOREIGN)/bin/pip install --quiet --quiet --require-hashes -r $<
 	touch $@
 
 test-foreign: setup $(FOREIGN)/.installed ## real daemons and another, hostile implementation of libp2p: py-libp2p, in out/other-libp2p

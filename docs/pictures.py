@@ -1,8 +1,9 @@
 """Makes the pictures of README.md and docs/explanation/recipes.md: `make pictures`.
 
 `dashboard.png` is the page of the first node of a real `p2ptrain demo`, photographed by Chromium while the swarm
-trains. `loss_over_bytes.png` is drawn from benchmarks/figures/learning.json, the figures of benchmarks/learning.py, and
-`loss_over_steps.png` from benchmarks/figures/family-0.8m.json, some of the runs that it keeps with --json.
+trains. `loss_over_bytes.png` is drawn from the figures in benchmarks/figures/learning-0.8m.json, which
+benchmarks/learning.py has made, and `loss_over_steps.png` from family-0.8m.json beside it, some of the runs that the
+program keeps with --json. DiLoCo and MuLoCo in the first picture are from there as well: one seed, and our codec.
 
     python docs/pictures.py [dashboard] [loss]
 """
@@ -22,7 +23,17 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-FIGURES, FAMILY = (ROOT / "benchmarks" / "figures" / name for name in ("learning.json", "family-0.8m.json"))
+FIGURES, FAMILY = (ROOT / "benchmarks" / "figures" / name for name in ("learning-0.8m.json", "family-0.8m.json"))
+OURS = ["k=64, 10 steps", "k=128, 10 steps", "k=256, 10 steps", "k=512, 8 steps"]  # the points of our line
+DILOCO = "local adamw, all weights, 16 bits, 30 steps, decay 0, momentum 0.9, outer rate 0.7"
+MULOCO = "local muon, all weights, 2 bits, 30 steps, decay 0.9, momentum 0.6, outer rate 0.7"
+LABELS = {  # other methods: name, colour, and where the name stands, in points from the method's own
+    "adamw, full synchronisation": ("AdamW, all gradients in fp32", "tab:red", (-62, 8)),
+    "muon, full synchronisation": ("Muon, all gradients in fp32", "tab:purple", (-60, 6)),
+    "sparseloco, 10 steps": ("SparseLoCo", "tab:green", (0, 8)),
+    DILOCO: ("DiLoCo", "tab:brown", (0, 8)),
+    MULOCO: ("MuLoCo", "tab:orange", (28, -4)),
+}
 NODES, ROUNDS = 4, 150  # on the page when the picture is taken
 SCREEN = {"width": 1_200, "height": 1_180}
 PALETTE = 128  # colours of the picture: a flat page needs no more, and weighs a third
@@ -106,57 +117,37 @@ def with_few_colours(path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Loss over bytes
+# The loss
 
 
 def loss_over_bytes(path: Path) -> None:
-    """Draw each method's validation loss over what one peer uploads a step."""
+    """Draw the loss of each method in LABELS over what one peer uploads a step, with its name beside it."""
     import matplotlib as mpl  # noqa: PLC0415  (slow, and only for this)
 
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    colours = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
-    rows = json.loads(FIGURES.read_text())
-    figure, axes = pyplot.subplots(figsize=(8, 4.4), dpi=110, layout="constrained")
-    families: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["family"].endswith(", 4 peers") and "late" not in row["family"]:
-            families.setdefault(row["family"].removesuffix(", 4 peers"), []).append(row)
-    for place, (family, points) in enumerate(sorted(families.items())):
-        if family.startswith("full"):
-            lowest = min(row["loss"] for row in points)
-            label = (
-                f"{points[0]['method'].split(',')[0]} with full synchronisation, {4 * points[0]['parameters']:,} bytes"
-            )
-            axes.axhline(lowest, color=colours[2 * place % 20 + place // 10], linestyle=":", label=label)
-            continue
-        points.sort(key=lambda row: row["bytes_per_peer_step"])
-        sizes, losses = [row["bytes_per_peer_step"] for row in points], [row["loss"] for row in points]
-        bars = [row["deviation"] or 0.0 for row in points]
-        axes.errorbar(
-            sizes,
-            losses,
-            bars,
-            color=colours[2 * place % 20 + place // 10],
-            marker="o",
-            capsize=3,
-            linestyle="",
-            label=family,
-        )
-        if family == "local muon":
-            best = [row for row in points if row["loss"] <= min(losses[: points.index(row) + 1])]
-            axes.plot(
-                [row["bytes_per_peer_step"] for row in best],
-                [row["loss"] for row in best],
-                color=colours[2 * place % 20 + place // 10],
-            )
+    rows = json.loads(FAMILY.read_text()) + json.loads(FIGURES.read_text())
+    points = {row["method"]: (row["bytes_per_peer_step"], row["loss"], row.get("deviation") or 0.0) for row in rows}
+    figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=110, layout="constrained")
+    ours = [points[f"local muon, {steps}, decay 0.95, starts with 1/4 of the residual, 4 peers"] for steps in OURS]
+    sizes, losses, deviations = zip(*ours, strict=True)
+    axes.errorbar(sizes, losses, deviations, color="tab:blue", marker="o", capsize=3, linewidth=2)
+    for (size, loss, _), steps in zip(ours, OURS, strict=True):
+        label = steps.split(",")[0]
+        axes.annotate(label, (size, loss), (-24, -14), textcoords="offset points", color="tab:blue", ha="center")
+    axes.text(sizes[0], 1.56, "p2ptrain: k of every 4,096 coefficients,\nonce in 8 or 10 steps", color="tab:blue")
+    for method, (label, colour, place) in LABELS.items():
+        size, loss, deviation = points[f"{method}, 4 peers"]
+        axes.errorbar([size], [loss], [deviation], color=colour, marker="o", capsize=3)
+        axes.annotate(label, (size, loss), place, textcoords="offset points", color=colour, ha="center")
+        if "full" in method:
+            axes.axhline(loss, color=colour, linestyle=":", linewidth=1)
     axes.set_xscale("log")
-    axes.set_xlabel("bytes that a peer uploads for each step")
-    axes.set_ylabel("held-out loss, nats a byte")
-    axes.set_title(f"{rows[0]['parameters']:,} parameters, {rows[0]['steps']} steps, 4 simulated peers", fontsize=9)
+    axes.set(xlabel="bytes that a peer uploads for each step", ylabel="held-out loss, nats a byte", xlim=(600, 9e6))
+    axes.set_ylim(1.28, 1.98)
+    axes.set_title("820,352 parameters, 600 steps, 4 simulated peers", fontsize=10)
     axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
     figure.savefig(path, pil_kwargs={"optimize": True})
     pyplot.close(figure)
 

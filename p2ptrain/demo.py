@@ -27,6 +27,7 @@ from rich.table import Table
 from p2ptrain.errors import DataError, P2ptrainError
 from p2ptrain.net.libp2p.process import tied_to_us
 from p2ptrain.node.control import ask
+from p2ptrain.observe.top_frame import chart
 from p2ptrain.visible import count_of
 
 RUN = """\
@@ -61,6 +62,7 @@ STOP_SECONDS = 20.0  # for a node to leave properly
 POLL_SECONDS = 0.5
 LINES_SECONDS = 5.0  # between progress lines without a terminal
 SAMPLE_TOKENS = 240
+LABEL, CHART_ROWS = 14, 6  # columns before what is summed up; the height of the loss curve
 REQUEST = "import ctypes; ctypes.CDLL(None).prctl(1, 15)"  # PR_SET_PDEATHSIG, SIGTERM
 
 
@@ -220,7 +222,7 @@ class Demo:
             first.start()
             self.until("the first node answers", lambda: first.status.get("addresses"), START_SECONDS)
             if first.status["http"]:
-                self._say(f"the first node in a browser: {first.status['http']}")
+                self._say(f"the dashboard of node 1: {first.status['http']}")
             address = first.status["addresses"][0]
             for node in others:
                 node.start("--bootstrap", address)
@@ -271,6 +273,8 @@ class Demo:
         say("")
         if self.losses:
             number, loss = self.losses[0]
+            for row in chart([loss for _, loss in self.losses], self.console.width - LABEL, CHART_ROWS):
+                say(f"{'':<{LABEL}}{row}")
             say(f"loss          {loss:.3f} in round {number}, {self._late_loss():.3f} at the end")
         newest = max(self.roots)
         say(f"state root    {', '.join(sorted({root for _, root in self.roots[newest]}))} after round {newest}")

@@ -41,7 +41,7 @@ class RecipeSpec:
 
 _SIGNS_ALONE = Limit(1, "sends only signs", "use 1 or recipe demo")
 _FOUR_BITS = Limit(4, "sends at most four bits", "use 4 or recipe local")
-_ONE_GRADIENT: dict[str, object] = {  # retuned on small models (LOG.md); their authors have 0.999, 64 and 32
+_ONE_GRADIENT: dict[str, object] = {  # retuned on small models (log/); their authors have 0.999, 64 and 32
     "decay": Fraction(99, 100),
     "chunk": 32,
     "k": 8,
@@ -74,7 +74,7 @@ RECIPES: dict[str, RecipeSpec] = {
         kind="local",
         is_scaled=True,
         is_family=True,
-        adamw_defaults={"inner_learning_rate": Fraction(3, 1000)},  # its best rate is lower (LOG.md)
+        adamw_defaults={"inner_learning_rate": Fraction(3, 1000)},  # its best rate is lower (log/)
         copies=1,  # the weights that a round began from
     ),
 }

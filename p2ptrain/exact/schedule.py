@@ -64,7 +64,7 @@ def reach(recipe: RecipeConfig, round_number: int, rounds_late: int, covered: in
     that a contribution may cover: late ones, with fragments as many as there are, and in a region those of the world's
     round. None: contributions are no movements.
 
-    Measured, honest contributions have a root mean square of a fifth of that, and of 2.6 times it at most (LOG.md).
+    Measured, honest contributions have a root mean square of a fifth of that, and of 2.6 times it at most (log/).
     """
     if recipe.spec.kind != "local" or not recipe.inner_learning_rate:
         return None

@@ -36,7 +36,7 @@ NORM_EPSILON = 1e-5  # Llama's
 INITIAL_DEVIATION = 0.02  # GPT-2's and Llama's
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # matrices that write to the residual stream
 # Bytes of fp32 logits that exist at a time. With a large vocabulary a whole pass's logits would be most of its memory.
-# On a CPU 32 MiB was fastest (LOG.md); elsewhere a larger block keeps the device busy, which is a guess.
+# On a CPU 32 MiB was fastest (log/); elsewhere a larger block keeps the device busy, which is a guess.
 LOGITS_BYTES, DEVICE_LOGITS_BYTES = 2**25, 2**29
 
 

@@ -373,13 +373,20 @@ def troubles(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draws values as blocks scaled from the least to the largest, averaged to fit the width."""
+    return chart(values, width, rows=1)[0]
+
+
+def chart(values: Sequence[float], width: int, rows: int) -> list[str]:
+    """Draws a sparkline that is several rows high; returns the rows from the top."""
     if not values or width < 1:
-        return ""
+        return [""] * rows
     each = -(-len(values) // width)
     means = [sum(part) / len(part) for part in (values[i : i + each] for i in range(0, len(values), each))]
-    low, high = min(means), max(means)
-    steps = len(LEVELS) - 2
-    return "".join(LEVELS[1 + (round((mean - low) / (high - low) * steps) if high > low else 0)] for mean in means)
+    low, high, full = min(means), max(means), len(LEVELS) - 1
+    steps = full * rows - 1  # the least has a block, too
+    heights = [1 + (round((mean - low) / (high - low) * steps) if high > low else 0) for mean in means]
+    below = [full * row for row in reversed(range(rows))]
+    return ["".join(LEVELS[min(max(height - start, 0), full)] for height in heights) for start in below]
 
 
 def spread(places: Sequence[int], values: Sequence[float], width: int) -> list[float]:

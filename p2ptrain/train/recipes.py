@@ -46,7 +46,7 @@ from p2ptrain.models import plugins
 from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel, StepResult
 
-EARLY_SHARE = 0.5  # of an own contribution, until it is applied; all of it diverges (LOG.md, 2026-11-24)
+EARLY_SHARE = 0.5  # of an own contribution, until it is applied; all of it diverges (log/, 2026-11-24)
 EXACT_BITS = 8  # from these on, numbers are as exact as they need be without a look for a better unit
 KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, and overlap adds some
 

@@ -11,7 +11,7 @@ import pytest
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.observe.schema import SameModel
 from p2ptrain.observe.top import poll
-from p2ptrain.observe.top_frame import duration, hours, sparkline, spread
+from p2ptrain.observe.top_frame import chart, duration, hours, sparkline, spread
 from tests.helpers.top import LINE, Answering, shown
 from tests.helpers.web import ME, OTHER, PEER, STATUS, a_round, a_status, told_of
 
@@ -30,6 +30,11 @@ from tests.helpers.web import ME, OTHER, PEER, STATUS, a_round, a_status, told_o
 )
 def test_a_sparkline_goes_from_the_least_to_the_largest(values: list[float], width: int, line: str) -> None:
     assert sparkline(values, width) == line
+
+
+def test_a_chart_is_a_sparkline_of_several_rows() -> None:
+    assert chart([15.0, 0.0, 7.0, 8.0], 4, rows=2) == ["█  ▁", "█▁██"]
+    assert chart([], 4, rows=2) == ["", ""]
 
 
 def test_a_frame_says_what_the_daemon_says() -> None:

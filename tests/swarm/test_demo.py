@@ -30,6 +30,7 @@ def test_a_swarm_trains_loses_a_node_gets_it_back_and_agrees_on_every_root(tmp_p
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^the dashboard of node 1: http://127\.0\.0\.1:\d+/$", done.stdout, re.MULTILINE)
     assert "all 3 are members" in done.stdout
     assert "node 3 killed (SIGKILL)" in done.stdout
     assert "node 3 is back" in done.stdout
@@ -62,6 +63,21 @@ def test_replicas_that_differ_are_not_called_the_same(
     demo.roots[2] = {("node 1", "aa"), ("node 1", "bb")}
     assert not demo._sum_up()
     assert "REPLICAS DIFFER in rounds [2]" in capsys.readouterr().out
+
+
+def test_the_demo_ends_with_a_chart_of_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    demo = Demo(tmp_path, 1, 4)
+    demo.nodes[0].status = {"bytes": {}, "state_bytes": 4, "applied_round": 4, "payload_bytes": 1}
+    monkeypatch.setattr(Demo, "_sample", lambda demo: "")
+    demo.roots[4] = {("node 1", "aa")}
+    demo.losses = [(number, 5.0 - number) for number in range(1, 5)]
+    assert demo._sum_up()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[14:].rstrip() for line in lines[1:7]] == ["█", "█", "██", "██▁", "███", "███▁"]
+    assert lines[7] == "loss          4.000 in round 1, 2.500 at the end"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
