@@ -4,11 +4,9 @@ The audit does not trust the directory's own claims: it derives the agreed state
 genesis, and applies the rounds again. It only reads and takes no lock, so it can examine the directory of a
 running node.
 
-    findings.py   the findings and their summary
-    history.py    the log: who certified which rounds, and how the roster came to be
-    weights.py    payloads, checkpoints, and the replay of the rounds
-    tensors.py    the weights in a trainer's file
-    run.py        a directory from one end to the other
+`run` goes through a directory from one end to the other: `history` verifies the log (who certified which rounds, and
+how the roster came to be), `weights` payloads and checkpoints, and replays the rounds, `tensors` the weights in a
+trainer's file. `findings` are the results and their summary.
 
 Its limits: the availabilities of decided rounds are not kept, so it cannot tell whether a quorum left out something
 that it should have taken (`core.manifest.contradiction` says how far it looks). And if a quorum has signed two

@@ -2,7 +2,11 @@
 
 Slow imports (pydantic, numpy, torch, rich) happen inside the commands that need them, so `p2ptrain --help` answers at
 once. An error is one paragraph on stderr that names the key or file and says how to fix it; exit statuses are in
-exits.py. Typer handles Ctrl-C and closed pipes.
+`exits`. Typer handles Ctrl-C and closed pipes.
+
+`node` has the commands around a node (start, join, leave, status, demo), `control` those that change a running one,
+`invite`, `checkpoint`, `audit`, `doctor`, `report` and `top` one command each, `model` export, generate and evaluate,
+`simulation` simulate and replay; `preparing` is what `data prepare` shows.
 """
 
 from __future__ import annotations

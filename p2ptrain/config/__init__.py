@@ -5,6 +5,10 @@ that name the file, the key and the fix: a run that ignores a typo is worse than
 a file are reported at once.
 
 Decimal numbers are kept as fractions, so that 0.1 means exactly one tenth everywhere.
+
+`run` is the shared config, with its parts `model`, `adapt`, `recipe` and `hf` (a stranger's config.json); `node` is the
+private one. `load` reads both from files, environment and options, `fields` has the types of their values, `text`
+writes them, and their errors, for people.
 """
 
 from __future__ import annotations

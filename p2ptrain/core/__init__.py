@@ -4,4 +4,21 @@ Nothing here reads a clock, uses global randomness, touches a file, socket or th
 hundreds of nodes can run in one process under virtual time, and why a failure in the field can be replayed offline.
 The package imports only itself, the standard library, msgspec, blake3, and three leaves of p2ptrain: config, errors
 and digest. A test enforces this.
+
+`events` has every event and effect on one screen, `effect_queue` the order in which effects are carried out; `node`
+joins the parts below, which share a `context`, and `inbox` routes verified messages to them.
+
+- The agreed state: `messages` and `wire` decode, `roster`, `state` and `manifest` are what all members share,
+  `agreement` is Tendermint for one round.
+- One round as a node lives it: `round`, with `arrivals` (how long contributions take), `collecting` (whom to wait for,
+  and until when), `newcomers` (how long a short round stays open for them) and `pace` (local steps of a slow machine).
+- Getting what is missing: `offers` and `payloads` (contributions), `requests` (joins, leaves, evidence), `questions`
+  (messages by name), `repair` (lost messages).
+- The past: `history` and `chain` keep certified rounds, `catchup` follows the history of peers that are ahead,
+  `regroup` goes on without a quorum, `trust` waits for a head that a person vouches for.
+- This node: `local_work` decides when to train and apply, `membership` asks to be admitted and leaves, `journal` folds
+  the saved records into a state to start from.
+- Others: `admission` (who comes and goes), `reputation` (misbehaviour); for display `tally` (what became of
+  contributions) and `claims` (what members report).
+- To the outside: `view` is what may be seen of a node, `complaints` are its problems as data.
 """

@@ -1,1 +1,12 @@
-"""One running node: the driver of the core, and its access to disk, device and network."""
+"""One running node: the driver of the core, and its access to disk, device and network.
+
+- Before a start: `find` (which run to join), `consent` (asks the owner), `invitations`, `first_weights`, `begun` (runs
+  begun here), `directories` (where files are), `saved` (models on this disk, read-only). `assembly` builds the node.
+- At work: `intake` queues events for the core, `driver` hands them over and carries out effects, by way of `edges`;
+  `outbox` gossips, `persistence` writes, `event_log` keeps what a replay needs.
+- With peers: `served_blobs` and `fetching` give and get large data, `strangers` bounds what unknown peers cost.
+- Training: `device` runs the trainer in the one thread that may use torch, `region` does so for a region's node,
+  `model_progress` measures the held-out loss.
+- The owner and the machine: `control` is the socket for commands, `orders` carries them out; `limits`, `gpu_use`,
+  `energy` and `lag` watch the machine, `notify` speaks to systemd.
+"""

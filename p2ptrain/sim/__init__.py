@@ -1,6 +1,15 @@
 """The simulator: many nodes in one process, under virtual time and every fault we can think of, all from one seed.
 
 The production core runs here; network, disk, trainer and clock are models. After the simulators of FoundationDB (Zhou
-et al. 2021) and TigerBeetle: a seed repeats a run exactly, the options themselves are drawn from seeds (`swarm.py`,
-after Groce et al. 2012), and checkers watch the invariants.
+et al. 2021) and TigerBeetle: a seed repeats a run exactly, the options themselves are drawn from seeds (`swarm`, after
+Groce et al. 2012), and checkers watch the invariants.
+
+- A simulation: `scenario` describes it, `setup` makes its parts, `cluster` runs the nodes on a `calendar` of virtual
+  time until the `goal` is reached, `outcome` compares the result with what was expected.
+- One node: `machine`, with `executor` (carries out effects), `devices`, `payload_exchange`, `disk` and `keys`.
+- The world: `network` over `lines` and a `topology`, `faults`.
+- Lies: `liars` names them all, `rewriting` makes a liar of an honest node; `round_lies`, `branch_lies`, `noise`,
+  `collusion`.
+- What is checked: `watch` shows `checkers` what honest nodes do, with a `ledger` of rosters and decisions and `claims`.
+- Afterwards: `measurements`, `report`, and `replay` of one node's log.
 """
