@@ -1,7 +1,8 @@
 """Fetches contributions, training data, states, frozen weights and data sets' manifests and tokenizers from peers.
 
 Everything is checked against its digest: the fetcher checks payloads and states piece by piece as they arrive; the
-other kinds are checked here as a whole.
+other kinds are checked here as a whole. An interrupted fetch of a state goes on where it was. A node whose own state
+came out wrong begins with that one and fetches only the pieces that differ, where a peer has kept the round.
 
 Where several members are near one another and a payload's author is far, by the round trips of small questions, one of
 them, drawn by the payload's digest, fetches it from the author and the others fetch it from that one: so a payload

@@ -3,7 +3,8 @@
 A checkpoint is made every few rounds, but each training changes the residual, which the node has not sent yet. For
 each training only the inputs are recorded, before its contribution is announced: round, base, place, how many steps it
 took, and which earlier contributions could still be taken. Training from the same state on the same data gives the same
-bits on the same machine; the payload's digest shows whether it did. The agreed updates in between are in the log.
+bits on the same machine; the payload's digest shows whether it did. The agreed updates in between are in the log. A
+training that was not announced is not repeated.
 
 Each training is one line, synced. Trainings after a damaged line are not repeated: then a part of the last
 contributions is sent twice, and nothing else is lost.

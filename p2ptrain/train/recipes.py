@@ -14,7 +14,11 @@ and contribute its largest DCT coefficients each round:
 The residual is kept as coefficients. The DCT is linear and orthonormal, so the momentum of the
 coefficients is the coefficients of the momentum, and a contribution leaves the residual by k
 subtractions per chunk instead of an inverse transform. The two differ only in chunks that are partly padding, by
-the part that falls on the padding; `Layout.project` removes it.
+the part that falls on the padding; `Layout.project` removes it (a test compares with a DeMo in parameter space).
+
+A chunk that has fewer than k coefficients sends k all the same, and one of exactly zero gets a sign by turns, so that
+peers do not push the same way for ever. Of signs the whole coefficient leaves the residual, of scaled values the value;
+what the swarm cuts from a taken contribution (exact/scales.py) returns to it.
 
 A contribution that no manifest takes has told the swarm nothing. The exact values that left the residual are
 therefore kept until a manifest takes the contribution (`forget`) or none can any more (`restore`).
