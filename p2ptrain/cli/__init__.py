@@ -145,7 +145,7 @@ def check(file: ConfigFile) -> None:
     from p2ptrain.cli.node import node_config
     from p2ptrain.models.kinds import parameter_count
 
-    node_config(None)  # may allow the run's plug-ins
+    node_config(None)  # the owner's settings may allow the run's plug-ins
     parameters, payload = parameter_count(config.model, config.adapt), _payload_bytes(config)
     typer.echo(f"{file}: OK, a run")
     typer.echo(f"model    {parameters:,} parameters")
@@ -173,7 +173,7 @@ def example(
     here = Path(__file__).parents[1]
     folder = here / "examples" if (here / "examples").is_dir() else here.parent / "examples"  # installed; in a checkout
     found = {path.stem: path.read_text() for path in sorted(folder.rglob("*.toml")) if path.stem != "pyproject"}
-    if (settings := here.parent / "node_config.example.toml").is_file():  # installed, it is in the folder
+    if (settings := here.parent / "node_config.example.toml").is_file():  # where an installed package has it
         found["node"] = settings.read_text()
     if name is None:
         width = max(map(len, found))

@@ -26,7 +26,7 @@ def audit(
     from p2ptrain.audit.run import audit as look
     from p2ptrain.audit.run import find_directory
 
-    node_config(None)  # may allow the run's plug-ins
+    node_config(None)  # the owner's settings may allow the run's plug-ins
     report = look(find_directory(directory, run))
     typer.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
     if not report.all_holds:

@@ -80,7 +80,7 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has many options
     from p2ptrain.config import LimitsConfig
     from p2ptrain.node.limits import changed
 
-    changed(LimitsConfig(), order)  # reports the user's mistakes even if no daemon is running
+    changed(LimitsConfig(), order)  # reports a user's mistake even if no daemon is running
     limits = ask(data_dir_of(data_dir, config), {"do": "limit", **order})
     rows = {
         "upload": _rate(limits["upload_bytes_per_second"]),

@@ -51,7 +51,7 @@ MEANINGS: dict[ExitStatus, tuple[str, str]] = {
         "nothing; a node continues from its disk when it is started again",
     ),
 }
-# The meaning of status 1 for these commands, and the remedy.
+# For each command that can end with status 1: the cause, and the remedy.
 FOUND: dict[str, tuple[str, str]] = {
     "audit": (
         "some of the node's data is wrong",

@@ -68,7 +68,7 @@ def _check_may_invite(run: RunConfig, identity: Identity) -> None:
 
 
 def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
-    """Rejects a round that a running daemon knows to be over: members would silently refuse the invitation."""
+    """Refuses a last round that is over, as far as a running daemon knows: members would ignore the invitation."""
     from p2ptrain.node.control import ask
     from p2ptrain.node.directories import data_directory
 
@@ -82,7 +82,7 @@ def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
 
 
 def _write_for_me_alone(path: Path, text: str) -> None:
-    """Writes a file that only its owner can read, because anyone who has the invitation can use it."""
+    """Writes a file that only its owner can read, because whoever has the invitation can use it."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:

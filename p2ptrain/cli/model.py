@@ -160,7 +160,7 @@ def evaluate(
 def _run_tasks(
     node: NodeConfig, run: str | None, number: int | None, checkpoint: Path | None, tasks: str, limit: int
 ) -> None:
-    """Exports the model to a place of its own, and runs the tasks on it."""
+    """Exports the model to a temporary directory, and runs the tasks on it."""
     from p2ptrain.models.export import export as write
     from p2ptrain.node.saved import find_model, reading, though_pruned
     from p2ptrain.train.evaluate import check_tasks, run_tasks
@@ -207,7 +207,7 @@ def _text(content: bytes) -> str:
 
 
 def _from_daemon(node: NodeConfig, run: str | None, request: SampleRequest) -> tuple[str | None, str]:
-    """Returns the daemon's text, or None and why the daemon does not answer, if it hangs.
+    """Returns the daemon's text, or None with the reason why a hanging daemon does not answer.
 
     The reason is empty if no daemon is running, or if it takes part in another run.
     """
@@ -252,7 +252,7 @@ def _from_checkpoint(
 def _loaded(
     node: NodeConfig, run: str | None, number: int | None, directory: Path | None, device: torch.device
 ) -> tuple[SavedModel, Model, float]:
-    """Returns a saved model, loaded, and when it was saved."""
+    """Loads a saved model; returns it with the time when it was saved."""
     from p2ptrain.models.export import load_model
     from p2ptrain.node.saved import find_model, reading, though_pruned
 
@@ -265,7 +265,7 @@ def _loaded(
 
 
 def _which(found: SavedModel) -> str:
-    """Describes the state used, and why it can be trusted."""
+    """Describes the state in use, and why it can be trusted."""
     checkpoint = found.checkpoint
     return f"round {checkpoint.round} of {found.run.name}, root {checkpoint.root.hex()[:16]}, {found.judgement}"
 

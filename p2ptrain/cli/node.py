@@ -58,7 +58,7 @@ def node_config(
 ) -> NodeConfig:
     """Loads the node's settings. Options override the environment, which overrides the file.
 
-    From here on this process may use the plug-ins that they allow.
+    It also lets this process use the plug-ins that the settings allow.
     """
     from p2ptrain.config import load_node_config, with_options
     from p2ptrain.models.plugins import allow

@@ -1,4 +1,4 @@
-"""The bar that `data prepare` shows on a terminal, and what it left out."""
+"""The progress bar of `data prepare`, and the list of documents that it left out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from p2ptrain.errors import ConfigError
 from p2ptrain.visible import visible
 
-NAMED_MAX = 20  # of what was left out; the rest is counted
+NAMED_MAX = 20  # documents named as left out; the rest is counted
 
 
 class Preparing:
-    """Shows how far it is, and names what is left out."""
+    """Shows the progress, and names the documents that are left out."""
 
     def __init__(self) -> None:
         self._terminal = Console(stderr=True)
@@ -38,7 +38,7 @@ class Preparing:
 
     def progress(self, done: int, total: int, tokens: int) -> None:
         now = monotonic()
-        if done < self._done:  # short of two sides, the text is read once more
+        if done < self._done:  # a second reading has begun, because a split was empty
             self._skipped = 0
         self._done = done
         began, before = self._began = self._began or (now, tokens)

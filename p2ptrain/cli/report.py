@@ -47,7 +47,7 @@ def report(
     else:
         try:
             status = ask(data_directory(node), {"do": "status"})
-        except P2ptrainError:  # no daemon is running, or it is busy: the page omits its status
+        except P2ptrainError:  # the page omits the status if no daemon is running, or it is busy
             status = None
         text = exported(recorded_run, status if status and status["run_id"] == chosen.run_id else None)
     replace_file(path, text.encode(), mode=MODE)

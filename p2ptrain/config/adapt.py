@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from p2ptrain.config.fields import Accepts, DigestOrEmpty, Section
 from p2ptrain.errors import SettingError
 
-BASE_BYTES_MAX = 2**35  # of frozen weights: 17 billion numbers of two bytes; a fetch can have 63 GB
+BASE_BYTES_MAX = 2**35  # size of the frozen weights: 17 billion values of two bytes; a fetch may be up to 63 GB
 TargetName = Annotated[
     str,
     Field(max_length=80, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$"),
@@ -18,8 +18,8 @@ TargetName = Annotated[
 
 
 class AdaptConfig(Section):
-    """Trains every weight of the model, or only adapters beside them (LoRA). Then the adapters alone are the agreed
-    state, and the model's own weights stay as they were at the start: each node fetches them once."""
+    """Trains every weight of the model, or only adapters beside them (LoRA). With adapters, only these are the agreed
+    state; the model's own weights stay as they were at the start, and each node fetches them once."""
 
     kind: Literal["none", "lora"] = Field(
         "none", description="none: every weight trains; lora: two small matrices beside each target do (LoRA)"
@@ -46,7 +46,7 @@ class AdaptConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether adapters train, and nothing else."""
+        """Whether only adapters train."""
         return self.kind != "none"
 
 

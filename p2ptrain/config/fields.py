@@ -23,8 +23,8 @@ RATIONAL_PART_MAX = 2**53  # both parts stay exact as a float, so that their quo
 RATIONAL_TEXT_MAX = 40  # characters: two parts below 2**53 have 16 digits each
 RATIONAL_PATTERN = r"-?[0-9]+(/[0-9]+|\.[0-9]+)?"
 RATIONAL_WORDS = 'a number, or a fraction in quotes such as "1/3"'
-SETTINGS_MAX = 32  # of a plug-in, which come from strangers; the bounds keep them within a message
-SETTING_LENGTH_MAX = 200  # characters of one, when it is written out
+SETTINGS_MAX = 32  # settings of a plug-in, which come from strangers; the bounds keep them within a message
+SETTING_LENGTH_MAX = 200  # characters of one setting as text
 SETTING_NAME = r"[a-z][a-z0-9_]{0,39}"
 SETTINGS_WORDS = f"a table of at most {SETTINGS_MAX} numbers, texts and true or false"
 
@@ -79,7 +79,7 @@ FromArray = Field(strict=False)
 
 
 class PluginSettings(dict[str, str]):
-    """The settings that a run gives to a plug-in, each written out as text; nobody changes them."""
+    """The settings that a run gives to a plug-in, each as text; immutable."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -91,7 +91,7 @@ class PluginSettings(dict[str, str]):
 
 
 def parse_settings(value: object) -> PluginSettings:
-    """Accepts a table of scalars, and writes each out: 0.10 as 0.1, true as true. The plug-in reads them."""
+    """Accepts a table of scalars, and turns each into text for the plug-in: 0.10 becomes 0.1."""
     if not isinstance(value, dict):
         raise ValueError(f"expected {SETTINGS_WORDS}")
     if len(value) > SETTINGS_MAX:

@@ -1,8 +1,8 @@
 """Checks the config.json of a Hugging Face model: a run carries one, so it comes from strangers.
 
-For each model type that p2ptrain trains there is a list of keys with their types and ranges; everything else is refused
-by name. What passes can choose sizes and arithmetic, but no code, no implementation, no path and no network; and its
-parameters are counted, from above, before anything is built. This module imports neither torch nor transformers.
+For each model type that p2ptrain trains there is a list of keys with their types and ranges; every other key is refused
+by name. The accepted keys choose sizes and arithmetic, but no code, implementation, path or network, and an upper bound
+on the parameters is computed before a model is built. This module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from p2ptrain.errors import SettingError
 
 HF_CONFIG_BYTES_MAX = 16_384  # the largest that were found have 4 KB, most of it a list with an entry for each layer
 PARAMETERS_MAX = 2**38  # a TB of weights in fp32, more than any swarm of volunteers holds
-SHOWN_KEYS_MAX = 5  # of those that are refused
+SHOWN_KEYS_MAX = 5  # refused keys listed in an error
 SHOWN_KEY_LENGTH_MAX = 40
 
 
@@ -74,12 +74,12 @@ DROPOUT = _number(0, 0.9)
 EPSILON = _number(1e-12, 0.1)
 MULTIPLIER = _number(1e-6, 1e6)
 POSITIONS_MAX = 2**24
-LAYERS_MAX = 1_024  # like the bounds of the other sizes, those of the built-in model
+LAYERS_MAX = 1_024  # like the bounds of the other sizes, the built-in model's
 TOKEN = _whole(0, 2**20).or_null()
 ACTIVATION = _one_of("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 ROPE = _table({
     "rope_theta": _number(1, 1e12),
-    "rope_type": _one_of("default", "linear", "llama3"),  # others change with the length of a text
+    "rope_type": _one_of("default", "linear", "llama3"),  # other types change with the length of a text
     "type": _one_of("default", "linear", "llama3"),
     "factor": _number(1, 1_024),
     "low_freq_factor": _number(0.01, 1_024),
@@ -88,7 +88,7 @@ ROPE = _table({
     "partial_rotary_factor": _number(0.01, 1),
 })  # fmt: skip
 
-# Keys that say something about files, texts or other uses of a model: they are checked, and reach nothing.
+# Keys about files, texts or other uses of a model: they are checked, and then ignored.
 WITHOUT_EFFECT: dict[str, Rule] = {
     "_name_or_path": _text(200),
     "architectures": _list(_text(80), 4).or_null(),
@@ -138,16 +138,16 @@ _LLAMA = {**_USUAL, **_SHARED_HEADS, **_RMS, **_BIAS, **_POSITIONS}
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """All that is special about a model type; no other code looks at a type's name."""
+    """Everything that is special about a model type; no other code depends on a type's name."""
 
     keys: Mapping[str, Rule]
-    names: Mapping[str, str] = field(default_factory=dict)  # its own names of the usual sizes
+    names: Mapping[str, str] = field(default_factory=dict)  # its own names for the usual sizes
     is_head_plain: bool = True  # whether logits are linear(hidden, weight) and nothing else
-    also_needed: tuple[str, ...] = ()  # sizes that transformers would take from one model of this type
-    is_tied: bool = False  # transformers' default, for a config that does not say
-    dropout: float = 0.0  # likewise
+    also_needed: tuple[str, ...] = ()  # sizes whose defaults in transformers belong to one published model
+    is_tied: bool = False  # transformers' default, for a config without the key
+    dropout: float = 0.0  # likewise transformers' default
     is_transposed: bool = False  # whether its matrices are [inputs, outputs]
-    base: str = "model."  # begins the names of all its parameters but the output head's
+    base: str = "model."  # prefix of all parameter names but the output head's
 
     def name(self, usual: str) -> str:
         return self.names.get(usual, usual)
@@ -163,7 +163,7 @@ _GPT2_KEYS = {
     "n_inner": _USUAL["intermediate_size"].or_null(),
     "n_layer": _USUAL["num_hidden_layers"],
     "n_head": _USUAL["num_attention_heads"],
-    "n_positions": _whole(8, 2**20),  # each has weights of its own
+    "n_positions": _whole(8, 2**20),  # each position has weights of its own
     "n_ctx": _whole(8, 2**20),
     "activation_function": ACTIVATION,
     "attn_pdrop": DROPOUT,
@@ -211,11 +211,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "norm_epsilon": EPSILON, "residual_dropout": DROPOUT, "sliding_window": _WINDOW["sliding_window"],
         "use_bias": FLAG}, also_needed=("num_key_value_heads",), is_tied=True),
 }  # fmt: skip
-REAL = ("initializer_range", "clip_qkv")  # transformers takes no whole number for these
+REAL = ("initializer_range", "clip_qkv")  # transformers rejects whole numbers for these
 REQUIRED = (
     "vocab_size",
     "hidden_size",
-    "intermediate_size",  # but for gpt2, where everyone knows it is four times the width
+    "intermediate_size",  # except for gpt2, where it is always four times the width
     "num_hidden_layers",
     "num_attention_heads",
     "max_position_embeddings",
@@ -224,10 +224,10 @@ REQUIRED = (
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """A config.json that has passed: what transformers is given, and the sizes in our words."""
+    """An accepted config.json: the keys for transformers, and the sizes under our own names."""
 
     model_type: str
-    keys: Mapping[str, Any]  # without those that have no effect
+    keys: Mapping[str, Any]  # without keys that have no effect
     vocab_size: int
     dim: int
     layers: int
@@ -237,8 +237,8 @@ class HfConfig:
     ffn_dim: int
     positions: int
     is_tied: bool
-    dropout: float  # the highest of all
-    parameters_most: int  # a bound from above
+    dropout: float  # the highest of all dropout rates
+    parameters_most: int  # an upper bound
 
     @property
     def architecture(self) -> Architecture:
@@ -246,14 +246,14 @@ class HfConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes under the names that they have for the built-in model."""
+        """The sizes under the built-in model's names."""
         names = ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim")
         return {name: getattr(self, name) for name in names}
 
 
 @lru_cache(maxsize=8)
 def read_hf_config(text: str) -> HfConfig:
-    """Checks the text of a config.json. Raises ValueError with what is wrong, a colon and what to do."""
+    """Checks the text of a config.json. Raises ValueError with the problem, a colon and the fix."""
     raw = _parsed(text)
     kind = raw.pop("model_type", None)
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
@@ -317,7 +317,7 @@ def _finite(written: str) -> float:
 
 
 def _shown(name: object) -> str:
-    """Returns a key or value of a stranger as it can be part of a message."""
+    """Makes a stranger's key or value safe to quote in a message."""
     if isinstance(name, str) and name.isascii() and name.replace("_", "").replace(".", "").isalnum():
         return name[:SHOWN_KEY_LENGTH_MAX]
     return ascii(name)[:SHOWN_KEY_LENGTH_MAX].replace(": ", ":")
@@ -369,7 +369,7 @@ def _checked(kind: str, keys: dict[str, Any]) -> HfConfig:
 
 
 def _check_rotary(keys: Mapping[str, Any], head_dim: int) -> None:
-    """Refuses a rotary encoding that does not turn whole pairs, or lacks the numbers of its kind."""
+    """Refuses a rotary encoding that does not turn whole pairs, or lacks a number that its kind needs."""
     share = float(keys.get("partial_rotary_factor", keys.get("rotary_pct", 1.0)))
     for name in ("rope_scaling", "rope_parameters"):
         rope = keys.get(name) or {}
@@ -389,7 +389,7 @@ def _check_rotary(keys: Mapping[str, Any], head_dim: int) -> None:
 
 
 def _parameters_most(config: HfConfig) -> int:
-    """Bounds the number of parameters from above: gated feed-forward layers, biases and norms everywhere."""
+    """Returns an upper bound on the parameters, with gated feed-forward layers, biases and norms everywhere."""
     wide, shared = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = config.dim * (2 * wide + 2 * shared)
     vectors = 8 * config.dim + 4 * (wide + shared) + 4 * config.ffn_dim + 8 * config.head_dim * config.heads

@@ -34,8 +34,9 @@ Table = dict[str, Any]  # a parsed TOML table
 
 
 def load_run_config(path: Path, config_beside: Callable[[], str] = str) -> RunConfig:
-    """Loads a run's config from a TOML file. `config_beside` returns the config.json that its weights come with, for a
-    model of transformers without one."""
+    """Loads a run's config from a TOML file.
+
+    config_beside: returns the config.json beside the first weights, for a model of transformers that has none"""
     table = read_table(path)
     model = table.get("model")
     if isinstance(model, dict) and model.get("kind") == "transformers" and "config" not in model:
@@ -80,11 +81,11 @@ def _resemblance(table: Table, model: type[BaseModel]) -> int:
 
 
 def read_table(path: Path) -> Table:
-    """Reads what a config file says, unchecked and without defaults."""
+    """Reads the tables of a config file, unchecked and without defaults."""
     try:
         with path.open("rb") as file:
             encoded = file.read(FILE_BYTES_MAX + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+    except (OSError, ValueError) as error:  # ValueError for a name with a zero byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
             f"cannot be read: {reason}", source=str(path), fix="Check the name and the permissions"
@@ -104,7 +105,7 @@ def read_table(path: Path) -> Table:
         raise ConfigError(f"line {line} is not UTF-8 text", source=str(path), fix="Save it as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"not TOML: {error}", source=str(path), fix="Correct the file there") from error
-    except (ValueError, InvalidOperation) as error:  # thousands of digits, in a number or in its exponent
+    except (ValueError, InvalidOperation) as error:  # a number or an exponent has thousands of digits
         raise ConfigError("a number is too large", source=str(path), fix="Write one of ordinary size") from error
     except RecursionError as error:
         raise ConfigError(
@@ -113,14 +114,14 @@ def read_table(path: Path) -> Table:
 
 
 def exact(value: Any) -> Any:
-    """Returns what a script says of its run as a file would say it: 0.1 means one tenth."""
+    """Converts a script's settings to the form that a file would give: 0.1 means one tenth."""
     if isinstance(value, Mapping):
         return {key: exact(each) for key, each in value.items()}
     return Decimal(repr(value)) if isinstance(value, float) else value
 
 
 def run_config_of(table: Table, path: Path) -> RunConfig:
-    """Checks what a file or a script says of a run."""
+    """Checks a run's settings from a file or a script, and makes its config."""
     try:
         return RunConfig.model_validate(table)
     except ValidationError as error:
@@ -142,7 +143,7 @@ def _node_config(table: Table, path: Path | None) -> NodeConfig:
     except ValidationError as error:
         for details in error.errors(include_url=False):
             variables = _variables_behind(details["loc"])
-            if not unknown_variables.keys() & set(variables):  # otherwise it is already reported
+            if not unknown_variables.keys() & set(variables):  # otherwise the variable is already reported
                 source = " and ".join([f"environment variable {name}" for name in variables] or [str(path)])
                 mistakes.append(config_error(details, NodeConfig, RunConfig, source))
     if mistakes:

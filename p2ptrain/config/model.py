@@ -13,12 +13,12 @@ from p2ptrain.config.hf import HF_CONFIG_BYTES_MAX, HfConfig, read_hf_config
 from p2ptrain.errors import SettingError
 
 PARAMETERS_MAX, OWN_PARAMETERS_MAX = 4_096, 2**40
-ParameterText = Annotated[  # a name and the sizes of its dimensions
+ParameterText = Annotated[  # a parameter's name and the sizes of its dimensions
     str,
     Field(max_length=200, pattern=r"^[A-Za-z0-9_.]+( [1-9][0-9]{0,8}){0,5}$"),
     Accepts('a name and the sizes of its dimensions, such as "layers.0.weight 768 768"'),
 ]
-# In the canonical encoding of a model that has sizes of its own.
+# These stand in the canonical encoding of a model with sizes of its own.
 NO_SIZES: Final[dict[str, str | int]] = {
     "preset": "custom", "dim": 8, "layers": 1, "heads": 1, "kv_heads": 1, "ffn_dim": 8, "rope_theta": 10_000,
 }  # fmt: skip
@@ -29,8 +29,8 @@ BELONGS["shapes"] = '"transformers", "plugin" or "own"'
 
 class ModelConfig(Section):
     """The model: the built-in decoder-only transformer, for which a preset supplies every size that is not given; one
-    of transformers, whose config.json has the sizes; that of a plug-in, whose settings have them; or that of the
-    members' own scripts, of which only the parameters are known here."""
+    of transformers, whose config.json has the sizes; a plug-in's, whose settings have them; or one in the members' own
+    scripts, of which only the parameters are known here."""
 
     kind: Literal["builtin", "transformers", "plugin", "own"] = Field(
         "builtin",
@@ -77,7 +77,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _take_sizes(cls, data: object) -> object:
-        """Fills in the sizes that config.json has; others would describe a model that is not trained."""
+        """Fills in the sizes from config.json; different ones would describe a model that is not trained."""
         if not isinstance(data, dict):
             return data
         if (kind := data.get("kind")) in ("plugin", "own"):
@@ -86,7 +86,7 @@ class ModelConfig(Section):
             return data
         text = data.get("config", "")
         if not isinstance(text, str):
-            return data  # the field's own check says so
+            return data  # the field's own check reports it
         if not text:
             raise SettingError(
                 'kind = "transformers" needs the config.json of a model',
@@ -136,7 +136,7 @@ class ModelConfig(Section):
 
     @property
     def named(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The name and shape of each parameter of a model of kind own."""
+        """The name and shape of each parameter of a model of kind `own`."""
         split = [each.split(" ") for each in self.parameters]
         return tuple((name, tuple(map(int, sizes))) for name, *sizes in split)
 
@@ -157,7 +157,7 @@ class ModelConfig(Section):
 
 
 def _with_sizes(data: dict[str, object], sizes: Mapping[str, object], place: str) -> dict[str, object]:
-    """Fills in the sizes of a model that is not the built-in one; others would describe one that is not trained."""
+    """Fills in the sizes of a model of transformers or a plug-in, in place of those of the built-in model."""
     for key, value in sizes.items():
         if data.get(key, value) != value:
             raise SettingError(f'{key} describes a model of kind = "builtin"', f"remove it, {place} has the sizes")

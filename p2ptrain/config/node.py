@@ -22,7 +22,7 @@ from p2ptrain.errors import SettingError
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
 ENVIRONMENT_DELIMITER = "__"
-ADDRESSES_MAX = 64  # more than this is probably a pasted list of peers
+ADDRESSES_MAX = 64  # a longer list is probably a pasted list of peers
 
 ListenAddress = Annotated[
     str,
@@ -71,7 +71,7 @@ class IdentityConfig(Section):
 
 
 class NetworkConfig(Section):
-    """The addresses of this node, and which nodes it contacts first."""
+    """The addresses of this node, and the nodes that it contacts first."""
 
     listen: Annotated[tuple[ListenAddress, ...], FromArray] = Field(
         ("/ip4/0.0.0.0/tcp/4001",),
@@ -286,7 +286,7 @@ class HttpConfig(Section):
 
 
 class PluginsConfig(Section):
-    """Code of others that a run may use here. It can do all that this user can: allow only what you trust."""
+    """Other people's code that a run may use here. It can do anything that this user can: allow only code you trust."""
 
     allow: Annotated[tuple[Plugin, ...], FromArray] = Field(
         (), max_length=ADDRESSES_MAX, description="installed packages whose models and recipes runs may use"
@@ -294,7 +294,7 @@ class PluginsConfig(Section):
 
 
 class RegionConfig(Section):
-    """How this node reaches the world's run, if its own run is a region of one."""
+    """How this node reaches the world's run, if its own run is a region of that world."""
 
     bootstrap: Annotated[tuple[PeerAddress, ...], FromArray] = Field(
         (),

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from p2ptrain.config.fields import PluginOrEmpty, PluginSettings, Rational, Section, Settings
 from p2ptrain.errors import SettingError
 
-ROUND_SEQUENCES_MAX = 2**20  # a node's in a round; at 1,024 tokens more than its machine computes in days
+ROUND_SEQUENCES_MAX = 2**20  # of one node in a round; with 1,024 tokens each they would take its machine days
 
 
 class Limit(NamedTuple):
@@ -28,20 +28,20 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class RecipeSpec:
-    """All that is special about a recipe; no other code looks at a recipe's name."""
+    """Everything that is special about a recipe; no other code depends on a recipe's name."""
 
     kind: Literal["gradient", "local"]  # names its class in train/recipes.py, so that no config needs torch
     is_scaled: bool  # whether its contributions carry a power-of-two scale per tensor
-    defaults: Mapping[str, object] = field(default_factory=dict)  # where they differ from those of `local`
-    adamw_defaults: Mapping[str, object] = field(default_factory=dict)  # and these, if the inner optimizer is AdamW
-    limits: Mapping[str, Limit] = field(default_factory=dict)  # the largest values that work with it
+    defaults: Mapping[str, object] = field(default_factory=dict)  # defaults that differ from those of `local`
+    adamw_defaults: Mapping[str, object] = field(default_factory=dict)  # further ones if the inner optimizer is AdamW
+    limits: Mapping[str, Limit] = field(default_factory=dict)  # the largest values that work with the recipe
     is_family: bool = False  # whether it takes the settings of the DiLoCo family: FAMILY
-    copies: int = 0  # of the weights in memory, besides agreed and live ones, a gradient and the inner optimizer
+    copies: int = 0  # copies of the weights in memory, besides agreed and live ones, a gradient and the inner optimizer
 
 
 _SIGNS_ALONE = Limit(1, "sends only signs", "use 1 or recipe demo")
 _FOUR_BITS = Limit(4, "sends at most four bits", "use 4 or recipe local")
-_ONE_GRADIENT: dict[str, object] = {  # retuned on small models (log/); their authors have 0.999, 64 and 32
+_ONE_GRADIENT: dict[str, object] = {  # retuned on small models (log/); the authors' values are 0.999, 64 and 32
     "decay": Fraction(99, 100),
     "chunk": 32,
     "k": 8,
@@ -78,11 +78,11 @@ RECIPES: dict[str, RecipeSpec] = {
         copies=1,  # the weights that a round began from
     ),
 }
-MOMENTUM_MAX = Fraction(9_999, 10_000)  # a little above it rounds to 1
-SPARSE_BITS_MAX = 8  # of a number that is sent with its place: more are not worth their bytes
-SCALE_ROOM_BITS = 5  # at least: how far below the measure's root mean square votes of a round are told apart
-SCALE_TOP_BITS = 3  # and how far above it a single one counts (exact/scales.py)
-DENSE_TOP_BITS = 4  # the same where every weight is sent: the largest of all is further above than that of the largest
+MOMENTUM_MAX = Fraction(9_999, 10_000)  # a slightly larger value would round to 1
+SPARSE_BITS_MAX = 8  # bits of a value that is sent with its index; more are not worth their bytes
+SCALE_ROOM_BITS = 5  # at least so many bits below the measure's root mean square lies the unit of votes
+SCALE_TOP_BITS = 3  # bits above that up to which a single vote counts (exact/scales.py)
+DENSE_TOP_BITS = 4  # the same for a dense payload, whose largest values are further above the mean
 
 
 class RecipeConfig(Section):
@@ -170,7 +170,7 @@ class RecipeConfig(Section):
 
     @property
     def round_sequences(self) -> int:
-        """Number of sequences that a node trains on in a round, with all local steps."""
+        """The number of sequences that a node trains on in a round, in all local steps together."""
         return self.local_steps * self.passes_per_step * self.sequences_per_pass
 
     @model_validator(mode="after")
@@ -220,7 +220,7 @@ class RecipeConfig(Section):
         return self
 
     def _check_family(self) -> None:
-        """Refuses settings of the DiLoCo family that do not go together, or not with the recipe."""
+        """Refuses settings of the DiLoCo family that do not combine with each other, or with the recipe."""
         if not self.spec.is_family:
             for key in FAMILY:
                 if (value := getattr(self, key)) != type(self).model_fields[key].default:
@@ -238,7 +238,7 @@ class RecipeConfig(Section):
 
     @property
     def state_copies(self) -> int:
-        """How many numbers of the model's state each parameter has: its weight and, with a momentum, that."""
+        """The number of values per parameter in the agreed state: the weight and, if there is one, its momentum."""
         return 2 if self.momentum else 1
 
     @property
@@ -260,5 +260,5 @@ class RecipeConfig(Section):
 
     @property
     def room_bits(self) -> int:
-        """How far the unit of scaled votes lies below their measure's root mean square: no further than they need."""
+        """By how many bits the unit of scaled votes lies below the root mean square of their measure."""
         return max(SCALE_ROOM_BITS, self.value_bits)

@@ -32,7 +32,7 @@ from p2ptrain.errors import ConfigError, RemoteProtocolError, SettingError
 PROTOCOL_VERSION: Final = 2
 PAYLOAD_BYTES_MAX: Final = 2**32  # a billion parameters at k = 512 take a tenth of that
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
-REGION_BITS_MIN = 4  # in which a region's contributions carry the world's changes whole, in a round or two
+REGION_BITS_MIN = 4  # enough bits for a region's contributions to carry the world's changes in a round or two
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (exact/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
@@ -175,19 +175,19 @@ class AdmissionConfig(Section):
 
 
 class EvalConfig(Section):
-    """Looking at what the model has learned. Nothing that is agreed depends on it."""
+    """Measurements of what the model has learned. Agreement does not depend on them."""
 
     every_rounds: int = Field(
         50, ge=0, le=2**20, description="rounds between measurements of the held-out loss; 0: none"
     )
 
     def is_due(self, round_number: int) -> bool:
-        """Whether the weights after this round are looked at."""
+        """Whether the weights after this round are measured."""
         return self.every_rounds > 0 and round_number % self.every_rounds == 0
 
 
 class WorldConfig(Section):
-    """The run to which all nodes of this one contribute as one: this run is then a region of it."""
+    """The run to which the nodes of this run contribute as one, which makes this run a region of it."""
 
     run: DigestOrEmpty = Field("", description="its id; empty: this run is no region")
     rounds: int = Field(
@@ -196,7 +196,7 @@ class WorldConfig(Section):
 
     @property
     def covered(self) -> int:
-        """How many more rounds' movement a contribution may hold, because it takes in what the world agreed on."""
+        """How many more rounds of movement a contribution may hold, because it includes the world's updates."""
         return self.rounds if self.run else 0
 
 
@@ -280,7 +280,7 @@ class RunConfig(Section):
 
     @property
     def _why_no_region(self) -> str:
-        """Returns the setting with which this run cannot be a region; empty if it can."""
+        """Returns the setting that keeps this run from being a region; empty if there is none."""
         recipe, late = self.recipe, self.agreement.staleness_rounds_max
         reasons = (
             (recipe.spec.kind != "local", f'recipe.name = "{recipe.name}"'),
@@ -312,16 +312,16 @@ class RunConfig(Section):
         shapes: str = "",
         base: tuple[str, int] = ("", 0),
     ) -> RunConfig:
-        """Returns this run with its data, first weights and founders filled in, so that it has an id; and the digest of
-        its parameters, if its model is not the built-in one.
+        """Returns this run with its data, first weights and founders filled in, so that it has an id.
 
-        base: digest and size of the frozen weights
+        shapes: the digest of the parameters, unless the model is the built-in one; base: digest and size of the frozen
+        weights
         """
         raw = self.model_dump()
         raw["model"]["shapes"] = shapes or self.model.shapes
         raw["adapt"]["base"], raw["adapt"]["base_bytes"] = base
         raw["data"]["manifest"], raw["state"]["initial_root"] = manifest, initial_root
-        raw["admission"]["founders"] = tuple(sorted(founders))  # the order must not make a different run
+        raw["admission"]["founders"] = tuple(sorted(founders))  # their order must not matter
         return RunConfig.model_validate(raw)
 
     def canonical(self) -> bytes:
@@ -349,7 +349,7 @@ class RunConfig(Section):
 
     @classmethod
     def from_canonical(cls, encoded: bytes) -> RunConfig:
-        """Decodes a run's config that a peer has sent. Only the canonical encoding is accepted."""
+        """Decodes a run's config from a peer, and accepts only the canonical encoding."""
         if len(encoded) > CONFIG_BYTES_MAX:
             raise RemoteProtocolError(f"run config of {len(encoded)} bytes; the limit is {CONFIG_BYTES_MAX}")
         try:

@@ -70,7 +70,7 @@ def _metadata(field: FieldInfo) -> list[object]:
 
 
 def _limits(field: FieldInfo) -> dict[str, Any]:
-    """Returns the constraints of a field: ge, gt, le, lt and max_length."""
+    """Returns a field's constraints: ge, gt, le, lt and max_length."""
     names = ("ge", "gt", "le", "lt", "max_length")
     return {name: getattr(item, name) for item in field.metadata for name in names if hasattr(item, name)}
 
@@ -91,7 +91,7 @@ def _number(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------
 # Mistakes
 
-THEIR_NAMES = {  # settings of DeMo, DisTrO, DiLoCo and SparseLoCo as their authors write them
+THEIR_NAMES = {  # the authors' names for settings of DeMo, DisTrO, DiLoCo and SparseLoCo
     "compression_decay": "decay",
     "compression_topk": "k",
     "compression_chunk": "chunk",

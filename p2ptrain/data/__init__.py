@@ -1,7 +1,8 @@
 """What is trained on: from files of texts and chats to the sequences of a step.
 
-`prepare` (with `tokenize_in_processes`) makes a data set of what `corpus` and `chats` read, by a `tokenizer`
-(`tokenizer_rules`: which files are trusted; `tokenizer_trial`: loads one in a child). `dataset` reads it, in pieces
-that `kept_pieces` fetches and drops; `assignment` says which sequences are whose in a round, `packing` which tokens are
-learned, `run_data` whether a data set fits a run.
+`prepare` makes a data set: `corpus` and `chats` read documents, a `tokenizer` turns them into tokens
+(`tokenize_in_processes` uses all cores, `tokenizer_rules` decides which files are trusted, `tokenizer_trial` loads one
+in a child). `dataset` reads it in pieces, of which `kept_pieces` stores as many as there is room for. `assignment`
+gives each node its sequences of a round, `packing` finds the tokens that are learned, and `run_data` checks that a data
+set fits a run.
 """

@@ -1,6 +1,6 @@
 """Assigns data: maps (run seed, round, place in the roster) to positions of sequences.
 
-Nobody hands out work. Each pass over the data is a pseudo-random permutation of all sequences, rounds
+There is no scheduler. Each pass over the data is a pseudo-random permutation of all sequences, rounds
 take consecutive slots of it, and within a round each place has its own slots. So members never overlap
 in a round, a pass of a fixed roster repeats nothing, and any node computes any other's shard from three
 integers, without a table and in time that depends only on the shard.
@@ -34,7 +34,7 @@ def shard(seed: int, round_number: int, place: int, places: int, count: int, seq
     """Returns the `count` sequences, of all `sequences`, that `place` of `places` trains on in a round.  # [count]
 
     With less data than one round needs, members have to share sequences: the round then cycles through all of
-    them, so that none is used more than once more often than another.
+    them, so that no two sequences differ by more than one in how often they are used.
     """
     assert 0 <= place < places, f"place {place} of {places}"
     assert count > 0 and round_number >= 0, f"{count} sequences in round {round_number}"

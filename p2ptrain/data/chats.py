@@ -2,11 +2,11 @@
 
 A chat is a list of messages, each with a `role` and a `content`, as Hugging Face's data sets have them. A template is
 written in Jinja (https://huggingface.co/docs/transformers/chat_templating). It runs in Jinja's sandbox and sees neither
-the date nor anything else of this machine, so that a chat always becomes the same text. It may be a stranger's, and the
-sandbox lets it loop for ever and fill the memory: so it runs in a process of its own, with limits of both.
+the date nor anything else of this machine, so that a chat always becomes the same text. It may come from a stranger,
+and the sandbox does not stop endless loops or exhausted memory, so it runs in a process with limits on time and memory.
 
-A turn begins after the generation prompt, or with its content if the template has no such prompt at this place. Its end
-is found by writing the chat once more with a placeholder as its content. The token that ends the turn is learned too.
+A turn begins after the generation prompt, or with its content if the template has no such prompt at this place. To find
+its end, the chat is written once more with a placeholder as its content. The token that ends the turn is learned too.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from p2ptrain.data.tokenizer_trial import MEMORY_BYTES, PROCESSOR_SECONDS, limit
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError
 
-TEMPLATE_NAME, SETTINGS_NAME = "chat_template.jinja", "tokenizer_config.json"  # where Hugging Face's models have it
-NAMES_IN = SETTINGS_NAME, "special_tokens_map.json"  # which have the names of special tokens
+TEMPLATE_NAME, SETTINGS_NAME = "chat_template.jinja", "tokenizer_config.json"  # as in Hugging Face's models
+NAMES_IN = SETTINGS_NAME, "special_tokens_map.json"  # files that name the special tokens
 NEEDED = f"Name a {TEMPLATE_NAME} or {SETTINGS_NAME} with --chat-template"
 ASSISTANT = "assistant"
-PLACEHOLDERS = range(0xE000, 0xF900)  # characters of private use: the first that the text does not have
-PLACEHOLDER_OTHERWISE = "\ue000" * 9  # for a text that has all of them
+PLACEHOLDERS = range(0xE000, 0xF900)  # private-use characters; the first one that the text lacks is taken
+PLACEHOLDER_OTHERWISE = "\ue000" * 9  # for a text that contains all of them
 FILE_BYTES_MAX = 16 * 2**20  # a guess: a template has some 10 KB, a tokenizer_config.json a few MB at most
 MESSAGES_MAX = 1_000  # the whole chat is written again for each answer; a thousand take seconds
 TEXT_MAX = 2**26  # characters of a written chat: four times the longest line
 WHY_MAX = 300  # characters kept of a template's error
-# A template may raise these besides Jinja's own errors, given a chat that its author did not think of.
+# Besides Jinja's own errors, a template may raise these for a chat that its author did not expect.
 FAILURES = ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
 
 Message = Mapping[str, Any]
@@ -56,8 +56,8 @@ class ChatTemplate:
     """Writes chats as text, in a process of its own, which ends as this object goes: its end of the pipe closes."""
 
     def __init__(self, text: str, names: Mapping[str, str], tokens: Mapping[str, bool], source: str) -> None:
-        """names: tokens by the names that templates use, such as bos_token; tokens: all that the tokenizer has added to
-        its vocabulary, and whether they are special."""
+        """names: special tokens by the names that templates use, such as bos_token; tokens: the tokens added to the
+        vocabulary, and whether each is special."""
         self.source = source
         self.digest = digest("chat template", json.dumps([text, dict(names)], sort_keys=True).encode()).hex()
         spawn = multiprocessing.get_context("spawn")
@@ -68,8 +68,8 @@ class ChatTemplate:
         self._answer("a first look at it")
 
     def write(self, messages: object, where: str) -> Marked:
-        """Returns a chat's text, and the places in it that are learned. ConfigError if the chat and the template do not
-        go together, DataError if the template takes too much."""
+        """Returns a chat's text, and the places in it that are learned. Raises ConfigError if the template does not fit
+        the chat, and DataError if it takes too much time or memory."""
         try:
             self._line.send((messages, where))
         except RecursionError as error:
@@ -92,11 +92,11 @@ class ChatTemplate:
 
 
 def _write_chats(line: Connection, *made: Any) -> None:
-    """The other process: writes chats for as long as there is one to ask for them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    """The other process: writes chats until its parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     limit_memory()
     writer, answer = None, cast(Any, None)
-    with suppress(EOFError, MemoryError, RecursionError):  # the others see that it has ended
+    with suppress(EOFError, MemoryError, RecursionError):  # the parent notices that this process has ended
         while True:
             limit_time()
             try:
@@ -145,7 +145,7 @@ class _Writer:
                 continue
             prompt = self._prompt(chat[:number])
             begin = len(prompt) if prompt and text.startswith(prompt) else None
-            if message["content"] is None:  # a call of a tool
+            if message["content"] is None:  # a tool call
                 written = self._text(chat[: number + 1], where)
                 if begin is not None and text.startswith(written.rstrip()):
                     yield begin, len(written.rstrip())
@@ -173,7 +173,7 @@ class _Writer:
         return found
 
     def _prompt(self, chat: list[Message]) -> str:
-        """Returns what is written before an answer to these messages; empty if the template cannot ask for one."""
+        """Returns the prompt before an answer to these messages; empty if the template has none."""
         try:
             asked, plain = (self._written(chat, prompts) for prompts in (True, False))
         except self._failures:
@@ -189,7 +189,7 @@ class _Writer:
             raise ConfigError(what, source=where, fix=fix) from error
 
     def _written(self, chat: list[Message], prompts: bool) -> str:
-        """Writes messages; `prompts`: and what asks the assistant for the next one."""
+        """Writes messages; with `prompts`, also the prompt for the assistant's next message."""
         text = str(
             self._template.render(
                 messages=chat, add_generation_prompt=prompts, tools=None, documents=None, **self._names
@@ -197,7 +197,7 @@ class _Writer:
         )
         if len(text) > TEXT_MAX:
             raise ValueError(f"a text of {len(text):,} characters; the limit is {TEXT_MAX:,}")
-        text.encode()  # half a character would be found out only when it is stored
+        text.encode()  # raises now if the text has half a character, rather than when it is stored
         return text
 
     def _checked(self, messages: object, where: str) -> list[Message]:
@@ -211,7 +211,7 @@ class _Writer:
         for number, message in enumerate(messages, 1):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ConfigError(f"message {number} has no role", source=where, fix=fix)
-            kept = {key: value for key, value in message.items() if value is not None}  # a table has all keys
+            kept = {key: value for key, value in message.items() if value is not None}  # rows of a table have every key
             is_answer = kept["role"] == ASSISTANT
             if is_answer and not isinstance(kept.setdefault("content", None), str | None):
                 raise ConfigError(f"message {number}, of the assistant, is not text", source=where, fix=fix)
@@ -247,9 +247,9 @@ def _texts_in(value: object) -> Iterator[str]:
 
 
 def load_template(path: Path | None, tokenizer: Path | None, tokens: Mapping[str, bool]) -> ChatTemplate:
-    """Loads the template in the file at `path`, or without one that of the tokenizer at `tokenizer`.
+    """Loads the template in the file at `path`, or without a path the one of the tokenizer at `tokenizer`.
 
-    tokens: those that the tokenizer has added to its vocabulary, and whether they are special
+    tokens: the tokens added to the tokenizer's vocabulary, and whether each is special
     """
     found = _named(path) if path is not None else _beside(tokenizer)
     folders = [] if tokenizer is None else [_folder(tokenizer)]
@@ -289,7 +289,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _template_of(settings: Mapping[str, Any], path: Path) -> str:
-    """Returns the template of a tokenizer_config.json, which may have several: then the default one."""
+    """Returns the template of a tokenizer_config.json; if it has several, the default one."""
     found = settings.get("chat_template")
     if isinstance(found, list):
         found = next(
@@ -301,7 +301,7 @@ def _template_of(settings: Mapping[str, Any], path: Path) -> str:
 
 
 def _names_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens that templates name, such as bos_token."""
+    """Returns the special tokens by the names that templates use, such as bos_token."""
     found = {key: each for key, each in settings.items() if key.endswith("_token")}
     contents = {key: each.get("content") if isinstance(each, dict) else each for key, each in found.items()}
     return {key: each for key, each in contents.items() if isinstance(each, str)}
@@ -321,7 +321,7 @@ def _read(path: Path) -> str:
 
 
 def _environment() -> Any:
-    """Returns Jinja as templates of Hugging Face expect it."""
+    """Returns a Jinja environment as Hugging Face's templates expect it."""
     from jinja2 import TemplateError, nodes  # noqa: PLC0415
     from jinja2.ext import Extension  # noqa: PLC0415
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415

@@ -1,13 +1,13 @@
 """Reads files as documents, and cuts long texts.
 
-A document is the unit that is held out or trained on, and an end-of-document token follows it. In JSON lines it is a
-key of a line, in Parquet and Arrow files a column of a row. Tokens that another program has made are cut where it ended
-a document. Any other file is cut into blocks of at most 16 KiB that end with a line if possible: text files have no
-boundaries that a program could see, and with blocks the memory and the granularity of the split are the same for a note
-and for a book. Files may be compressed by gzip or zstd.
+A document is the unit that is held out or trained on, and an end-of-document token follows it. In JSON lines it is the
+value of a key, in Parquet and Arrow files a cell of a column. Tokens from another program are cut where it ended a
+document. Any other file is cut into blocks of at most 16 KiB that end with a line if possible: a program cannot see
+where documents in it begin, and with blocks the memory and the granularity of the split are the same for a note and for
+a book. Files may be compressed by gzip or zstd.
 
-Nothing is repaired. Bytes that are not UTF-8 are an error that names the file and the offset, because
-replacing them would teach the model the replacement character, and text in another encoding would consist of little
+Nothing is repaired. Bytes that are not UTF-8 are an error that names the file and the offset, because replacing
+them would teach the model the replacement character, and text in another encoding would consist of little
 else. Line ends are left as they are; a byte order mark at the start of a file is dropped.
 
 The embedded corpus needs no download: it is the language reference and the standard library's sources, which
@@ -37,10 +37,10 @@ from p2ptrain.data.tokenizer import BytesTokenizer, Tokenizer, Tokens, token_typ
 from p2ptrain.errors import ConfigError
 
 BLOCK_BYTES_MAX = 16 * 2**10  # a few pages: small enough to hold out a hundredth of a megabyte
-BLOCK_TOKENS_MAX = 2**16  # of a stream of tokens that ends no document
+BLOCK_TOKENS_MAX = 2**16  # for a stream of tokens without an end of document
 LINE_BYTES_MAX = 16 * 2**20  # three long novels; a line is held in memory as a whole
 ROWS_AT_ONCE = 64
-PACKED_BYTES = 2**13  # of a zstd file that are unpacked at once
+PACKED_BYTES = 2**13  # of a zstd file, unpacked at once
 KEYS_SHOWN = 12
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LINES_SUFFIXES = (".jsonl", ".ndjson")
@@ -54,35 +54,35 @@ NAMES = f"Name directories, text files, or files that end with {', '.join(IN_DIR
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file to read documents from; `name` is for error messages."""
+    """A file that contains documents; `name` is for error messages."""
 
     name: str
     size: int  # bytes on the disk
     open: Callable[[], BinaryIO]
-    form: str = ".txt"  # the file's suffix, without that of its compression
+    form: str = ".txt"  # the file's suffix, apart from the one for its compression
     packed: str = ""  # the suffix of its compression
-    changed: int = 0  # when it was, in ns
+    changed: int = 0  # the file's modification time, in ns
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     text: str
-    source_bytes: int  # its size where it was read
-    tokens: Tokens | None = None  # another program has made them, and there is no text
-    learned: tuple[tuple[int, int], ...] | None = None  # of a chat, the places in its text that are learned
+    source_bytes: int  # its size in the file
+    tokens: Tokens | None = None  # if another program made them; then there is no text
+    learned: tuple[tuple[int, int], ...] | None = None  # the places in a chat's text that are learned
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How files are read."""
 
-    column: str = "text"  # of JSON lines and tables
+    column: str = "text"  # the key or column that holds the text
     tokenizer: Tokenizer = BytesTokenizer()  # noqa: RUF009  (it has no state)
-    skipped: Callable[[ConfigError], None] | None = None  # told of what is broken, which is left out; None: an error
-    chats: ChatTemplate | None = None  # by which the column's values, which are chats, become text
+    skipped: Callable[[ConfigError], None] | None = None  # called for each document left out as broken; None: raise
+    chats: ChatTemplate | None = None  # turns the column's values, which are then chats, into text
 
     def document(self, value: Any, source_bytes: int, where: str) -> Document | None:
-        """Makes a document of what stands under the column; None if it is empty, or broken and left out."""
+        """Makes a document from the column's value; None if it is empty, or is broken and left out."""
         if self.chats is None:
             return Document(value, source_bytes) if value else None
         try:
@@ -93,14 +93,14 @@ class Reading:
         return Document(marked.text, source_bytes, learned=marked.learned)
 
     def leave_out(self, error: ConfigError) -> None:
-        """Tells that something broken is left out, or raises the error if nothing is."""
+        """Reports a broken document as left out, or raises the error."""
         if self.skipped is None:
             raise error
         self.skipped(error)
 
 
 def file_sources(files: Sequence[Path]) -> list[SourceFile]:
-    """Returns these files, and those in these directories."""
+    """Returns the given files, and the files in the given directories."""
     return [source for path in files for source in _sources_at(path, _status(path))]
 
 
@@ -134,7 +134,7 @@ def _sources_at(path: Path, status: os.stat_result) -> Iterator[SourceFile]:
 
 
 def _files_below(directory: Path) -> Iterator[Path]:
-    """Yields all files below a directory but hidden ones; links to directories are not followed."""
+    """Yields all files below a directory except hidden ones; links to directories are not followed."""
 
     def failed(error: OSError) -> None:
         raise ConfigError(f"cannot be read: {error.strerror}", source=str(error.filename), fix="Check its permissions")
@@ -142,11 +142,11 @@ def _files_below(directory: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(directory, onerror=failed):
         folders[:] = [each for each in folders if not each.startswith(".")]
         found = (Path(place, name) for name in names if not name.startswith("."))
-        yield from (path for path in found if path.is_file())  # not what leads nowhere
+        yield from (path for path in found if path.is_file())  # not broken links
 
 
 def _form_of(path: Path) -> tuple[str, str]:
-    """Returns the suffix that tells how a file is read, and that of its compression."""
+    """Returns a file's suffix, which decides how it is read, and the suffix of its compression."""
     packed = path.suffix.lower() if path.suffix.lower() in PACKED_SUFFIXES else ""
     return (Path(path.stem) if packed else path).suffix.lower(), packed
 
@@ -198,7 +198,7 @@ def _documents_in(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[
         return
     done = 0
     for text in _blocks(content, source.name):
-        now = file.tell()  # of what is packed, so many bytes at a time
+        now = file.tell()  # position in the compressed file, coarse because it is read in blocks
         yield Document(text, now - done)
         done = now
 
@@ -212,11 +212,11 @@ def _unpacked(file: BinaryIO, source: SourceFile) -> BinaryIO:
 
 
 class _Zstandard(io.RawIOBase):
-    """Reads a zstd file's content. The library's own reader takes a file that is cut off for a whole one."""
+    """Reads a zstd file's content. The library's own reader would not notice that a file is truncated."""
 
     def __init__(self, file: BinaryIO, library: Any) -> None:
         self._file, self._library = file, library
-        self._frame: Any = None  # that has begun
+        self._frame: Any = None  # the frame being read
         self._ready = b""
 
     def readable(self) -> bool:
@@ -252,7 +252,7 @@ class _Zstandard(io.RawIOBase):
 def _blocks(file: BinaryIO, name: str) -> Iterator[str]:
     head = file.read(len(BYTE_ORDER_MARK))
     carry = head.removeprefix(BYTE_ORDER_MARK)
-    offset = len(head) - len(carry)  # of the next block
+    offset = len(head) - len(carry)  # where the next block begins
     while block := carry + file.read(BLOCK_BYTES_MAX - len(carry)):
         cut = _cut(block) if len(block) == BLOCK_BYTES_MAX else len(block)
         block, carry = block[:cut], block[cut:]
@@ -261,7 +261,7 @@ def _blocks(file: BinaryIO, name: str) -> Iterator[str]:
 
 
 def _cut(block: bytes) -> int:
-    """Returns where to cut a full block: after its last line, or else before its last character, in case it is cut."""
+    """Returns where to cut a full block: after its last line, or else before a character that may be incomplete."""
     if after_line := block.rfind(b"\n") + 1:
         return after_line
     cut = len(block) - 1
@@ -319,7 +319,7 @@ def _lines(content: BinaryIO, file: BinaryIO, name: str, how: Reading) -> Iterat
 
 
 def _others(line: bytes) -> str:
-    """Names the keys of a line, for one who has not named the right one."""
+    """Lists the keys of a line, for an error about a missing key."""
     try:
         keys = [*msgspec.json.decode(line, type=dict[str, msgspec.Raw])]
     except (ValueError, RecursionError):
@@ -337,7 +337,7 @@ def _rows(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document
     try:
         for texts, share in _columns(pyarrow, file, source, how):
             each = int(share * source.size / max(1, len(texts)))
-            texts.validate(full=True)  # what is damaged would end the process
+            texts.validate(full=True)  # damaged data would crash the process later
             for start in range(0, len(texts), ROWS_AT_ONCE):
                 for value in texts.slice(start, ROWS_AT_ONCE).to_pylist():
                     row += 1
@@ -348,7 +348,7 @@ def _rows(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document
 
 
 def _columns(pyarrow: Any, file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[tuple[Any, float]]:
-    """Yields the texts of some rows at a time, and what share of the file these are."""
+    """Yields the values of a batch of rows, and its share of the file."""
     if source.packed:
         raise ConfigError("a compressed table", source=source.name, fix="Unpack it: Parquet compresses by itself")
     if source.form == ".parquet":
@@ -397,7 +397,7 @@ def _check_column(pyarrow: Any, schema: Any, source: SourceFile, how: Reading) -
 
 
 def _token_documents(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> Iterator[Document]:
-    """Cuts a stream of tokens after each end of a document, or where there is none for long."""
+    """Cuts a stream of tokens after each end of a document, and after BLOCK_TOKENS_MAX tokens without one."""
     kind, count = _token_type(file, source, tokenizer)
     carry, done = np.zeros(0, dtype=kind), 0
     while chunk := file.read(BLOCK_TOKENS_MAX * kind.itemsize):
@@ -420,13 +420,13 @@ def _token_documents(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -
 
 
 def _token_document(tokens: Tokens, tokenizer: Tokenizer) -> Document:
-    ended = tokens[:-1] if tokens[-1] == tokenizer.end_of_document else tokens  # whoever stores it ends it
+    ended = tokens[:-1] if tokens[-1] == tokenizer.end_of_document else tokens  # storing adds the end
     return Document("", tokens.nbytes, ended.astype(token_type(tokenizer.vocab_size)))
 
 
 def _token_type(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int | None]:
-    """Returns the type of the tokens that follow, and their count if the file tells: what a .npy says, or nanoGPT's 16
-    bits; 32 if those are too few.
+    """Returns the type of the tokens that follow, and their count if the header of a .npy gives it. Without a header
+    the type is nanoGPT's 16 bits, or 32 bits if the vocabulary needs them.
     """
     if source.form == ".bin":
         return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4"), None

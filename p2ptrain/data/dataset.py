@@ -57,7 +57,7 @@ TOKENIZER_NAME = "tokenizer.json"
 PIECES_NAME = "pieces"
 FETCHED_NAME = "fetched"
 PIECES_MAX = 1_000_000  # per split: a tebibyte of tokens, more than anyone has sent to volunteers
-MANIFEST_BYTES_MAX = 128 * 2**20  # room for two full splits at 67 bytes a piece; a newcomer reads it as a whole
+MANIFEST_BYTES_MAX = 128 * 2**20  # two full splits at 67 bytes a piece; a newcomer reads all of it
 OPEN_PIECES_MAX = 256  # each open map holds a file descriptor, of which 1,024 is a common limit
 
 HexDigest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # also a file's name, so nothing else is accepted
@@ -82,7 +82,7 @@ class DatasetIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     tokenizer: TokenizerName
     training: Split
     version: Literal[1]
-    masked: bool = False  # tokens are signed, and what is not to be learned is stored as its complement
+    masked: bool = False  # tokens are signed, and those not to be learned are stored as complements
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self, order="sorted")
@@ -97,7 +97,7 @@ def piece_digest(piece: bytes | memoryview) -> str:
 
 
 def decode_manifest(encoded: bytes) -> DatasetIndex:
-    """Decodes a manifest whose digest is right; raises ValueError, with the reason, if its contents are wrong."""
+    """Decodes a manifest whose digest was checked. Raises ValueError, with the reason, if its contents are wrong."""
     try:
         manifest = msgspec.json.decode(encoded, type=DatasetIndex)
     except RecursionError as error:
@@ -119,7 +119,7 @@ def decode_manifest(encoded: bytes) -> DatasetIndex:
 
 
 def read_manifest(directory: Path) -> bytes:
-    """Reads the manifest of the data set in `directory`, whichever it is."""
+    """Reads the manifest of the data set in `directory`, whichever data set that is."""
     try:
         encoded = _read_file(directory / MANIFEST_NAME, MANIFEST_BYTES_MAX)
     except FileNotFoundError as error:
@@ -134,7 +134,7 @@ def read_manifest(directory: Path) -> bytes:
 def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> TokenDataset:
     """Begins a data set in `directory` from a manifest that a peer sent; its pieces may all be missing.
 
-    Any other manifest there is replaced: the digest says which one belongs there.
+    A different manifest there is replaced, because the digest says which one belongs there.
     """
     if len(encoded) > MANIFEST_BYTES_MAX:
         raise RemoteProtocolError(f"data manifest of {len(encoded)} bytes; the limit is {MANIFEST_BYTES_MAX}")
@@ -142,7 +142,7 @@ def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> Tok
         raise RemoteProtocolError(f"data manifest {found} instead of {expected_digest}")
     try:
         dataset = TokenDataset(directory, decode_manifest(encoded))
-    except ValueError as error:  # the run's creator made it so, not the peer that sent it
+    except ValueError as error:  # the fault of the run's creator, not of the peer that sent it
         raise DataError(f"data manifest {expected_digest}: {error}") from error
     with trouble(directory):
         (directory / PIECES_NAME).mkdir(parents=True, exist_ok=True)
@@ -168,10 +168,10 @@ class TokenDataset:
         self._type = token_type(manifest.tokenizer.vocab_size, manifest.masked)
         self._checked: set[str] = set()
         self._damaged: set[str] = set()
-        self._bad: set[str] = set()  # prepared pieces that are damaged: they stay, and are not used
+        self._bad: set[str] = set()  # damaged prepared pieces, which stay on the disk and are not used
         self._open: OrderedDict[str, Tokens] = OrderedDict()  # least recently used first
         self._writing = threading.Lock()  # two writers of one piece would share its temporary name
-        self._kept: KeptPieces | None = None  # None: all that is added stays
+        self._kept: KeptPieces | None = None  # None: pieces that are added stay for good
 
     @classmethod
     def open(cls, directory: Path, expected_digest: str) -> TokenDataset:
@@ -190,7 +190,7 @@ class TokenDataset:
 
     @property
     def is_masked(self) -> bool:
-        """Whether tokens that are not to be learned are complements, and negative (data/packing.py)."""
+        """Whether tokens that are not to be learned are stored as complements, which are negative (data/packing.py)."""
         return self.manifest.masked
 
     @property
@@ -217,17 +217,17 @@ class TokenDataset:
     # Exchanged between nodes
 
     def keep_within(self, room: int) -> None:
-        """Keeps at most `room` bytes of the pieces that are added: the least recently needed ones go."""
+        """Limits the pieces that are added to `room` bytes in all: the least recently needed ones are removed."""
         self._kept = KeptPieces(self._fetched, room, self._sizes, self._let_go)
 
     @property
     def prepared_bytes(self) -> int:
-        """Disk space of the manifest, the tokenizer and the pieces that are here for good."""
+        """Disk space of the manifest, the tokenizer and the pieces that are never removed."""
         files = (self.directory / name for name in (MANIFEST_NAME, TOKENIZER_NAME))
         return self._prepared_pieces + sum(file.stat().st_size for file in files if file.exists())
 
     def fetched_bytes_min(self, sequences: int, held_out: int, length: int) -> int:
-        """Returns how much room a node needs for the pieces of a round, and of the first held-out sequences."""
+        """Returns the space that a node needs for the pieces of a round and of the first held-out sequences."""
         drawn = pieces_of_a_round(sequences, length * self._type.itemsize / PIECE_BYTES)
         pieces = min(drawn, len(self.manifest.training.pieces))
         count = min(held_out, self.held_out_sequences(length))
@@ -240,11 +240,11 @@ class TokenDataset:
         return sum(self._sizes[name] for name in names if self._is_own(name))
 
     def need(self, positions: Positions, length: int) -> list[bytes]:
-        """Returns what `missing` does, and keeps these pieces until the next call; DataError if there is no room."""
+        """Like `missing`, and keeps these pieces until the next call. Raises DataError if there is no room for them."""
         return self._need("training", self._pieces_of(self.manifest.training, positions, length))
 
     def need_held_out(self, sequences: int, length: int) -> list[bytes]:
-        """Returns what `missing_held_out` does, and keeps these pieces as `need` does."""
+        """Like `missing_held_out`, and keeps these pieces as `need` does."""
         count = min(sequences, self.held_out_sequences(length))
         return self._need("held out", self._pieces_of(self.manifest.held_out, np.arange(count), length))
 
@@ -262,14 +262,14 @@ class TokenDataset:
         return self._absent(names)
 
     def _to_fetch(self, names: Iterable[str]) -> dict[str, int]:
-        """Returns those pieces, with their sizes, that are not here for good."""
+        """Returns the pieces, with their sizes, that may have to be fetched."""
         return {name: self._sizes[name] for name in names if not self._is_own(name)}
 
     def _is_own(self, name: str) -> bool:
         return name not in self._bad and size_of(self._own / name) == self._sizes[name]
 
     def _let_go(self, name: str) -> None:
-        """Closes the map of a piece that was removed: its space is not free before."""
+        """Closes the map of a removed piece, which frees its space."""
         self._open.pop(name, None)
         self._checked.discard(name)
 
@@ -283,7 +283,7 @@ class TokenDataset:
         return self._absent(self._pieces_of(self.manifest.held_out, np.arange(count), length))
 
     def held_out_here(self, length: int) -> int:
-        """Returns how many of the first held-out sequences have all their pieces here."""
+        """Counts the held-out sequences, from the first on, whose pieces are all here."""
         absent = {digest.hex() for digest in self._absent(self.manifest.held_out.pieces)}
         whole = next((at for at, name in enumerate(self.manifest.held_out.pieces) if name in absent), None)
         if whole is None:
@@ -301,7 +301,7 @@ class TokenDataset:
             raise RemoteProtocolError(f"piece {name[:64]} belongs to another data set")
         if piece_digest(piece) != name:
             raise RemoteProtocolError(f"{len(piece)} bytes that are not piece {name}")
-        if len(piece) != self._sizes[name]:  # the manifest is wrong, not the peer
+        if len(piece) != self._sizes[name]:  # the manifest is at fault, not the peer
             raise DataError(f"piece {name} has {len(piece)} bytes, but {self._sizes[name]} by the manifest")
         if self._kept is None:
             self._write(self._own / name, piece)
@@ -314,7 +314,7 @@ class TokenDataset:
     def piece_size(self, name_digest: bytes) -> int | None:
         """Returns the size of a piece that a peer may have; None if it is missing or belongs to another data set.
 
-        Only `piece` reads it, and finds damage.
+        Damage is noticed only by `piece`, which reads it.
         """
         name = name_digest.hex()
         return None if name not in self._sizes or self._absent([name]) else self._sizes[name]
@@ -377,7 +377,7 @@ class TokenDataset:
         """Returns the pieces that hold the sequences at `positions`, in the split's order."""
         _check_positions(split, positions, length)
         each = PIECE_BYTES // self._type.itemsize
-        firsts, lasts = positions * length // each, (positions + 1) * length // each  # the last token included
+        firsts, lasts = positions * length // each, (positions + 1) * length // each  # including the last token
         spans = zip(firsts.tolist(), lasts.tolist(), strict=True)
         numbers = {number for first, last in spans for number in range(first, last + 1)}
         return [split.pieces[number] for number in sorted(numbers)]
@@ -396,7 +396,7 @@ class TokenDataset:
             replace_file(path, content)
 
     def _remove(self, name: str) -> None:
-        """Has the node fetch a damaged piece again. Only what it has fetched itself is removed."""
+        """Marks a damaged piece as missing, and removes it if this node fetched it."""
         self._damaged.add(name)
         self._bad.add(name)
         self._checked.discard(name)
@@ -422,7 +422,7 @@ class TokenDataset:
 
     def _piece(self, name: str) -> Tokens:
         """Maps a piece's tokens into memory, checking them on first use."""
-        tokens = self._open.pop(name, None)  # at once: another thread may remove pieces, though none that is needed
+        tokens = self._open.pop(name, None)  # in one step: another thread may remove pieces, though not those in use
         if tokens is None:
             tokens = self._map(name)
         self._open[name] = tokens
@@ -437,7 +437,7 @@ class TokenDataset:
                 # A read beyond the end of a mapped file kills the process, so the size is checked first.
                 if (size := os.fstat(file.fileno()).st_size) != self._sizes[name]:
                     raise DataError(f"piece {path} has {size} bytes instead of {self._sizes[name]}")
-                if name not in self._checked:  # not through the map, whose pages would then stay in memory
+                if name not in self._checked:  # read from the file: the map's pages would stay in memory
                     self._check(name, file.read(size))
                 return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=self._type)
         except OSError as error:

@@ -1,8 +1,8 @@
-"""Keeps the pieces of a data set that a joiner has fetched; when the room is full, the least recently needed ones go.
+"""Keeps the fetched pieces of a data set within a size limit by removing the least recently needed ones.
 
-They lie in a directory of their own, so that nothing that the owner has put into the data set is ever removed. Their
-order survives a restart in the files' times of change, which are set whenever a piece is needed; times of access would
-not do, since most disks do not keep them (relatime).
+They are in a directory of their own, so that files which the owner has put into the data set are never removed. Their
+order survives a restart in the files' modification times, which are set whenever a piece is needed. Access times are
+unreliable, since most systems do not update them (relatime).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from p2ptrain.errors import DataError
 from p2ptrain.files import PARTIAL_SUFFIX, DiskError, entries, forget, trouble
 
-DEVIATIONS = 4  # above the mean: one round in 30,000 needs more
+DEVIATIONS = 4  # standard deviations above the mean: one round in 30,000 needs more
 
 
 def pieces_of_a_round(sequences: int, share: float) -> int:
-    """Returns how many pieces nearly every round can do with, whose sequences are drawn from all of the data.
+    """Returns a number of pieces that is enough for nearly every round, with sequences drawn from all of the data.
 
-    share: of a piece that a sequence takes; one lies in 1 + `share` pieces on average
+    share: the share of a piece that a sequence takes; on average a sequence touches 1 + `share` pieces
     """
     part = share % 1
     return math.ceil(sequences * (1 + share) + DEVIATIONS * math.sqrt(sequences * part * (1 - part)))
@@ -42,16 +42,16 @@ class KeptPieces:
     """Counts the fetched pieces, and removes the least recently needed ones. Its methods are thread-safe."""
 
     def __init__(self, directory: Path, room: int, names: Container[str], removed: Callable[[str], None]) -> None:
-        """room: bytes for all of them; names: of the data set's pieces, all else in the directory is left alone;
-        `removed` is called for each piece that had to go."""
+        """room: bytes for all pieces; names: the data set's pieces, since other files in the directory are left alone;
+        `removed` is called for each piece that is removed."""
         self.directory, self.room, self._removed = directory, room, removed
-        self._held: dict[str, dict[str, int]] = {}  # what is needed now, by who needs it: never removed
+        self._held: dict[str, dict[str, int]] = {}  # pieces in use, by user, which are never removed
         self._lock = threading.RLock()
         found = []
         for path in entries(directory):
             if path.name.removesuffix(PARTIAL_SUFFIX) not in names or not path.is_file() or path.is_symlink():
                 continue
-            if path.name.endswith(PARTIAL_SUFFIX):  # of a write that a crash has broken off
+            if path.name.endswith(PARTIAL_SUFFIX):  # left over from a write that a crash interrupted
                 forget(path)
                 continue
             with trouble(path, "cannot be read"):
@@ -62,7 +62,7 @@ class KeptPieces:
         self._make_room(0)
 
     def hold(self, who: str, needed: Mapping[str, int]) -> None:
-        """Keeps these pieces, given with their sizes, until `who` holds others; DataError if they do not fit."""
+        """Keeps these pieces, given with their sizes, until `who` holds others. Raises DataError if they do not fit."""
         with self._lock:
             held = {name: size for each, sizes in self._held.items() if each != who for name, size in sizes.items()}
             if (total := sum((held | dict(needed)).values())) > self.room:
@@ -72,7 +72,7 @@ class KeptPieces:
             self._touch(needed)
 
     def fitting(self, wanted: Mapping[str, int]) -> frozenset[str]:
-        """Returns those of the pieces that fit beside all that is held, and marks the ones that are here as needed."""
+        """Returns the pieces that fit beside all held ones, and marks those already here as recently needed."""
         with self._lock:
             held = {name: size for sizes in self._held.values() for name, size in sizes.items()}
             self._touch(wanted)
@@ -88,14 +88,14 @@ class KeptPieces:
     def add(self, name: str, size: int, write: Callable[[], None]) -> None:
         """Makes room for a piece and has it written."""
         with self._lock:
-            self._forget(name)  # a file that is replaced takes its space until then
+            self._forget(name)  # a replaced file frees its space first
             self._make_room(size)
             try:
                 write()
             except DiskError as error:
                 if not error.is_full:
                     raise
-                self.room = max(size, self._bytes)  # others take the disk, too
+                self.room = max(size, self._bytes)  # other programs may have filled the disk
                 self._make_room(size)
                 write()
             self._sizes[name] = size
@@ -108,7 +108,7 @@ class KeptPieces:
         for name in names:
             if name in self._sizes:
                 self._sizes.move_to_end(name)
-                with suppress(OSError):  # only the order after a restart depends on it
+                with suppress(OSError):  # failing only affects the order after a restart
                     os.utime(self.directory / name)
 
     def _make_room(self, size: int) -> None:
@@ -116,7 +116,7 @@ class KeptPieces:
             return
         held = {name for sizes in self._held.values() for name in sizes}
         while self._bytes + size > self.room:
-            name = next((each for each in self._sizes if each not in held), None)  # soon: what is held comes last
+            name = next((each for each in self._sizes if each not in held), None)  # held pieces are at the end
             if name is None:
                 raise DataError(f"no room for {size:,} bytes of training data beside what is needed now")
             path = self.directory / name

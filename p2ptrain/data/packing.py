@@ -1,11 +1,11 @@
-"""Reads sequences of tokens: which are learned, and where documents begin.
+"""Reads sequences of tokens: finds the tokens to be learned, and where documents begin.
 
 A sequence is cut from a stream of documents and may hold several. The token that ends one document also begins the
 next, as it does when the model is asked for a text. With `data.documents = "apart"`, attention stays within a document
 and positions restart; with "together", a document sees those before it.
 
 In a data set with a loss mask, such as chats, a token that is read but not learned is stored as its complement, which
-is negative. So what is to be learned travels with the token, and a piece stays one array.
+is negative. So the mask needs no array of its own.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class Packing:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a sequence is tokens to be learned, and nothing else."""
+        """Whether all tokens are learned and documents are not kept apart."""
         return not self.is_masked and self.document_end is None
 
     def split(self, sequences: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns inputs, targets (negative where nothing is to be learned) and positions, each [batch, length].
 
-        sequences: [batch, length + 1] int64; positions: each input's place in its document; None: in its sequence
+        sequences: [batch, length + 1] int64; positions: each input's place in its document, None if documents are not
+        kept apart
         """
         inputs, targets = sequences[:, :-1], sequences[:, 1:]
         if self.is_masked:

@@ -5,9 +5,9 @@ as a fraction, is below the requested fraction. So the split is the same on ever
 order, and a document that occurs twice is never on both sides, where it would falsify the held-out loss.
 
 The text is read once, in bounded memory, and tokenized in several processes, and pieces are stored as they fill. The
-tokenizer's file is stored with them, so that a data set is all that a run needs. The manifest is written last, under a
-temporary name, fsynced and renamed: the leftovers of an interrupted call do not open as a data set. The same call again
-goes on where the last one had got to and makes the same data set; another one clears them away.
+tokenizer's file is stored with them, so that a run needs nothing else. The manifest is written last, under a temporary
+name, fsynced and renamed, so that the leftovers of an interrupted call do not open as a data set. Repeating the call
+resumes and makes the same data set; a different call removes the leftovers.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ Progress = Callable[[int, int, int], None]
 
 READABLE = 0o644  # a data set is not secret; the user's umask still applies
 BATCH_BYTES = 2**20  # text tokenized at a time: enough to keep every core busy
-UNFINISHED_NAME = ".p2ptrain-unfinished"  # how far an interrupted call had got
-SAVED_BYTES = 64 * 2**20  # of text read between two times that this is saved: half a minute
+UNFINISHED_NAME = ".p2ptrain-unfinished"  # the progress of an interrupted call
+SAVED_BYTES = 64 * 2**20  # of text between two saves of the progress: half a minute
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSummary:
     """Summary of a data set that `prepare` made."""
 
-    digest: str  # of the manifest
-    tokens: int  # for training
+    digest: str  # the manifest's digest
+    tokens: int  # training tokens
     held_out_tokens: int
-    pieces: int  # files
+    pieces: int  # number of files
     path: Path
     chats_cut: int = 0  # chats that documents = "apart" would cut: they contain the token that ends a document
 
@@ -78,8 +78,8 @@ def prepare(
 ) -> DatasetSummary:
     """Makes a data set in the directory `out` from the embedded corpus, if requested, and `files`, in this order.
 
-    The text may have any size: memory grows only with the longest JSON line, and the largest row group of a table. The
-    same call goes on where an interrupted one had got to. A directory that has a data set or anything else is refused.
+    The text may have any size: memory grows only with the longest JSON line and the largest row group of a table.
+    Repeating an interrupted call resumes it. A directory that holds a data set or anything else is refused.
 
     With little text, the fraction may hold out nothing, or everything. Then the document nearest to the
     border goes to the empty side, which takes a second reading: with at least two different documents, one is
@@ -97,7 +97,7 @@ def prepare(
         if held_out and (moved := reading.moved(border)) != border:
             reading = _write_splits(out, sources, how, moved, progress, processes)
         if not reading.training.tokens:
-            # If there are documents, the border leaves some to train on, unless the second reading found other ones.
+            # If there are documents, some are left to train on, unless the files changed between the two readings.
             problem = "the named files hold no text" if reading.highest < 0 else "the text changed while it was read"
             raise ConfigError(
                 problem, source=sources[0].name, fix="Name files with text, and do not change them meanwhile"
@@ -130,7 +130,7 @@ def prepare(
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The two splits made by one reading of the text, and the lowest and highest of the documents' fractions."""
+    """The two splits made in one reading of the text, and the lowest and highest fraction of a document."""
 
     training: Split
     held_out: Split
@@ -154,7 +154,7 @@ def _fraction_of(document: Document) -> int:
 
 
 class _Kept(msgspec.Struct, array_like=True):
-    """A split so far: its pieces, and the bytes of the one that is not full."""
+    """A split so far: its full pieces, and the bytes of the last one."""
 
     pieces: list[str] = []
     tokens: int = 0
@@ -162,9 +162,9 @@ class _Kept(msgspec.Struct, array_like=True):
 
 
 class _Unfinished(msgspec.Struct, array_like=True):
-    """How far a reading has got."""
+    """The saved progress of a reading."""
 
-    call: str  # the digest of what is read, and how
+    call: str  # identifies the call: the digest of its sources and settings
     documents: int = 0
     bytes_read: int = 0
     lowest: int = 2**64 - 1
@@ -209,7 +209,7 @@ def _dtype_of(how: Reading) -> np.dtype[np.integer[Any]]:
 
 
 def _name_of(sources: Sequence[SourceFile], how: Reading, border: int) -> str:
-    """Returns a digest of what is read and how: the same call makes the same data set, if the files are the same."""
+    """Returns a digest of the sources and settings, by which a repeated call is recognised."""
     files = [(source.name, source.size, source.changed) for source in sources]
     template = "" if how.chats is None else how.chats.digest
     kind = how.tokenizer.kind, how.tokenizer.digest, how.column, how.skipped is None, str(border), template
@@ -217,7 +217,7 @@ def _name_of(sources: Sequence[SourceFile], how: Reading, border: int) -> str:
 
 
 def _unfinished(out: Path, call: str) -> _Unfinished:
-    """Returns how far the same call had got, and clears away the pieces that are not of that."""
+    """Returns the saved progress of the same call, and removes all pieces that do not belong to it."""
     try:
         encoded = (out / UNFINISHED_NAME).read_bytes()
         done = msgspec.msgpack.decode(encoded, type=_Unfinished)

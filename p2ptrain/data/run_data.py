@@ -1,4 +1,4 @@
-"""Whether a data set fits a run, and how the run reads it."""
+"""Checks that a data set fits a run, and derives how the run reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_data(run: RunConfig, dataset: TokenDataset) -> None:
 
 
 def check_tokens(run: RunConfig, dataset: TokenDataset) -> None:
-    """Refuses a data set made with another tokenizer: no other check would notice the wrong tokens."""
+    """Refuses a data set made with a different tokenizer, because no other check would notice the wrong tokens."""
     made = dataset.tokenizer
     if (made.kind, made.digest) != (run.tokenizer.kind, run.tokenizer.digest):
         fix = "Prepare the data with the run's tokenizer, or name the data's tokenizer in the run"
@@ -38,7 +38,7 @@ def check_tokens(run: RunConfig, dataset: TokenDataset) -> None:
 
 
 def packing_of(run: RunConfig, *datasets: TokenDataset) -> Packing:
-    """Returns how the run's sequences are read, whichever of these data sets they are of."""
+    """Returns how the run's sequences are read, which is the same for all of its data sets."""
     is_apart = run.data.documents == "apart"
     is_masked = any(each.is_masked for each in datasets)
     return Packing(is_masked, datasets[0].open_tokenizer().end_of_document if is_apart else None)

@@ -19,7 +19,7 @@ from p2ptrain.data.corpus import Document
 from p2ptrain.data.tokenizer import JsonTokenizer, Marked, Tokenizer, Tokens
 from p2ptrain.errors import DataError
 
-AHEAD = 3  # batches a process that are read before they are needed
+AHEAD = 3  # batches per process that are read ahead
 
 Batch = tuple[list[Document], list[Tokens]]
 
@@ -27,7 +27,7 @@ Batch = tuple[list[Document], list[Tokens]]
 def in_processes(
     tokenizer: Tokenizer, dtype: np.dtype[Any], batches: Iterable[list[Document]], processes: int
 ) -> Iterator[Batch]:
-    """Yields each batch with its tokens, of type `dtype`, in order. A tokenizer without a file needs no processes."""
+    """Yields each batch with its tokens, of type `dtype`, in order. The bytes tokenizer runs in this process."""
     if processes < 2 or not tokenizer.file_bytes:
         for batch in batches:
             yield batch, _tokens_of(batch, _encoded(tokenizer, _texts_of(batch)), dtype)
@@ -86,7 +86,7 @@ def _begin(file_bytes: bytes, dtype: np.dtype[Any]) -> None:
 
 
 def _end_with_the_first_one() -> None:
-    """Ends this process once the one that began it has been killed: its siblings keep the queue open."""
+    """Ends this process if its parent is killed, which the queue would not show, since siblings keep it open."""
     first = multiprocessing.parent_process()
     assert first is not None, "another process has begun this one"
     first.join()

@@ -38,9 +38,9 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 TOKENIZER_BYTES_MAX = 64 * 2**20  # the largest in common use (262,144 tokens) has 33 MB; each newcomer fetches it
 VOCAB_SIZE_MAX = 2**20  # the bound of RunConfig.model.vocab_size
-WHY_MAX = 300  # characters kept of the library's message, which quotes the file
+WHY_MAX = 300  # characters kept of a message by the library, which may quote the file
 FILE_NAME = "tokenizer.json"
-PANIC = "PanicException"  # pyo3_runtime's, which cannot be imported; each Rust library has its own
+PANIC = "PanicException"  # pyo3_runtime's error, which cannot be imported; each Rust library has its own
 END_OF_DOCUMENT_NAMES = (  # the end tokens of common tokenizers, in order of preference
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -53,10 +53,10 @@ END_OF_DOCUMENT_NAMES = (  # the end tokens of common tokenizers, in order of pr
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A chat's text, whose special tokens are parsed, and the places in it that are learned."""
+    """A chat's text, in which special tokens are parsed, and the places in it that are learned."""
 
     text: str
-    learned: tuple[tuple[int, int], ...]  # first character, and the one after the last
+    learned: tuple[tuple[int, int], ...]  # start and end of each place, in characters
 
 
 class Tokenizer(Protocol):
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """The largest token plus one."""
+        """The largest token, plus one."""
 
     @property
     def kind(self) -> Literal["bytes", "json"]: ...
@@ -87,7 +87,7 @@ class Tokenizer(Protocol):
         """Encodes several texts at once, each as `encode` would."""
 
     def encode_marked(self, texts: Sequence[Marked]) -> list[Tokens]:
-        """Encodes texts with their special tokens; what is not learned becomes its complement."""
+        """Encodes texts with their special tokens; tokens that are not learned become complements."""
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str: ...
 
@@ -108,7 +108,7 @@ def tokenizer_digest(file_bytes: bytes) -> str:
 
 
 class BytesTokenizer:
-    """Maps text to its UTF-8 bytes. Zero ends a document: text does not contain it."""
+    """Maps text to its UTF-8 bytes. Zero ends a document, because it does not occur in text."""
 
     vocab_size = 256
     kind: Literal["bytes"] = "bytes"
@@ -133,7 +133,7 @@ class BytesTokenizer:
         return encoded
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
-        # A model may write bytes that are not UTF-8; the others are shown.
+        # A model may write bytes that are not UTF-8; these are replaced, and the rest is shown.
         return bytes(np.asarray(tokens).tolist()).decode(errors="replace")
 
 
@@ -168,7 +168,7 @@ class JsonTokenizer:
         self.source = source
         with WithoutPanic(source):
             self._library = _load_library_tokenizer(file_bytes, source)
-            # Vocabularies may have gaps, so this is not the number of tokens.
+            # Not the number of tokens, because vocabularies may have gaps.
             self.vocab_size = max(self._library.get_vocab().values(), default=0) + 1
         self.file_bytes, self.digest = file_bytes, tokenizer_digest(file_bytes)
         if not 2 <= self.vocab_size <= VOCAB_SIZE_MAX:
@@ -189,13 +189,13 @@ class JsonTokenizer:
 
     def encode_marked(self, texts: Sequence[Marked]) -> list[Tokens]:
         if not texts:
-            return []  # without loading the file once more
+            return []  # saves loading the file once more
         with WithoutPanic(self.source):
             encodings = self._of_chats.encode_batch([each.text for each in texts], add_special_tokens=False)
         encoded, added = [], list(self._library.get_added_tokens_decoder())
         for marked, encoding in zip(texts, encodings, strict=True):
             places, ids = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), np.array(encoding.ids)
-            # An added token may have taken spaces that follow it: where it begins counts.
+            # An added token may include spaces that follow it, so its start decides.
             ends = np.where(np.isin(ids, added), places[:, 0] + 1, places[:, 1])
             encoded.append(_masked(ids, places[:, 0], ends, marked, self.vocab_size))
         return encoded
@@ -215,7 +215,7 @@ class JsonTokenizer:
 
     def _find_end_of_document(self, source: str) -> int:
         added = self._library.get_added_tokens_decoder()
-        # Only special ones: any other token could occur in a text and end it early.
+        # Only special tokens, because any other token could occur in a text and end it early.
         special = {token.content: number for number, token in added.items() if token.special}
         for name in END_OF_DOCUMENT_NAMES:
             if name in special:
@@ -234,13 +234,13 @@ def _masked(
     is_learned = np.zeros(len(tokens), dtype=bool)
     for first, last in marked.learned:
         is_inside = np.where(begins == ends, (first < ends) & (ends <= last), (begins < last) & (ends > first))
-        is_learned |= is_inside  # spaces that a tokenizer trims are of no length
+        is_learned |= is_inside  # tokens of trimmed spaces have no length
     tokens = tokens.astype(token_type(vocab_size, True))
     return np.where(is_learned, tokens, ~tokens)
 
 
 def load_tokenizer(path: Path | None) -> JsonTokenizer | BytesTokenizer:
-    """Loads the tokenizer in a file, or in a model's directory; without a path the bytes tokenizer."""
+    """Loads the tokenizer from a file or a model's directory; without a path, the bytes tokenizer."""
     if path is None:
         return BytesTokenizer()
     path = path / FILE_NAME if path.is_dir() else path

@@ -1,9 +1,9 @@
-"""Decides which tokenizer files are loaded: those made of the components of real tokenizers, in bounded number.
+"""Decides which tokenizer files may be loaded: those with a bounded number of components from real tokenizers.
 
-A file of the run comes from strangers. A chain of replacements that double the text is 2 KB long and takes all memory,
-and a regular expression with nested repetitions takes forever. So the components are on a list, the growth of a text
-is worked out from the file, and regular expressions are those of well-known tokenizers. `try_out` then loads a file
-and encodes with it in a process of its own, whose memory and time are limited.
+A run's file comes from strangers. A chain of replacements that double the text is 2 KB long and takes all memory, and a
+regular expression with nested repetitions takes forever. So components and regular expressions have to be on lists
+taken from well-known tokenizers, and the growth of a text is computed from the file. `try_out` then loads a file and
+encodes with it in a process of its own, with limits on memory and time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import msgspec
 
 from p2ptrain.errors import ConfigError, DataError
 
-COMPONENTS_MAX = 24  # of one kind; DeepSeek's have seven
+COMPONENTS_MAX = 24  # components of one kind; DeepSeek's file has seven
 ONCE = frozenset(
     {"BertNormalizer", "ByteLevel", "Metaspace", "NFC", "NFD", "NFKC", "NFKD"}
-)  # repeated, they may double
+)  # repeated, these could double the text
 TEXT_MAX = 64  # characters of a prefix, a separator or a replacement
 ADDED_MAX = 100_000  # tokens beside the vocabulary
-GROWTH_MAX = 4.0  # of a text, in characters, through all replacements together
-WORD_MAX = 1_000  # characters of a word that WordPiece looks at, by all pairs; BERT's are 100
+GROWTH_MAX = 4.0  # growth of a text, in characters, through all replacements together
+WORD_MAX = 1_000  # characters of a word for WordPiece, whose time is quadratic in it; BERT's limit is 100
 TRIAL_SECONDS = 60.0  # for a file of 33 MB on a slow machine
 TRIAL_PROGRAM = Path(__file__).with_name("tokenizer_trial.py")
 
@@ -44,14 +44,14 @@ KINDS = {
     },
     "model": {"BPE", "WordPiece", "Unigram", "WordLevel"},
 }
-MEMBERS = ("normalizers", "pretokenizers", "processors", "decoders")  # of a Sequence
+MEMBERS = ("normalizers", "pretokenizers", "processors", "decoders")  # keys for the members of a Sequence
 
 _ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _O200K_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-REGEXES = {  # of well-known tokenizers; none repeats what repeats
+REGEXES = {  # from well-known tokenizers; none has nested repetitions
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
     rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",  # GPT-4, Llama 3
     rf"{_ENGLISH}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",  # Qwen 2
@@ -69,7 +69,7 @@ REGEXES = {  # of well-known tokenizers; none repeats what repeats
 
 
 class _Model(msgspec.Struct):
-    """The parts of a model that are judged; the vocabulary is the library's to read."""
+    """The parts of a model that are judged; the vocabulary is left to the library."""
 
     type: str
     continuing_subword_prefix: str | None = None
@@ -78,7 +78,7 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct, omit_defaults=True):
-    """A tokenizer file. Encoded again, it has every key once, so the library reads what was judged."""
+    """A tokenizer file. It is encoded again, with every key once, so that the library reads exactly what was judged."""
 
     model: msgspec.Raw
     added_tokens: list[dict[str, object]] = []
@@ -90,7 +90,7 @@ class _File(msgspec.Struct, omit_defaults=True):
 
 
 def judged(file_bytes: bytes, source: str) -> bytes:
-    """Returns the file as the library may read it; raises ConfigError if it is no tokenizer or not made as it must."""
+    """Returns the file in the form that the library may read. Raises ConfigError if it breaks the rules above."""
     try:
         file = msgspec.json.decode(file_bytes, type=_File)
         model = msgspec.json.decode(file.model, type=_Model)
@@ -105,7 +105,7 @@ def judged(file_bytes: bytes, source: str) -> bytes:
 
 
 def _refused(file: _File, model: _Model) -> str:
-    """Returns why a file is refused, or an empty text."""
+    """Returns the reason to refuse a file, or an empty text."""
     if model.type not in KINDS["model"]:
         return f"unknown model {model.type}"
     if max(len(model.continuing_subword_prefix or ""), len(model.end_of_word_suffix or "")) > TEXT_MAX:
@@ -173,7 +173,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def try_out(file_bytes: bytes, source: str) -> None:
-    """Loads a file that `judged` has let through in a process of its own; raises DataError if that fails there."""
+    """Loads a file that `judged` has accepted, in a process of its own. Raises DataError if loading fails there."""
     try:
         done = subprocess.run(  # noqa: S603  # our own program
             [sys.executable, "-I", str(TRIAL_PROGRAM)],

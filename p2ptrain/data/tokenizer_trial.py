@@ -1,7 +1,7 @@
 """A child process that loads a tokenizer from stdin and encodes a text, within limits of memory and time.
 
-It is a separate program that imports nothing of p2ptrain: it only ends with status 0, or in another way. The process of
-a chat template (chats.py) has the same limits.
+It is a separate program that imports nothing from p2ptrain; its only result is its exit status. The process of a chat
+template (chats.py) has the same limits.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import sys
 import time
 from pathlib import Path
 
-MEMORY_BYTES = 4 * 2**30  # of addresses; a vocabulary of 262,144 tokens takes under one GiB
+MEMORY_BYTES = 4 * 2**30  # of address space; a vocabulary of 262,144 tokens takes less than one GiB
 PROCESSOR_SECONDS = 30
 TEXT = "The quick brown fox's 12,345 jumps.\r\n\tÜber \u4e2d\u6587 \U0001f600\x00 " + "  a" * 200 + "b" * 500
 
 
 def limit_memory() -> None:
-    """Lets this process map MEMORY_BYTES more than it has mapped."""
+    """Limits this process to MEMORY_BYTES more than it has mapped so far."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _limit(resource.RLIMIT_AS, mapped + MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
 
 
 def limit_time() -> None:
-    """Lets the system end this process after PROCESSOR_SECONDS more."""
+    """Makes the system end this process after PROCESSOR_SECONDS more of processor time."""
     _limit(resource.RLIMIT_CPU, int(time.process_time()) + PROCESSOR_SECONDS)
 
 

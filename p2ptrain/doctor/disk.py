@@ -17,9 +17,9 @@ from p2ptrain.node.limits import LESS_DISK
 from p2ptrain.store.lock import FIX, LOCK_NAME, LOCK_SUFFIX, beside
 from p2ptrain.train.memory import DiskDemand, Need
 
-PROBE_BYTES = 64 * 2**20  # more than a disk's own cache takes at once; a guess
+PROBE_BYTES = 64 * 2**20  # a guess at more than a disk's own cache holds
 PROBE_PART_BYTES = 2**20
-CHECKPOINT_SECONDS = 60.0  # to write one: if it takes longer, two may overlap when rounds are short
+CHECKPOINT_SECONDS = 60.0  # a checkpoint that takes longer may overlap with the next one
 SLOW_BYTES_PER_SECOND = 10 * 10**6  # an old memory card; each round's signed messages wait for this disk
 LOCKS = Path("/proc/locks")
 
@@ -61,8 +61,9 @@ def check_key(path: Path) -> Diagnosis:
 
 
 def holder_of(path: Path, locks: Path = LOCKS) -> int | None:
-    """Returns the process that holds this file's lock, from /proc/locks; None: no process; 0: one that is invisible
-    here. Trying to take the lock would also tell, but could keep a node from starting at that moment.
+    """Returns the process that holds this file's lock, from /proc/locks; None if none does, 0 if it is invisible here.
+
+    Taking the lock would also give the answer, but could keep a node from starting at that moment.
     """
     try:
         file = path.stat()
@@ -78,7 +79,7 @@ def holder_of(path: Path, locks: Path = LOCKS) -> int | None:
 
 
 def check_locks(directory: Path, key: Path, note: Path, answers: bool, locks: Path = LOCKS) -> Diagnosis:
-    """Checks the two locks that a start takes. `note` is a daemon's file; `answers` tells whether it answers."""
+    """Checks the two locks that a start takes. `note` is a daemon's file; `answers`: whether that daemon answers."""
     if not locks.exists():
         return Diagnosis("locks", "warning", f"unknown: there is no {locks}")
     holder = holder_of(directory / LOCK_NAME, locks)
@@ -96,7 +97,7 @@ def check_locks(directory: Path, key: Path, note: Path, answers: bool, locks: Pa
 
 
 def check_space(demand: DiskDemand) -> Diagnosis:
-    """Compares free disk space with the run's need, as a start does."""
+    """Compares the free disk space with the run's need, as a start does."""
     text = f"{demand.takes}, {mega(demand.used)} are used, {mega(demand.free)} are free; kept data comes on top"
     return Diagnosis("disk space", demand.level, text, "" if demand.level == "good" else LESS_DISK)
 
@@ -106,7 +107,7 @@ def check_speed(directory: Path, need: Need | None, free: int, probe_bytes: int 
     there = nearest_existing(directory)
     if free < 4 * probe_bytes:
         return Diagnosis("disk speed", "warning", f"not measured: only {mega(free)} are free", "Make room")
-    part = os.urandom(PROBE_PART_BYTES)  # some disks compress zeros
+    part = os.urandom(PROBE_PART_BYTES)  # random, because some disks compress zeros
     try:
         with tempfile.TemporaryFile(dir=there, buffering=0) as file:
             before = perf_counter()

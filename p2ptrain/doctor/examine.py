@@ -38,11 +38,11 @@ from p2ptrain.observe.top_frame import troubles
 from p2ptrain.store.records import remembered_peers
 from p2ptrain.train.memory import Need, demands_of, need_of
 
-DAEMON_SECONDS = 5.0  # for a running daemon to answer
-QUICK_SECONDS = 10.0  # for checks that only ask the system
-TORCH_SECONDS = 120.0  # to load torch from a slow disk, and wake up a driver
+DAEMON_SECONDS = 5.0  # time for a running daemon to answer
+QUICK_SECONDS = 10.0  # time for checks that only ask the system
+TORCH_SECONDS = 120.0  # time to load torch from a slow disk and wake up a driver
 DISK_SECONDS = 120.0  # 64 MiB at half a megabyte a second
-NETWORK_SECONDS = 90.0  # to start p2pd, ask peers in parallel, and measure bandwidth for 4 s
+NETWORK_SECONDS = 90.0  # time to start p2pd, ask peers in parallel and measure bandwidth for 4 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,22 @@ class DaemonHere:
 
     found: list[Diagnosis]
     status: dict[str, Any] | None = None
-    is_answering: bool = False  # it may have just started, and have no status yet
+    is_answering: bool = False  # False also for a daemon that has just started and has no status yet
 
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """The peers' answers, and the run they offer."""
+    """The peers' answers, and the run that they offer."""
 
     found: list[Diagnosis]
-    run: RunConfig | None = None  # of a named peer
-    members: int = 0  # of that run
-    bytes_per_second: float = 0.0  # from one of its nodes; 0: not measured
+    run: RunConfig | None = None  # the run of a named peer
+    members: int = 0  # members of that run
+    bytes_per_second: float = 0.0  # measured from one of its nodes; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)
 class RunHere:
-    """The run, as far as this machine is concerned."""
+    """The run that this machine takes part in, or may join."""
 
     found: list[Diagnosis]
     need: Need | None = None
@@ -180,7 +180,7 @@ def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
         stored = [each for each in stored if each.run_id == facts.status["run_id"]]
     try:
         needs = [(need_of(each), each) for each in stored]
-    except ConfigError as error:  # its model takes a library that is not here
+    except ConfigError as error:  # its model needs a library that is not installed
         return RunHere([refused("run", error)])
     except DeviceError as error:
         return RunHere([Diagnosis("run", "failed", str(error))])
@@ -191,7 +191,7 @@ def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
     need, run = max(needs, key=lambda each: each[0].parameters)
     found = [Diagnosis("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
     try:
-        taken = _taken_by(facts.directory) if facts.daemon.is_answering else None  # its own share counts as available
+        taken = _taken_by(facts.directory) if facts.daemon.is_answering else None  # its own share counts too
         found += machine.check_memory(demands_of(run, config, taken), config.limits.memory_bytes)
     except DeviceError as error:
         found.append(Diagnosis("memory", "failed", str(error)))
@@ -222,7 +222,7 @@ def look_at_speed(facts: NodeFacts, need: Need | None) -> list[Diagnosis]:
 
 
 def look_outside(facts: NodeFacts) -> Outside:
-    """Asks peers about time and addresses; if no node is named, asks remembered peers for the time only."""
+    """Asks the named peers about time and addresses, or without any, remembered peers only for the time."""
     addresses = list(facts.config.network.bootstrap) or _remembered(facts)
     own = [each.address for addresses_of in psutil.net_if_addrs().values() for each in addresses_of]
     told = facts.status["addresses"] if facts.status else None
@@ -267,7 +267,7 @@ async def _open(stack: AsyncExitStack, config: NodeConfig) -> Transport:
 
     sockets = stack.enter_context(private_directory())
     identity = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "identity.key"
-    Identity.make(identity)  # only for these questions: the node's own may be in use
+    Identity.make(identity)  # a temporary one, because the node's own may be in use
     transport = await P2pd.start(identity, network.asking_network(config.network), sockets)
     stack.push_async_callback(transport.close)
     return transport
@@ -290,7 +290,7 @@ async def _look_at_offers(facts: NodeFacts, transport: Transport, addresses: Seq
         if run.is_sealed and run.id == run_id:
             try:
                 size = (await asyncio.to_thread(need_of, run)).state
-            except (ConfigError, DeviceError):  # the check of the run says why
+            except (ConfigError, DeviceError):  # the check of the run reports this
                 unknown = Diagnosis("bandwidth", "warning", "not measured: the size of the run's model is unknown here")
                 return Outside([unknown], run, info.members)
             measured = await network.measure(transport, peer, run_id, size, limit)

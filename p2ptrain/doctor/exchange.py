@@ -1,4 +1,4 @@
-"""The exchange of contributions: what share of the time a run's rounds spend on a line, and which settings lower it."""
+"""The exchange of contributions: the share of a round that it takes on a line, and the settings that lower it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from p2ptrain.exact.shortage import mega
 from p2ptrain.node.consent import exchanged_bytes
 from p2ptrain.train.memory import need_of
 
-SHARE_WANTED = 0.05  # of the time
+SHARE_WANTED = 0.05  # the share of a round's time that the exchange should take at most
 
 
 def judge_exchange(
@@ -18,16 +18,18 @@ def judge_exchange(
 ) -> Diagnosis:
     """Compares the time that contributions take on the line with the time of a round's training.
 
-    Each node receives the others' contributions and sends as much on average, at once: the slower way counts.
-    tokens_per_second: of this node; download, upload: of its line, in bytes per second; 0: unknown
+    Each node receives the others' contributions and sends as much on average, at the same time, so the slower direction
+    counts.
+
+    tokens_per_second: this node's speed; download, upload: its line, in bytes per second; 0: unknown
     """
     known = [(rate, way) for rate, way in ((download, ""), (upload, ", its upload")) if rate]
     bytes_per_second, slower = min(known, default=(0.0, ""))
     recipe = run.recipe
-    tokens = recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length  # of a step
+    tokens = recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length  # tokens in a step
     received = exchanged_bytes(need_of(run), nodes)
     training = recipe.local_steps * tokens / tokens_per_second
-    rate = received / training * (1 / SHARE_WANTED - 1)  # at which it is the share wanted
+    rate = received / training * (1 / SHARE_WANTED - 1)  # the rate at which the share is as wanted
     text = f"the contributions of {nodes - 1} others come to {mega(received)} in {training:.1f} s of training"
     if not bytes_per_second:
         return Diagnosis(
@@ -45,14 +47,14 @@ def judge_exchange(
     else:
         key, value = "passes_per_step", math.ceil(recipe.passes_per_step * factor)
     fix = f"5 % takes a run with {key} = {value}"
-    key = "value_bits" if recipe.is_dense else "k"  # of every weight, only fewer bits can be sent
+    key = "value_bits" if recipe.is_dense else "k"  # a dense payload can shrink only in bits
     if fewer := _largest(run, key, need_of(run).payload / factor):
         fix += f", or {key} = {fewer}"
     return Diagnosis("exchange", "warning", text, fix)
 
 
 def _largest(run: RunConfig, key: str, payload_bytes: float) -> int:
-    """Returns the largest power of two for a key of the recipe with which contributions are that small; 0: none."""
+    """Returns the largest power of two for a recipe's key that makes contributions small enough; 0 if there is none."""
     tried = [1 << bits for bits in range(getattr(run.recipe, key).bit_length())]
     runs = [run.model_copy(update={"recipe": run.recipe.model_copy(update={key: value})}) for value in tried]
     fits = (value for value, each in zip(tried, runs, strict=True) if need_of(each).payload <= payload_bytes)

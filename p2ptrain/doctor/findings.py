@@ -1,7 +1,7 @@
 """Checks with their deadlines, and diagnoses: the result, its level, and what to do.
 
-A check that touches a driver, a disk or a mount may never return. So each check runs in a thread of its own, and
-nobody waits for it past its deadline, not even the exiting process.
+A check that touches a driver, a disk or a mount may never return. So each check runs in a thread of its own, which is
+abandoned at its deadline, also by the exiting process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from p2ptrain.observe.logs import plain
 # warning: it works but could be better, or is unknown; failed: a node cannot work like this
 Level = Literal["good", "warning", "failed"]
 T = TypeVar("T")
-VERSION = 1  # of the JSON output
+VERSION = 1  # the version of the JSON output
 WHAT_WIDTH, LEVEL_WIDTH = 16, 8  # characters of the columns
 
 
@@ -44,7 +44,7 @@ class Check(Generic[T]):
     what: str
     look: Callable[[], T]
     seconds: float
-    late: Level = "failed"  # the level if it takes longer
+    late: Level = "failed"  # the level if the deadline passes
     fix: str = "Find out what it is waiting for: a node would wait as well"
 
     @property

@@ -29,9 +29,9 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 HIVEMIND = "1.1.12"  # the version whose p2pd is known: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40
 # Known vulnerabilities of the libraries in that p2pd, by the setting that exposes them.
 QUIC_WEAKNESS = "peers can make quic-go 0.40 in p2pd run out of memory (CVE-2024-22189), and this node listens on QUIC"
-FILES_NEEDED = 1_024  # per process: one per stream here and per connection in p2pd, and 64 for HTTP
-FILES_LEAST = CONNECTIONS_HIGH + 64  # fewer are not even enough for the connections
-TIGHT = 1.1  # the need is an estimate, off by up to a tenth
+FILES_NEEDED = 1_024  # open files per process: one per stream here, or connection in p2pd, and 64 for HTTP
+FILES_LEAST = CONNECTIONS_HIGH + 64  # the connections alone need this many
+TIGHT = 1.1  # the need is an estimate, which may be a tenth too low
 CLOSE = "It is tight: close other programs"
 
 
@@ -54,7 +54,7 @@ class Hardware:
 
 
 def look_at_hardware() -> Hardware:
-    """Asks torch and the driver about the hardware, which may take a while."""
+    """Asks torch and the driver about the hardware, which may take some time."""
     import torch  # noqa: PLC0415  # two seconds, within the deadline of the check
 
     driver = ""

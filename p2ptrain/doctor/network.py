@@ -1,8 +1,8 @@
 """The network: ports, and how peers see this machine: clock, address, kind of NAT, bandwidth.
 
-Peers are asked under a temporary identity, through a p2pd of its own, so a running daemon is not disturbed. Whether
-others can dial this machine is found out by libp2p (AutoNAT) in the daemon's first minutes: we do not ask peers to dial
-back, because a peer that dials any address it is given could be used as a weapon.
+Peers are asked under a temporary identity, through a separate p2pd, so that a running daemon is not disturbed. Whether
+others can dial this machine is left to libp2p (AutoNAT) in the daemon's first minutes. We do not ask peers to dial us
+back, because a peer that dials any given address could be used as a weapon.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PEERS_ASKED = 4  # enough to tell one wrong clock from three right ones
 TRIES = 3  # attempts to ask for the time; the quickest answer is the most precise
 SKEW_REFUSED_SECONDS = 3.0  # hivemind's DHT refuses nodes whose clocks are further off
 SKEW_USUAL_SECONDS = 1.0  # NTP keeps a clock a hundred times closer
-ASK_SECONDS = 20.0  # for all questions to one peer
+ASK_SECONDS = 20.0  # time for all questions to one peer
 BANDWIDTH_SECONDS = 4.0
 BANDWIDTH_BYTES_MAX = 64 * 2**20
 TELLING_BYTES = 2**20  # less than a piece measures latency rather than bandwidth
@@ -46,9 +46,9 @@ SLOW_BYTES_PER_SECOND = 125_000  # 1 Mbit/s
 
 
 def check_listen(listen: tuple[str, ...], is_running: bool, *, gives_way: bool = False) -> list[Diagnosis]:
-    """Checks that the ports to listen on are free, or in use by the node itself if it is running.
+    """Checks that the ports to listen on are free, or in use by the running node.
 
-    `gives_way`: a start takes another port if one is taken.
+    gives_way: whether a start would take another port instead of a taken one
     """
     if not listen:
         fix = "Add an address to network.listen if others should be able to connect to this node"
@@ -100,7 +100,7 @@ def check_http(config: HttpConfig, url: str | None) -> Diagnosis:
 class PeerAnswer:
     """One peer's answer about us, and how long it took."""
 
-    address: str  # the peer's
+    address: str  # the peer's address
     offset_seconds: float  # how far its clock is ahead of ours
     uncertain_seconds: float  # half of the round trip
     seen_at: str = ""  # our address, as it sees it
@@ -109,7 +109,7 @@ class PeerAnswer:
 async def look_from(
     transport: Transport, peer: bytes, address: str, clock: Callable[[], float] = time.time
 ) -> PeerAnswer:
-    """Estimates the clock's offset as NTP does: assumes that the answer was made in the middle of the exchange."""
+    """Estimates the clock's offset as NTP does, assuming that the peer answered in the middle of the round trip."""
     best: PeerAnswer | None = None
     for _ in range(TRIES):
         before = clock()
@@ -125,7 +125,7 @@ async def look_from(
 async def ask_peers(
     transport: Transport, addresses: Sequence[str]
 ) -> tuple[list[PeerAnswer], list[Diagnosis], list[bytes]]:
-    """Asks peers; returns their answers, diagnoses of the peers that gave none, and the peers that were reached."""
+    """Asks peers. Returns their answers, a diagnosis for each silent peer, and the peers that were reached."""
     found: list[PeerAnswer] = []
     trouble: list[Diagnosis] = []
     reached: list[bytes] = []
@@ -184,8 +184,8 @@ PLACE = re.compile(r"/ip[46]/([0-9A-Fa-f.:]{2,45})/(tcp|udp)/([0-9]{1,5})(/|\Z)"
 
 
 def places_of(answers: Sequence[PeerAnswer]) -> list[tuple[str, int]]:
-    """Returns the hosts and ports at which peers see us. A peer in our own network sees a different address than those
-    outside, so those outside go first. Answers that are no addresses are ignored."""
+    """Returns the hosts and ports at which peers see us, with the answers of peers outside our own network first,
+    because peers inside see a different address. Answers that are not addresses are ignored."""
     found = []
     for each in answers:
         match = PLACE.match(each.seen_at)
@@ -298,14 +298,14 @@ class NullSink:
 
 
 class Bandwidth(NamedTuple):
-    """A measured bandwidth; 0 if too little came to tell."""
+    """A measured bandwidth; 0 if too few bytes arrived for a measurement."""
 
     diagnosis: Diagnosis
     bytes_per_second: float = 0.0
 
 
 async def measure(transport: Transport, peer: bytes, run_id: bytes, size_max: int, download: int) -> Bandwidth:
-    """Measures the download of a part of a peer's state, as a newcomer would fetch it; drops the bytes."""
+    """Measures the bandwidth by downloading part of a peer's state as a newcomer would, and drops the bytes."""
     try:
         states = await questions.ask_states(transport, peer, run_id)
     except P2ptrainError as error:
@@ -346,6 +346,6 @@ def judge_bandwidth(got: int, seconds: float, failures: Sequence[str], limit: in
 
 
 def asking_network(config: NetworkConfig) -> NetworkConfig:
-    """Returns the config of the p2pd that asks: the node's listen addresses with other ports; no port mapping."""
+    """Returns the config of the temporary p2pd: the node's listen addresses on other ports, without port mapping."""
     listen = tuple(dict.fromkeys(re.sub(r"/(tcp|udp)/[0-9]+", r"/\1/0", address) for address in config.listen))
     return NetworkConfig(listen=listen or ("/ip4/127.0.0.1/tcp/0",), nat=False, relay=config.relay)

@@ -1,6 +1,6 @@
-"""Windows: what the NAT, the clock and the sleep of WSL2, in which a node runs there, need.
+"""Windows: checks the NAT, the clock and the sleep settings of WSL2, in which a node runs there.
 
-Nobody has tried these checks on Windows; what they look at is described in the documentation of WSL.
+These checks have not been tried on Windows; they follow the documentation of WSL.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from p2ptrain.doctor.network import SKEW_REFUSED_SECONDS
 
 KERNEL = Path("/proc/sys/kernel/osrelease")
 MODE_SECONDS = 5.0
-TIME_KEEPERS = ("systemd-timesyn", "chronyd", "ntpd")  # how their processes' names begin
+TIME_KEEPERS = ("systemd-timesyn", "chronyd", "ntpd")  # beginnings of process names
 
 
 @dataclass(frozen=True, slots=True)
 class Wsl:
     """The WSL2 that this node runs in."""
 
-    networking: str  # its mode, such as nat or mirrored; empty: unknown
+    networking: str  # the networking mode, such as nat or mirrored; empty: unknown
     keeps_time: bool  # whether a program sets the clock
 
 
 def look_at_wsl() -> Wsl | None:
-    """Finds out about WSL2; None if this is not it."""
+    """Looks for WSL2; returns None if this machine is not in it."""
     try:
         if "microsoft" not in KERNEL.read_text().lower():
             return None
@@ -41,7 +41,7 @@ def look_at_wsl() -> Wsl | None:
 
 
 def networking_mode() -> str:
-    """Asks WSL for its networking mode; empty if it does not tell, as before WSL 2.0."""
+    """Asks WSL for its networking mode; empty if it has no answer, as before WSL 2.0."""
     program = shutil.which("wslinfo")
     if program is None:
         return ""

@@ -4,7 +4,7 @@
 in integers, `scales` bounds each of them, `schedule` gives the rate, `outer` applies it all to the weights and the
 outer momentum, `root` is what the members sign. `shortage` goes on in main memory where the device has too little.
 
-Whatever is changed here must give the same bits on every machine, with any number of threads and in any order of
+Any change here must give the same bits on every machine, with any number of threads and in any order of
 contributions. The golden roots (tests/golden/) prove it on each machine that runs the tests; a run keeps the arithmetic
 it began with, so a change of bits is a new protocol version.
 """

@@ -5,18 +5,18 @@ tests pin it: the order of the operations may not change within a protocol versi
 
 Votes are integers, so no sum depends on its order. The inverse transform stays in integers
 (`transform.inverse`). The rest is a fixed sequence of single IEEE operations, each rounded once:
-nothing fused, nothing summed, and no library function but the square root, which IEEE 754 defines.
+nothing is fused or summed, and the only library function is the square root, which IEEE 754 defines.
 
-If contributions carry scales (powers of two), every group's votes are counted in a common unit, and none weighs much
-more than most others, or than local steps can move (exact/scales.py). The votes themselves are summed, not filtered:
-medians and trimming destroy a sparse signal, whose coefficients most peers do not send.
+If contributions carry scales (powers of two), every group's votes are counted in a common unit, and no contribution
+weighs much more than most others do, or than local steps can account for (exact/scales.py). The votes are summed, not
+filtered: medians and trimming destroy a sparse signal, because most peers do not send a given coefficient.
 
-An outer momentum m (Nesterov's, as in DiLoCo, or plain) is agreed state like the weights w. Of the update u, rate
-included, and with mu rounded to fp32:
+An outer momentum m (Nesterov's, as in DiLoCo, or plain) is agreed state, like the weights w. With u the update, rate
+included, and mu rounded to fp32:
 
     s = m + u;  t = mu * s;  w = w - (u + t with Nesterov, s without);  m = t
 
-and in the rounds between those that carry it (Delayed Nesterov: Liu et al. 2024, arXiv 2401.09135): m = s;  w = w - u.
+Delayed Nesterov (Liu et al. 2024, arXiv 2401.09135) does this in some rounds only; in the others m = s;  w = w - u.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def apply_payloads(
 
 
 def sizes_of(payload: bytes, layout: Layout, form: PayloadFormat) -> Sizes:
-    """Reads what `Scales` compares of a payload."""
+    """Reads the exponents and sizes of a payload, which `Scales` compares."""
     starts = [group.first_chunk for group in layout.groups]
     return Sizes(read_exponents(payload, form), np.add.reduceat(read_squares(payload, form), starts))
 
@@ -169,7 +169,7 @@ def apply_votes(
 def _with_momentum(
     recipe: RecipeConfig, terms: Terms, momentum: Tensor, update: Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Returns what a strip's weights lose, and its new momentum. Each operation is one kernel, so nothing is fused."""
+    """Returns what a strip's weights lose, and its new momentum. Each operation is a kernel of its own, not fused."""
     own = update.to(device)
     total = momentum.to(device).view(own.shape) + own
     if not terms.carries:
@@ -181,7 +181,7 @@ def _with_momentum(
 def apply_own(
     layout: Layout, indices: Indices, values: NDArray[np.float32], share: float, parameters: Sequence[Tensor]
 ) -> None:
-    """Subtracts `share` of what a contribution decodes to from the weights, as if it were alone and counted whole.
+    """Decodes a contribution as if it were alone and fully counted, and subtracts `share` of it from the weights.
 
     indices: [chunks, k]; values: [chunks, k] integers times the group's power of two, so the transform is exact
     """
@@ -195,7 +195,7 @@ def apply_own(
 
 
 def apply_residual(layout: Layout, residual: Tensor, share: float, parameters: Sequence[Tensor]) -> None:
-    """Subtracts `share` of what a residual [chunks, area] decodes to from the weights."""
+    """Decodes a residual [chunks, area] and subtracts `share` of it from the weights."""
     _subtract(layout, lambda chunks: residual[chunks], share, parameters)
 
 
@@ -307,7 +307,7 @@ def check_exactness(chunk: int, device: torch.device) -> None:
         if not torch.equal(computed.cpu().long(), expected):
             raise DeviceError(f"{device} does not multiply matrices exactly", fix=EXACTNESS_FIX)
     tiny = torch.full((2**20,), 2.0**-140, device=device)  # fp32 below the normal range, enough of them for all threads
-    twice = (tiny + tiny).cpu().view(torch.int32)  # as bits: where small numbers are flushed, they equal zero
+    twice = (tiny + tiny).cpu().view(torch.int32)  # compared as bits, since flushed numbers equal zero
     if not (twice == 2**10).all():
         raise DeviceError(f"{device} flushes small numbers to zero", fix=EXACTNESS_FIX)
     smaller = (tiny * 0.75).cpu().view(torch.int32)  # a product of the momentum, below the normal range

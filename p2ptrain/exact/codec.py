@@ -20,8 +20,8 @@ first byte arrives. Every contribution has exactly one encoding, and all other s
 too large, equal buckets whose low bits do not rise, a bit string without exactly k ones, an exponent out of
 range, a set bit after the end of a section.
 
-Where every weight is sent, there are no places to name, and a number may be zero: one section follows the scales, of
-value + 2**(value_bits - 1) - 1 for each weight, whose largest code is refused, or with one bit of the signs.
+A dense payload, which sends every weight, has no indices, and its values may be zero. Its only section after the scales
+holds value + 2**(value_bits - 1) - 1 for each weight, and the largest code is refused; with one bit it holds the signs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ EXPONENT_BIAS = 64
 EXPONENT_MIN, EXPONENT_MAX = -64, 15  # 2**15 times the largest update is still far from overflowing an fp32
 
 Indices = NDArray[np.uint16]  # [chunks, k] rising along the last axis
-Values = NDArray[np.int8] | NDArray[np.int16]  # [chunks, k] never zero, but where every weight is sent
+Values = NDArray[np.int8] | NDArray[np.int16]  # [chunks, k]; never zero, except in a dense payload
 Bytes = NDArray[np.uint8]
 Fields = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """A node's contribution to a round: integers at coefficients' places; in scaled recipes also group exponents."""
+    """A node's contribution to a round: an integer for each chosen coefficient, and exponents per group if scaled."""
 
     indices: Indices
     values: Values
@@ -85,7 +85,7 @@ class PayloadFormat:
 
     @property
     def is_dense(self) -> bool:
-        """Whether every number of a chunk is sent."""
+        """Whether a contribution holds every coefficient of a chunk."""
         return self.k == self.area
 
     @property
@@ -100,7 +100,7 @@ class PayloadFormat:
 
     @property
     def sections(self) -> tuple[tuple[int, int], ...]:
-        """The number of fields per chunk and their width in bits, for upper, low, signs and magnitudes; or of the one
+        """The number of fields per chunk and their width in bits, for upper, low, signs and magnitudes; or for the only
         section of a dense payload."""
         if self.is_dense:
             return ((self.area, self.value_bits),)
@@ -122,12 +122,12 @@ class PayloadFormat:
 
 
 def value_type(value_bits: int, *, is_dense: bool = False) -> np.dtype[Any]:
-    """Returns the type of values from -2**(value_bits - 1) to as much above zero, both excluded if `is_dense`."""
+    """Returns the smallest type for values up to 2**(value_bits - 1) in magnitude, or to one less if `is_dense`."""
     return np.dtype(np.int8 if value_bits < 8 or (is_dense and value_bits == 8) else np.int16)
 
 
 def every_index(chunks: int, area: int) -> Indices:
-    """Returns the indices of whole chunks, which take no memory."""
+    """Returns all indices of each chunk, as a view that takes no memory."""
     return np.broadcast_to(np.arange(area, dtype=np.uint16), (chunks, area))
 
 
@@ -265,7 +265,7 @@ def read_exponents(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[
 
 
 def read_squares(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[np.int64]:  # [chunks]
-    """Adds up each chunk's squared values, of a payload that `unpack` has accepted."""
+    """Adds up the squared values of each chunk in a payload that `unpack` has accepted."""
     if form.value_bits == 1:
         return np.full(form.chunks, form.k, np.int64)
     count, width = form.sections[-1]
@@ -279,7 +279,7 @@ def read_squares(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[np
 
 
 def _dense_blocks(section: Bytes, form: PayloadFormat) -> Iterator[tuple[slice, NDArray[np.int32]]]:
-    """Yields the values of some chunks at a time: where they belong, and [chunks, area]."""
+    """Yields a slice of the chunks at a time, with its values [chunks, area]."""
     width, step = form.value_bits, max(8, WORK_BYTES // (4 * form.area) & ~7)
     for first in range(0, form.chunks, step):
         last = min(first + step, form.chunks)

@@ -1,14 +1,14 @@
-"""The outer step of a run: what its payloads look like, and what a round of them makes of the agreed state.
+"""The outer step of a run: the form of its payloads, and how a round's payloads change the agreed state.
 
 The agreed state is one flat tensor: all parameters in the model's order and, if the recipe has a momentum, as many
 numbers again. A run with `fragments` (Streaming DiLoCo: Douillard et al. 2025, arXiv 2501.18512) agrees on one part of
 the model each round, in turn; all other weights and momenta stay as they are.
 
-Then a payload begins with a byte that tells its fragment, and ends with zeros that make all payloads equally long:
-their length is known before they come. A payload of another fragment than its round's counts as one of zeros.
+With fragments, a payload begins with a byte that names its fragment, and is padded with zeros to the length of all
+others, so that receivers know it in advance. A payload for a different fragment than its round's counts as zeros.
 
-In a region (`world.run`), a payload ends with what its author says of the world's run (`Tail`). The update does not
-depend on it; the region's nodes keep track of the world by it (p2ptrain/region/shift.py).
+In a region (`world.run`), a payload ends with its author's view of the world's run (`Tail`). The update does not depend
+on it; the region's nodes use it to keep track of the world (p2ptrain/region/shift.py).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.schedule import terms_of
 from p2ptrain.exact.transform import Layout, fragment_of
 
-ROOM_BYTES = 1_024  # of what is sent, for its author's key; rounded up
+ROOM_BYTES = 1_024  # space in each payload for its author's key; rounded up
 FRAGMENT_BYTES = 1
 TAIL_BYTES = 9
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Tells how a contribution to a region stands to the world's run, in nine bytes at its end."""
+    """The nine bytes at the end of a contribution to a region, which relate it to the world's run."""
 
-    followed: int | None = None  # the world's newest round that its author knew of when it began to train
-    is_shifted: bool = False  # it holds what the world changed, up to that round
-    is_aware: bool = False  # its author knows from where the region goes on
-    has_told: bool = False  # and that the region has contributed to the world's next round
+    followed: int | None = None  # the world's newest round that the author knew when it began to train
+    is_shifted: bool = False  # the contribution includes the world's changes up to that round
+    is_aware: bool = False  # the author knows the point from which the region goes on
+    has_told: bool = False  # and the author knows that the region has contributed to the world's next round
 
     def encoded(self) -> bytes:
         flags = self.is_shifted | self.is_aware << 1 | self.has_told << 2
@@ -62,19 +62,19 @@ class Tail:
         return found
 
 
-# Returns, of the values that left the residual, those that a round did not count; None: it counted all.
+# Picks the part of the values that left the residual that a round did not count; returns None if it counted all.
 Uncounted: TypeAlias = Callable[[NDArray[np.float32]], NDArray[np.float32] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Tells what of each contribution a round did not count, so that it returns to its author's residual."""
+    """The payloads that a round has counted, and the scales that tell an author which part of its own was not."""
 
     payloads: Sequence[bytes]  # of the round's fragment, in the order of the scales
     scales: Scales | None
 
     def uncounted(self, payload: bytes) -> Uncounted:
-        if payload not in self.payloads:  # it came late, after a round without any, and is of another fragment
+        if payload not in self.payloads:  # late, after a round without contributions, and for another fragment
             return lambda removed: removed
         return partial(self.scales.uncounted, self.payloads.index(payload)) if self.scales else lambda removed: None
 
@@ -82,7 +82,7 @@ class Counted:
 class Outer:
     """A run's layout, payloads and outer step.
 
-    rounds_late: how old a contribution may be; covered: how many other rounds' movement it may hold as well
+    rounds_late: how old a contribution may be; covered: how many more rounds of movement it may hold
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class Outer:
 
     @property
     def state_numbers(self) -> int:
-        """How many numbers the agreed state has."""
+        """The number of values in the agreed state."""
         return self.parameters * self.recipe.state_copies
 
     def fragment_of(self, number: int) -> int:
-        """Returns the part of the model that round `number`, counted from 1, agrees on."""
+        """Returns the part of the model that is updated in round `number`, counted from 1."""
         return fragment_of(number, self.recipe.fragments)
 
     def pack(self, contribution: Contribution, fragment: int) -> bytes:
@@ -142,7 +142,7 @@ class Outer:
         return unpack(content[:end], self.forms[fragment])
 
     def _content(self, payload: bytes) -> tuple[int, bytes]:
-        """Returns the fragment that a payload is of, and what follows the byte that tells it."""
+        """Returns a payload's fragment, and the bytes after the one that names it."""
         if not self._head_bytes:
             return 0, payload
         if not payload[0] < self.recipe.fragments:
@@ -167,7 +167,7 @@ class Outer:
         size = self.forms[fragment].payload_bytes
         split = [(payload, *self._content(payload)) for payload in payloads]
         counted = [(payload, content[:size]) for payload, own, content in split if own == fragment]
-        if counted and len(counted) < len(payloads):  # the others count as contributions that move nothing
+        if counted and len(counted) < len(payloads):  # payloads for other fragments count, but move nothing
             terms = replace(terms, rate=terms.rate * Fraction(len(counted), len(payloads)))
         weights, momenta = state[: self.parameters], state[self.parameters :]
         scales = apply_payloads(

@@ -1,9 +1,9 @@
 """The state root: the digest by which nodes compare their replicas.
 
 The state is all parameters in the model's order, fp32, little-endian, one after another. Its root is a
-Merkle root over pieces of 1 MiB (see `digest`). Hashing a large state would take longer than a round may
-wait, so above `full_root_bytes_max` most roots cover a sample of pieces, drawn by the digest of the round's
-manifest: nobody knows the sample before the round is decided, and a replica that differs in a share s of
+Merkle root over pieces of 1 MiB (see `digest`). Hashing a large state would delay the
+round too long, so above `full_root_bytes_max` most roots cover a sample of pieces, drawn by the digest of the
+round's manifest: the sample is unknown until the round is decided, and a replica that differs in a share s of
 its pieces passes n samples with probability (1 - s)**n. Every `full_root_rounds` the root covers all pieces, and
 only such roots are used for catching up.
 """
@@ -20,13 +20,13 @@ from p2ptrain.config import StateConfig
 from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root, piece_count
 
 FLOAT_BYTES = 4
-FETCHED_PIECES = 64  # copied from a device at a time, twice: all at once would take another model in main memory
+FETCHED_PIECES = 64  # copied from a device at a time, two copies in flight: the whole state would double the memory
 
 assert sys.byteorder == "little", "the state is hashed as it is in memory"
 
 
 def covered_pieces(size: int, config: StateConfig, round_number: int, manifest_digest: bytes) -> list[int] | None:
-    """Draws the pieces that a round's root covers; None: all of them."""
+    """Draws the pieces that a round's root covers; returns None if it covers all."""
     pieces = piece_count(size)
     full = size <= config.full_root_bytes_max or round_number % config.full_root_rounds == 0
     if full or pieces <= 2 * config.partial_root_leaves:  # sampling half or more saves little
@@ -61,14 +61,14 @@ def state_leaves(state: Tensor) -> list[bytes]:
 
 
 def _fetched(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields blocks in main memory. A GPU copies the next one while this one is hashed, and into memory that the system
-    does not move: an H100 copied 1.3 GB a second into other memory."""
+    """Yields blocks in main memory. A GPU copies the next block while this one is hashed. It copies into pinned memory,
+    because an H100 copied only 1.3 GB a second into pageable memory."""
     if blocks[0].device.type != "cuda":
         yield from (block.cpu() for block in blocks)
         return
     try:
         rooms = [torch.empty_like(blocks[0], device="cpu", pin_memory=True) for _ in range(2)]
-    except RuntimeError:  # the system refuses, as a container or a short memory may
+    except RuntimeError:  # pinning can fail in a container, or when memory is short
         yield from (block.cpu() for block in blocks)
         return
     stream = torch.cuda.current_stream(blocks[0].device)

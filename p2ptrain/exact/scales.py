@@ -1,18 +1,18 @@
-"""One contribution counts as one: the common unit of a round's contributions whose values carry scales.
+"""Brings a round's scaled contributions to a common unit, and bounds the weight of each.
 
-A contribution names a power of two for each group, in which its integers are counted, so by itself it could weigh as
-much as it likes. Its size in a group is the sum of its squared values, scale included. The measure of a round is the
-largest size but for the largest third, so a third of the contributions cannot move it beyond what the others sent (a
-quantile, as in Yin et al. 2018, arXiv 1803.01498; the median would cut those who take ten steps to those who take one,
-where most do). A contribution with twice the measure's amplitude or more is halved until it has less; its author puts
-what was cut back into its residual.
+A contribution gives a power of two as the unit of its integers in each group, so without a bound it could weigh any
+amount. Its size in a group is the sum of its squared values, scale included. The measure of a round is the largest size
+after the largest third is left out, so that third of the contributions cannot move it beyond what the others sent (a
+quantile, as in Yin et al. 2018, arXiv 1803.01498; where most nodes take one step, the median would cut those that take
+ten). A contribution with twice the measure's amplitude or more is halved until it has less; its author returns the cut
+part to its residual.
 
-In a round with few contributions liars may be more than a third, or the only one. So the measure is also at most how
-far local steps can move the weights (`reach` in schedule.py).
+In a round with few contributions, liars may be more than a third of them, or all. So the measure is also bounded by the
+distance that local steps can move the weights (`reach` in schedule.py).
 
 All of it is exact: sizes are integers times powers of two, halving moves a scale, and the votes are integers in units
-of 2**unit, which lies `room_bits` below the measure's root mean square. What is smaller than half a unit counts as
-nothing, and a single vote never counts more than `vote_max`.
+of 2**unit, which lies `room_bits` below the measure's root mean square. Values below half a unit count as zero, and a
+single vote never counts more than `vote_max`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from p2ptrain.config import RecipeConfig
 from p2ptrain.exact.codec import Values
 from p2ptrain.exact.transform import Layout
 
-VALUE_MAX = 2**15 - 1  # of a contribution's integers
-NOTHING_BITS = 40  # halved so often, no such integer is left; doubled so often, it is above any `vote_max`
-SILENCED = 2**10  # halvings of what counts as nothing, whatever the exponents
+VALUE_MAX = 2**15 - 1  # the largest integer in a contribution
+NOTHING_BITS = 40  # this many halvings leave no such integer; this many doublings exceed any `vote_max`
+SILENCED = 2**10  # halvings that leave zero, whatever the exponents
 Votes = NDArray[np.int16] | NDArray[np.int32]
 
 
@@ -43,20 +43,20 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The units of a round's votes, and how they follow from each contribution's."""
+    """The units of a round's votes, and how often each contribution is halved to fit them."""
 
     units: tuple[int, ...]  # [groups] votes are in units of 2**unit
     exponents: NDArray[np.int64]  # [contributions, groups]
-    cuts: NDArray[np.int64]  # [contributions, groups] how often each is halved
+    cuts: NDArray[np.int64]  # [contributions, groups] halvings
     chunks: tuple[int, ...]  # [groups]
     vote_max: int
-    is_dense: bool = False  # whether numbers may be zero, or all of a group
+    is_dense: bool = False  # whether values may be zero, even all values of a group
 
     @classmethod
     def of(cls, sizes: Sequence[Sizes], layout: Layout, recipe: RecipeConfig, reach: int | None) -> Scales:
         """Works out the scales of a round from the sizes of its contributions, in their order.
 
-        reach: no measure is larger than that of movements whose root mean square is 2**reach
+        reach: bounds the measure by that of movements with a root mean square of 2**reach
         """
         exponents = np.stack([each.exponents for each in sizes]).astype(np.int64)
         squares = np.stack([each.squares for each in sizes]).astype(np.float64)  # below 2**53, or rounded once
@@ -67,13 +67,13 @@ class Scales:
             measure = np.minimum(measure, np.ldexp(np.array(chunks, np.float64) * layout.area, 2 * reach))
         units = _doublings(measure, np.array(chunks, np.float64) * recipe.k) // 2 - recipe.room_bits
         cuts = np.maximum(_doublings(weights, measure), 0) // 2
-        cuts[:, measure == 0] = SILENCED  # most have nothing to say of this group, so nobody moves it
+        cuts[:, measure == 0] = SILENCED  # most contributions are zero here, so the group does not move
         return cls(tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max, recipe.is_dense)
 
     def votes(self, number: int, values: Values) -> Votes:  # [chunks, k]
         """Returns a contribution's integers in the common units, rounded half away from zero."""
         shifts = np.repeat(self.exponents[number] - self.cuts[number] - np.array(self.units), self.chunks)[:, None]
-        # Few numbers other than zero are far above their root mean square: then they are shifted far to the left.
+        # A group of few non-zero values has a low root mean square, so these values are shifted far to the left.
         wide, most = (np.int64, NOTHING_BITS) if self.is_dense else (np.int32, 15)
         right = np.clip(-shifts, 0, most).astype(wide)  # by then, no value is left
         magnitudes = np.abs(values.astype(wide)) << np.clip(shifts, 0, most).astype(wide)
@@ -83,9 +83,9 @@ class Scales:
         return votes
 
     def uncounted(self, number: int, removed: NDArray[np.float32]) -> NDArray[np.float32]:  # [chunks, k]
-        """Returns the part of the values that left the author's residual which was not counted."""
+        """Returns the uncounted part of the values that left the author's residual."""
         own, units = (np.repeat(each, self.chunks)[:, None] for each in (self.exponents[number], self.units))
-        # Clipped, because a training repeated after a crash may have come out otherwise than what was announced.
+        # Clipped, because a training that is repeated after a crash may differ from the announced one.
         votes = self.votes(number, np.clip(np.ldexp(removed, -own), -VALUE_MAX, VALUE_MAX).astype(np.int16))
         left: NDArray[np.float32] = removed - np.ldexp(votes.astype(np.float32), units)
         return left

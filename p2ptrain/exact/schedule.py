@@ -1,7 +1,7 @@
 """The learning rate of a round, as an exact fraction.
 
 Every node multiplies the agreed update by the same rate, so the rate must be the same to the last bit. A
-cosine would come from each machine's own libm, and these differ in the last bits; so schedules are straight
+cosine would come from each machine's own libm, whose last bits differ; so schedules are straight
 lines between rational numbers, computed in integers and rounded once, at the very end.
 
 All rise linearly over `warmup_rounds`, as (round + 1) / warmup_rounds so that round 0 moves too, and then:
@@ -14,7 +14,7 @@ All rise linearly over `warmup_rounds`, as (round + 1) / warmup_rounds so that r
 
 From `rounds` on, the rate stays at its final value.
 
-With recipe `local` the schedule shapes the rate of the local steps, which no other node sees; what they moved is
+With recipe `local` the schedule shapes the rate of the local steps, which no other node sees; their movement is
 applied at a constant rate, as in DiLoCo.
 """
 
@@ -25,22 +25,22 @@ from fractions import Fraction
 
 from p2ptrain.config import RecipeConfig
 
-REST = Fraction(1, 16)  # of the highest inner rate: what the residual still holds may go where a schedule ends at zero
+REST = Fraction(1, 16)  # of the highest inner rate: lets the residual drain after a schedule has reached zero
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How a round's contributions move the weights, besides what is the same in all rounds."""
+    """The terms that vary by round in how contributions move the weights."""
 
     rate: Fraction
-    reach: int | None = None  # no contribution counts for more than movements whose root mean square is 2**reach
+    reach: int | None = None  # a contribution's root mean square counts as 2**reach at most
     carries: bool = True  # whether the outer momentum, if there is one, moves the weights and decays
 
 
 def terms_of(recipe: RecipeConfig, round_number: int, rounds_late: int, covered: int = 0) -> Terms:
     """Returns the terms of `round_number`, counted from 0.
 
-    rounds_late: the age that a contribution may have; covered: how many other rounds' movement it may hold as well
+    rounds_late: how old a contribution may be; covered: how many more rounds of movement it may hold
     """
     return Terms(
         learning_rate(recipe, round_number),
@@ -60,11 +60,12 @@ def inner_rate(recipe: RecipeConfig, round_number: int) -> Fraction:
 
 
 def reach(recipe: RecipeConfig, round_number: int, rounds_late: int, covered: int = 0) -> int | None:
-    """Returns g such that 2**g is below what local steps can move a weight by: each by its full rate, in all rounds
-    that a contribution may cover: late ones, with fragments as many as there are, and in a region those of the world's
-    round. None: contributions are no movements.
+    """Returns the largest g for which local steps can move a weight by 2**g; None if contributions are not movements.
 
-    Measured, honest contributions have a root mean square of a fifth of that, and of 2.6 times it at most (log/).
+    Each step moves a weight by its full rate, in every round that a contribution may cover: late rounds, one round for
+    each fragment, and in a region the rounds of the world's round.
+
+    The root mean square of honest contributions was measured at a fifth of that, and at 2.6 times it at most (log/).
     """
     if recipe.spec.kind != "local" or not recipe.inner_learning_rate:
         return None
@@ -77,7 +78,7 @@ def reach(recipe: RecipeConfig, round_number: int, rounds_late: int, covered: in
 
 
 def _height(recipe: RecipeConfig, round_number: int) -> Fraction:
-    """Returns the share of its highest value that a rate has in `round_number`."""
+    """Returns the rate of `round_number` as a share of the highest rate."""
     assert round_number >= 0
     if round_number < recipe.warmup_rounds:
         return Fraction(round_number + 1, recipe.warmup_rounds)

@@ -1,4 +1,4 @@
-"""Handles a device that runs out of memory: tells this from a bug, and goes on."""
+"""Handles a device that runs out of memory: tells the shortage from a bug, and goes on."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 DeMo (Peng, Quesnelle, Kingma 2024, arXiv 2411.19870) found that the fast-moving part of a momentum has
 most of its energy in a few coefficients of its two-dimensional DCT-II, taken chunk by chunk. Here the
-two directions differ:
+two directions differ in precision:
 
 - Forward, from a gradient to coefficients, is fp32 and approximate. It only decides which coefficients
-  a node contributes, and nobody checks that choice.
+  a node contributes, which is its own choice.
 - Inverse, from summed votes to an update, is exact. Votes are integers, the basis is a table of
   integers below 2**14, and every partial sum of
 
@@ -18,9 +18,8 @@ Every matrix is padded to whole chunks, because splitting dimensions by a diviso
 uncompressed. Vectors, and matrices that padding would more than double, are laid end to end and share
 chunks. Chunks are numbered group by group, left to right and top to bottom, as in the payload.
 
-Without a transform a chunk is a stretch of a tensor, and its numbers are the weights' own. A run may also agree on one
-part of the model after the other: `fragments` are layouts of some of the groups each, dealt so that all have about as
-many chunks.
+Without a transform a chunk is a stretch of a tensor, and its values are those of the weights. A run may also update one
+part of the model after the other: `fragments` are layouts that share out the groups, with about as many chunks each.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class Strip:
 class Layout:
     """Maps parameters to chunks; it follows from the parameters' shapes alone.
 
-    is_transformed: whether a chunk's numbers are coefficients of its DCT, and not the weights'
+    is_transformed: whether a chunk's values are coefficients of its DCT, rather than weights
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], chunk: int, *, is_transformed: bool = True) -> None:
@@ -172,12 +171,13 @@ class Layout:
 
     @property
     def scale(self) -> float:
-        """The factor between what `decoded` returns and the weights."""
+        """The factor from the result of `decoded` to the weights."""
         return inverse_scale(self.chunk) if self.is_transformed else 1.0
 
     def decoded(self, votes: Tensor, votes_bound: int | None = None) -> Tensor:  # [i, n, j] fp64
-        """Returns what votes [n, area] say of the weights, over `scale`: the exact inverse, or without a transform
-        themselves. votes_bound: limit of any chunk's sum of |votes|, if they are integers
+        """Returns the exact inverse transform of votes [n, area], or these if there is no transform, before `scale`.
+
+        votes_bound: limit of any chunk's sum of |votes|, if they are integers
         """
         if not self.is_transformed:
             return untransformed(votes, self.chunk)
@@ -242,7 +242,7 @@ class Layout:
     def accumulate(self, tensors: Sequence[Tensor], residual: Tensor, keep: float) -> None:
         """residual = keep * residual + DCT(tensors), chunk by chunk; approximate. Without a transform, + tensors.
 
-        tensors: the parameters' gradients, or whatever has their shapes; residual: [chunks, area] fp32 or bf16
+        tensors: gradients, or other tensors of the parameters' shapes; residual: [chunks, area] fp32 or bf16
         """
         c = self.chunk
         for group in self.groups:
@@ -282,7 +282,7 @@ class Layout:
 
 
 def fragment_of(number: int, fragments: int) -> int:
-    """Returns the fragment that round `number`, counted from 1, agrees on."""
+    """Returns the fragment that is updated in round `number`, counted from 1."""
     return (number - 1) % fragments
 
 
@@ -300,7 +300,7 @@ def _fp32_products_are_plain() -> bool:
     """Whether torch multiplies in plain fp32, without TF32 or bf16."""
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # set through torch's newer interface, for which the older getter raises
+    except RuntimeError:  # the older getter raises if the setting was made through torch's newer interface
         return False
 
 

@@ -1,6 +1,6 @@
 """What is trained, and what is done with it: the kinds of models, their weights from elsewhere, and their export.
 
-`kinds` knows them all: `built_in`, `hf_model` (transformers), `plugins` (other people's), with `adapters` (LoRA) on
+`kinds` lists all kinds: `built_in`, `hf_model` (transformers) and `plugins` (other people's), with `adapters` (LoRA) on
 top. `given_weights` reads weights that the owner has, `export` with `tensor_file` writes them, `sample` continues a
 text.
 """

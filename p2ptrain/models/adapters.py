@@ -1,10 +1,10 @@
 """LoRA: trains two small matrices beside each of a model's own, which stay as they are (arXiv 2106.09685).
 
 A matrix W becomes W + alpha / rank * B A, where A [rank, inputs] is drawn at random and B [outputs, rank] begins as 0.
-The agreed state is A and B alone. The model's own weights are the base: a safetensors file that whoever begins a run
-writes and everybody else fetches once. It is named by the Merkle root over its pieces, so that each can be checked as
-it arrives, and the same weights make the same file everywhere: tensors in the order of their names, each in the
-smallest type that holds its numbers exactly.
+Only A and B are the agreed state. The model's own weights are the base: a safetensors file that the first node of a run
+writes and all others fetch once. It is named by the Merkle root over its pieces, so that each piece can be checked as
+it arrives. The same weights make the same file everywhere: tensors sorted by name, each in the smallest type that holds
+its numbers exactly.
 
 Names are those of the peft library, which reads what `p2ptrain export --adapter` writes.
 """
@@ -29,9 +29,9 @@ from p2ptrain.files import PARTIAL_SUFFIX, forget, make_directory, open_regular,
 from p2ptrain.models.built_in import Linear, Model
 from p2ptrain.models.tensor_file import Shape, write_tensors
 
-FIRST, SECOND = "lora_A.weight", "lora_B.weight"  # the ends of the adapters' names
+FIRST, SECOND = "lora_A.weight", "lora_B.weight"  # how the adapters' names end
 STORED = (torch.bfloat16, torch.float16, torch.float32)  # the first that fits is taken
-NAMED_MAX = 6  # modules that an error names
+NAMED_MAX = 6  # modules listed in an error
 ORIGIN_FIX = "Whoever began the run made it so: install the versions that its founder has, or join another"
 
 
@@ -40,7 +40,7 @@ ORIGIN_FIX = "Whoever began the run made it so: install the versions that its fo
 
 
 class Adapter(nn.Module):
-    """A matrix of a model, frozen, with the two small ones that train beside it."""
+    """A frozen matrix of a model, with the two small ones that train beside it."""
 
     weight: Tensor
     bias: Tensor | None
@@ -101,7 +101,7 @@ class AdaptedModel(Model):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draws the adapters alone, as peft does: nothing changes until the second of each has learned something."""
+        """Draws the adapters, as peft does: the model is unchanged until the second matrices have been trained."""
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
             drawn = torch.zeros(parameter.shape)
@@ -122,7 +122,7 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 def _targets(model: Model, outer: set[int], adapt: AdaptConfig) -> list[tuple[str, nn.Module]]:
-    """Returns the modules that get adapters, by name. ConfigError if one that is named is not there."""
+    """Returns the modules that get adapters, by name. Raises ConfigError if a named module does not exist."""
     able = [(name, each) for name, each in model.named_modules() if _is_matrix(each) and id(each.weight) not in outer]
     chosen = [(name, each) for name, each in able if not adapt.targets or f".{name}".endswith(_ends(adapt.targets))]
     for target in adapt.targets:
@@ -147,7 +147,7 @@ def is_transposed(model: ModelConfig) -> bool:
 
 
 def merged(weight: Tensor, first: Tensor, second: Tensor, run: RunConfig) -> Tensor:
-    """Returns a matrix of the base with its adapters' change added."""
+    """Adds the change of its adapters to a matrix of the base."""
     change = second @ first * (run.adapt.alpha / run.adapt.rank)
     return weight + (change.T if is_transposed(run.model) else change)
 
@@ -158,7 +158,7 @@ def merged(weight: Tensor, first: Tensor, second: Tensor, run: RunConfig) -> Ten
 
 @dataclass(frozen=True, slots=True)
 class FrozenBase:
-    """The file of a run's frozen weights, its digest and those of its pieces."""
+    """The file of a run's frozen weights, with its digest and the digests of its pieces."""
 
     path: Path
     size: int
@@ -182,7 +182,7 @@ def make_base(directory: Path, weights: Mapping[str, Tensor]) -> FrozenBase:
 
 
 def base_file(directory: Path, digest: str) -> Path:
-    """Returns where the base of this digest lies, if it is there."""
+    """Returns the path of the base with this digest, if the file exists."""
     return directory / f"{digest}.safetensors"
 
 
@@ -199,10 +199,10 @@ def _stored_type(tensor: Tensor) -> torch.dtype:
 
 
 def read_base(path: Path) -> FrozenBase:
-    """Reads the whole file, for its digests."""
+    """Reads the whole file to compute its digests."""
     leaves: list[bytes] = []
     size = 0
-    with trouble(path, "cannot be read"), open_regular(path.resolve()) as file:  # its owner may have moved it
+    with trouble(path, "cannot be read"), open_regular(path.resolve()) as file:  # may be a link
         while piece := file.read(PIECE_BYTES):
             leaves.append(leaf_digest(len(leaves), piece))
             size += len(piece)
@@ -211,14 +211,14 @@ def read_base(path: Path) -> FrozenBase:
 
 
 def load_base(model: AdaptedModel, path: Path) -> None:
-    """Gives the model the weights of a base, in fp32. DataError if they are not its own: strangers begin runs."""
+    """Loads a base into the model, in fp32. Raises DataError if it does not fit, since a stranger may have made it."""
     wanted = model.base()
     for name, tensor in base_tensors(path, {name: tuple(each.shape) for name, each in wanted.items()}):
         wanted[name].data = tensor
 
 
 def base_tensors(path: Path, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
-    """Yields a base's tensors in fp32, in this order. DataError unless it has exactly these names and shapes."""
+    """Yields a base's tensors in fp32, in this order. Raises DataError unless it has exactly these names and shapes."""
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

@@ -44,7 +44,7 @@ class Linear(nn.Linear):
     """A matrix without a bias; zero until `initialise` or a checkpoint fills it.
 
     PyTorch would fill it from the global generator, which is slow for a model that is about to be loaded, and
-    changes everybody else's random numbers.
+    changes the random numbers of all other code.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim)
         self.o_proj = Linear(config.dim, config.dim)
 
-    def forward(  # stream: [batch, length, dim]; mask: [batch, 1, length, length], added; None: what stands before
+    def forward(  # stream: [batch, length, dim]; mask: [batch, 1, length, length], added; None: plain causal
         self, stream: Tensor, cosine: Tensor, sine: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         def split(projected: Tensor) -> Tensor:  # -> [batch, heads or kv_heads, length, head_dim]
@@ -187,14 +187,14 @@ class FusedLoss(torch.autograd.Function):
                     if is_trained:
                         to_weight += gradient.T @ inputs
                     del gradient
-                del logits  # before the next block computes its own
+                del logits  # frees the memory before the next block needs it
         ctx.save_for_backward(to_hidden, to_weight)
         return total / max(1, count)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         to_hidden, to_weight = ctx.saved_tensors
-        of_weight = to_weight * gradient if ctx.needs_input_grad[1] else None  # a frozen one has none
+        of_weight = to_weight * gradient if ctx.needs_input_grad[1] else None  # a frozen weight has none
         return to_hidden * gradient.to(to_hidden.dtype), of_weight, None, None
 
 
@@ -219,12 +219,12 @@ def only_learned(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Model(nn.Module):
-    """A model that a run can train: a module with a loss. Each kind has parameters and first weights of its own.
+    """A model that a run can train: a module with a loss.
 
-    A plug-in's is made with (config, settings), where `settings` is a `Settings` of its class.
+    A plug-in's model is constructed with (config, settings), where `settings` is an instance of its `Settings`.
     """
 
-    context = 0  # tokens that it can read at a time to continue a text; 0: it continues none
+    context = 0  # the longest text, in tokens, that it can continue; 0: it cannot continue texts
     draws = False  # whether a training pass draws random numbers (dropout)
 
     def loss(self, sequences: Tensor) -> Tensor:  # [batch, length + 1] int64 -> scalar fp32
@@ -232,17 +232,17 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def packed_loss(self, inputs: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:  # -> scalar fp32
-        """Returns the mean loss of the targets that are not negative; 0 if all are.
+        """Returns the mean loss of the targets that are not negative, or 0 if there are none.
 
-        inputs, targets: [batch, length] int64; positions: the inputs' places in their documents, which do not see each
-        other; None: they do (data/packing.py)
+        inputs, targets: [batch, length] int64; positions: the inputs' places in their documents, each of which attends
+        only to itself; None: documents are not kept apart (data/packing.py)
         """
         raise NotImplementedError
 
     def initialise(self, seed: int) -> None:
         """Fills the model with its first weights: the same for the same seed on the same machine.
 
-        Without this, they are those that a plug-in's constructor draws from torch's generator, which has that seed.
+        A plug-in need not override this: its constructor may draw them from torch's generator, which has that seed.
         """
 
     def compile_layers(self) -> None:
@@ -250,7 +250,7 @@ class Model(nn.Module):
         self.compile()
 
     def vocabulary_matrices(self) -> list[Tensor]:
-        """Returns the matrices that have a row for each token or position: they are no hidden layer's."""
+        """Returns the matrices with a row for each token or position, which do not count as hidden layers."""
         return [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
 
     @torch.no_grad()
@@ -285,7 +285,7 @@ class Transformer(Model):
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:  # [batch, length] int64
         """Returns the residual stream [batch, length, dim] that the output matrix turns into logits."""
         config = self.config
-        # Only distances between positions count (RoPE), so these need not restart.
+        # RoPE uses only distances between positions, so they need not restart at each document.
         mask = None if positions is None else within_documents(positions, _working_type(tokens.device.type))
         cosine, sine = rotary_tables(tokens.shape[1], config.dim // config.heads, config.rope_theta, tokens.device)
         stream = self.embed_tokens(tokens)

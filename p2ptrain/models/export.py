@@ -52,8 +52,8 @@ from p2ptrain.models.kinds import (
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.models.tensor_file import write_tensors
 
-MODE = 0o666  # less the user's umask: an export is meant to be shared
-PEFT_PREFIX = "base_model.model."  # in the names of peft's files
+MODE = 0o666  # reduced by the user's umask: an export is meant to be shared
+PEFT_PREFIX = "base_model.model."  # begins the names of tensors in peft's files
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class Weights:
     run: RunConfig
     round: int
     branch: bytes
-    head: bytes  # that round's manifest; empty if unknown
+    head: bytes  # the digest of that round's manifest; empty if unknown
     root: bytes
-    base: Path | None = None  # the file of the frozen ones, if adapters train
+    base: Path | None = None  # the file of the frozen weights, if adapters train
 
     @property
     def covered(self) -> list[int] | None:
-        """Returns the pieces that the root covers; None: all."""
+        """Returns the pieces that the root covers; None if it covers all."""
         return covered_pieces(self.size, self.run.state, self.round, self.head)
 
     def check_size(self) -> None:
@@ -103,7 +103,7 @@ class Weights:
         return parameter_count(self.run.model, self.run.adapt)
 
     def flat(self) -> Tensor:  # -> [parameters] fp32
-        """Reads all of them, in the order of the state, without the outer momentum that may follow them."""
+        """Reads all weights in the order of the state, without the outer momentum that may follow them."""
         self.check_size()
         flat = torch.empty(self.size // FLOAT_BYTES, dtype=torch.float32)
         into, at = octets(flat), 0
@@ -113,7 +113,7 @@ class Weights:
         return flat[: self.parameters]
 
     def named(self) -> dict[str, Tensor]:
-        """Reads all of them, by the names of the model's parameters."""
+        """Reads all weights, by the names of the model's parameters."""
         return by_name(self.flat(), named_shapes(self.run.model, self.run.adapt))
 
 
@@ -131,9 +131,10 @@ def export(
     *,
     only_adapters: bool = False,
 ) -> None:
-    """Exports to a new directory, completely or not at all; `members`: how many have a vote, and are admitted.
+    """Exports to a new directory, completely or not at all.
 
-    only_adapters: leave the frozen weights out, instead of merging the adapters into them
+    members: how many nodes have a vote, and how many are admitted; only_adapters: writes the adapters alone, instead of
+    merging them into the frozen weights
     """
     check_target(target)
     files = {"run.json": weights.run.canonical(), "README.md": model_card(weights, members, only_adapters).encode()}
@@ -141,7 +142,7 @@ def export(
         _write(target, files | {"adapter_config.json": _json(_peft_config(weights.run))}, weights, only_adapters=True)
         return
     files["tokenizer.json"] = tokenizer.file_bytes or bytes_tokenizer()
-    if weights.run.model.kind != "plugin":  # whose model only its package loads
+    if weights.run.model.kind != "plugin":  # only the plug-in's package can load such a model
         files |= {
             "config.json": _json(model_config(weights.run.model, tokenizer.end_of_document)),
             "generation_config.json": _json(_generation_config(tokenizer.end_of_document)),
@@ -153,7 +154,7 @@ def export(
 def _write(target: Path, files: Mapping[str, bytes], weights: Weights, *, only_adapters: bool) -> None:
     with trouble(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(suffix=PARTIAL_SUFFIX, dir=target.parent))  # a name that nobody else uses
+        place = Path(tempfile.mkdtemp(suffix=PARTIAL_SUFFIX, dir=target.parent))  # with a unique name
         partial = place / target.name
         try:
             partial.mkdir()
@@ -186,7 +187,7 @@ def _write_weights(path: Path, weights: Weights) -> None:
 
 
 def _without_momentum(weights: Weights) -> Iterator[bytes]:
-    """Yields the pieces of the weights alone, and checks those after them, too."""
+    """Yields only the pieces of the weights; the momentum's pieces after them are checked as well."""
     left = FLOAT_BYTES * weights.parameters
     for piece in weights.pieces():
         if left > 0:
@@ -218,7 +219,7 @@ def _write_merged(path: Path, weights: Weights) -> None:
 
 
 def _write_file(path: Path, weights: Weights, shapes: NamedShapes, content: Iterable[bytes | memoryview]) -> None:
-    """Writes fp32 numbers of these shapes. A tied output matrix is the embedding, which stands there once."""
+    """Writes fp32 tensors of these shapes. A tied output matrix is left out, because it is the embedding."""
     told = {"run": weights.run.run_id, "round": str(weights.round), "state_root": weights.root.hex()}
     tensors = [(name, torch.float32, shape) for name, shape in shapes]
     write_tensors(path, tensors, content, {"format": "pt", **told})
@@ -283,12 +284,12 @@ def _peft_config(run: RunConfig) -> dict[str, Any]:
 
 
 def _carried_config(config: ModelConfig, hf: HfConfig, end: int) -> dict[str, Any]:
-    """Returns the config.json that the run carries, with what loading it in fp32 and sampling as we do needs."""
+    """Returns the run's config.json, completed so that it loads in fp32 and samples as p2ptrain does."""
     from p2ptrain.models.hf_model import class_name  # noqa: PLC0415  # needs the extra [hf]
 
     raw: dict[str, Any] = json.loads(config.config)
     raw.pop("_name_or_path", None)
-    return raw | dict(hf.keys) | {  # with what was filled in where a default was meant
+    return raw | dict(hf.keys) | {  # with the defaults written out
         "architectures": [class_name(hf)],
         "bos_token_id": end,
         "dtype": "float32",
@@ -301,7 +302,7 @@ def _carried_config(config: ModelConfig, hf: HfConfig, end: int) -> dict[str, An
 
 def _generation_config(end: int) -> dict[str, Any]:
     temperature = SampleRequest("", 1, 0).temperature
-    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}  # from all tokens, as we do
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}  # from all tokens
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, **drawn}
 
 
@@ -330,9 +331,9 @@ def _end_name(tokenizer: Tokenizer) -> str | None:
 def bytes_tokenizer() -> bytes:
     """Makes a tokenizer.json whose tokens are the bytes of UTF-8.
 
-    Its model merges nothing, and its tokens are the characters by which GPT-2 wrote bytes: printable ones stand for
-    themselves, the others are moved up behind the first 256. (Bytes written as <0x41> would not work: that decoder
-    drops a whole run of them for a single one that is not UTF-8.)
+    Its model has no merges, and its tokens are GPT-2's characters for bytes: printable bytes stand for themselves, and
+    the others are mapped to characters above the first 256. (Bytes written as <0x41> would not work: that decoder
+    drops a whole run of bytes if one of them is not UTF-8.)
     """
     from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  # as above
     from tokenizers import decoders, models, pre_tokenizers  # noqa: PLC0415

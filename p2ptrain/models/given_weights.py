@@ -1,8 +1,8 @@
 """Reads first weights that the owner has: a Hugging Face directory, a safetensors file, GGUF, or a run's checkpoint.
 
-Tensors are matched by name, with or without the prefix that transformers gives a model's body; what a tied model has
-twice is left out. They become fp32. Whatever is missing, left over or of another shape is named, and a pickle is never
-read, because reading one runs code.
+Tensors are matched by name, with or without the prefix that transformers gives a model's body; a second copy of a tied
+matrix is ignored. They become fp32. An error names tensors that are missing, left over or of another shape. Pickles are
+refused, because reading one runs code.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from p2ptrain.models.export import Weights, model_config
 from p2ptrain.models.kinds import BUILTIN_PREFIX, Shape, exported_shapes
 
 INDEX_NAME, SINGLE_NAME, CONFIG_NAME = "model.safetensors.index.json", "model.safetensors", "config.json"
-INDEX_BYTES_MAX = 2**26  # a name and a file for each tensor: some 100 KB for 70B parameters
+INDEX_BYTES_MAX = 2**26  # the index maps tensors to files; for 70B parameters it has some 100 KB
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 SAFE_FIX = "Write it as safetensors: model.save_pretrained(DIR) of transformers does, or safetensors.torch.save_file"
 BELONGS_FIX = "Begin with the config.json that belongs to these weights"
 HEAD = "lm_head.weight"
 # Tables that older versions of transformers saved with the weights; every model makes its own.
 TABLES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-NAMED_MAX = 4  # tensors that an error names
+NAMED_MAX = 4  # tensors listed in an error
 # Keys of a config.json that decide what the built-in model's weights mean, beside their shapes.
 BUILTIN_KEYS = ("model_type", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta")
-# Keys that a run may choose for weights that it was given.
+# Keys of a config.json that a run may set differently from the given weights.
 FREE_KEYS = ("max_position_embeddings", "n_positions", "initializer_range", "use_cache", "transformers_version")
 FREE_ENDINGS = ("dropout", "pdrop")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor in a file, not read yet."""
+    """A tensor in a file that has not been read yet."""
 
     shape: Shape
     read: Callable[[], Tensor]
 
 
 def read_weights(path: Path, model: ModelConfig) -> Tensor:  # -> [parameters] fp32
-    """Reads the weights at `path` for this model, in the order of its state. ConfigError if they do not fit."""
+    """Reads the weights at `path` for this model, in the order of its state. Raises ConfigError if they do not fit."""
     with _opened(path, model) as found:
         _refuse_other_config(path, model)
         return _flat(path, model, found)
 
 
 def read_checkpoint(weights: Weights, model: ModelConfig) -> Tensor:  # -> [parameters] fp32
-    """Reads the agreed weights of another run, checked against their root. ConfigError if its model is another."""
+    """Reads another run's agreed weights and checks their root. Raises ConfigError if its model is different."""
     if weights.run.adapt.is_on:
         fix = "Give what `p2ptrain export` makes of it, in which they are merged"
         raise ConfigError("it has only the adapters of a model", source=str(weights.path), fix=fix)
@@ -72,7 +72,7 @@ def read_checkpoint(weights: Weights, model: ModelConfig) -> Tensor:  # -> [para
 
 
 def config_beside(path: Path) -> str:
-    """Returns the config.json of weights for a run that brings none; empty if there is none."""
+    """Returns the config.json beside weights, for a run that has none of its own; empty if there is none."""
     if path.suffix == ".gguf":
         return _config_of_gguf(path)
     place = (path if path.is_dir() else path.parent) / CONFIG_NAME
@@ -89,7 +89,7 @@ def config_beside(path: Path) -> str:
 
 @contextmanager
 def _opened(path: Path, model: ModelConfig) -> Iterator[dict[str, Found]]:
-    """Opens all tensors at `path`, by their names there."""
+    """Opens all tensors at `path`, by their names in the files."""
     if not path.exists():
         raise ConfigError("it does not exist", source=str(path), fix="Name a directory or a file with weights")
     if path.suffix in PICKLES:
@@ -165,7 +165,7 @@ def _read_gguf(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def _config_of_gguf(path: Path) -> str:
-    """Returns the config.json that transformers reads from a GGUF, without what has no effect on training."""
+    """Returns the config.json that transformers makes from a GGUF, without keys that have no effect on training."""
     raw = _accepted(_read_gguf(path)["config"])
     return json.dumps({key: value for key, value in raw.items() if key not in WITHOUT_EFFECT}, indent=2)
 
@@ -213,7 +213,7 @@ def _as_numbers(path: Path, name: str, tensor: Tensor) -> Tensor:
 
 
 def _misfits(wanted: Mapping[str, Shape], found: Mapping[str, Found]) -> list[str]:
-    """Describes what is of another shape, missing or left over."""
+    """Describes the tensors that are missing, left over or of another shape."""
     pairs = [(name, found[name].shape, shape) for name, shape in wanted.items() if name in found]
     told = _first([
         f"{name} is {list(there)} there and {list(here)} in the model" for name, there, here in pairs if there != here
@@ -236,7 +236,7 @@ def _refuse(path: Path, misfits: list[str]) -> None:
 
 
 def _accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those keys of a config.json that a run can carry."""
+    """Returns the keys of a config.json that a run can carry."""
     architecture = ARCHITECTURES.get(str(raw.get("model_type")))
     if architecture is None:
         return dict(raw)
@@ -244,7 +244,7 @@ def _accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_other_config(path: Path, model: ModelConfig) -> None:
-    """Refuses weights whose own config.json describes other arithmetic, which no shape would tell."""
+    """Refuses weights whose own config.json describes different arithmetic, which the shapes would not reveal."""
     if path.suffix == ".gguf" or model.kind == "plugin" or not (text := config_beside(path)):
         return
     try:
@@ -267,7 +267,7 @@ def _refuse_other_config(path: Path, model: ModelConfig) -> None:
 
 
 def _in_full(hf: HfConfig) -> dict[str, Any]:
-    """Returns all keys of a config as transformers understands them, with its defaults."""
+    """Returns a config as transformers reads it, with all defaults filled in."""
     from p2ptrain.models.hf_model import library  # noqa: PLC0415
 
     said: dict[str, Any] = library().AutoConfig.for_model(hf.model_type, **hf.keys).to_dict()

@@ -1,8 +1,8 @@
 """Models of Hugging Face's transformers: any of the tested architectures, made from the run's config.json.
 
-What a run brings is checked by `config/hf.py`; only keys on its lists reach transformers. Everything else is ours:
-fp32 weights, torch's own attention (sdpa), no cache, no padding token (its row would not be trained), and never a file,
-remote code or the network. Weights are made elsewhere (begin.py, or the swarm).
+`config/hf.py` checks the run's config.json; only keys on its lists reach transformers. Everything else is our choice:
+fp32 weights, torch's own attention (sdpa), no cache, and no padding token (its row would not be trained). Files, remote
+code and the network are never used. Weights come from elsewhere (begin.py, or the swarm).
 
 The loss is the mean cross entropy that transformers computes. Where logits are one product of the hidden states and
 the output matrix it is computed a block of tokens at a time (`FusedLoss`), so that a large vocabulary takes no more
@@ -32,10 +32,10 @@ INSTALL = "pip install 'p2ptrain[hf]'"
 
 @cache
 def library() -> Any:
-    """Imports transformers, which then stays off the network. ConfigError if it is not installed."""
+    """Imports transformers, which then stays off the network. Raises ConfigError if it is not installed."""
     if find_spec("transformers") is None:
         raise ConfigError(f"this run trains a transformers model: {INSTALL}", key="model.kind")
-    os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it then
+    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
     transformers = import_module("transformers")  # by name, for mypy where the extra is missing
     transformers.utils.logging.set_verbosity_error()
     return transformers
@@ -44,7 +44,7 @@ def library() -> Any:
 def make_net(config: HfConfig, seed: int = 0) -> Any:
     """Makes the module as transformers does, with weights drawn by its own rules from the seed.
 
-    Nobody else's random numbers change.
+    The random numbers of other code do not change.
     """
     transformers = library()
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
@@ -70,12 +70,12 @@ def class_name(config: HfConfig) -> str:
 
 
 def _arguments(inputs: Tensor, positions: Tensor | None) -> dict[str, Any]:
-    """Returns the arguments of a forward pass. Positions that restart tell transformers where documents begin."""
+    """Returns the arguments of a forward pass. Where positions restart, transformers takes a document to begin."""
     return {"input_ids": inputs, "use_cache": False} | ({} if positions is None else {"position_ids": positions})
 
 
 class HfModel(Model):
-    """A causal language model of transformers; its parameters have the names that it gives them."""
+    """A causal language model of transformers, with its parameters under their own names."""
 
     def __init__(self, config: ModelConfig, *, checkpointing: bool = False) -> None:
         super().__init__()

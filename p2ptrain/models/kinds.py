@@ -1,9 +1,9 @@
 """The models that a run can train, by `model.kind`.
 
-A model is a torch module with a loss over token sequences (`Model` in model.py): the built-in one, one of transformers,
-or that of a plug-in. The agreed state is the list of its
-trained parameters, in the order of `named_parameters`, where tied ones stand once; a run of a kind other than the
-built-in one names the digest of that list, so that two versions of a library that disagree about it are told so.
+A model is a torch module with a loss over token sequences (`Model` in built_in.py): the built-in one, one of
+transformers, or a plug-in's. The agreed state is the list of its trained parameters in the order of `named_parameters`,
+which yields tied ones once. A run of any kind but the built-in one names the digest of that list, so that nodes whose
+library versions disagree about it get an error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from p2ptrain.models.built_in import Model, Transformer, parameter_shapes
 
 Shape = tuple[int, ...]
 NamedShapes = tuple[tuple[str, Shape], ...]
-ENTRY_BYTES_MAX = 512  # of a tensor, in the header of a file of weights
-BUILTIN_PREFIX = "model."  # in Hugging Face's names, not in those of the built-in model
+ENTRY_BYTES_MAX = 512  # for one tensor, in the header of a file of weights
+BUILTIN_PREFIX = "model."  # present in Hugging Face's names, absent from the built-in model's
 
 
 class OwnModel(Model):
-    """The parameters of a model that its members' own scripts train; nothing here can compute its loss."""
+    """The parameters of a model that the members' own scripts train; only these scripts can compute its loss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def build(
 ) -> Model:
     """Makes the model; its weights are arbitrary until they are initialised or loaded, except those of a `base`.
 
-    seed: of what a plug-in's constructor draws; nobody else's random numbers change
+    seed: for the random numbers of a plug-in's constructor; those of other code do not change
     """
     model = _build(config, checkpointing, seed)
     if not adapt.is_on:
@@ -101,7 +101,7 @@ def first_model(
 
 
 def _checked(model: object, plugin: str) -> Model:
-    """Returns a plug-in's model if the swarm can agree on what it learns; ConfigError if not."""
+    """Returns a plug-in's model. Raises ConfigError if the swarm could not agree on everything that it learns."""
     key = "model.plugin"
     if not isinstance(model, Model):
         what = f"{plugin} makes {type(model).__name__}, which is no p2ptrain.models.built_in.Model"
@@ -116,30 +116,30 @@ def _checked(model: object, plugin: str) -> Model:
             fix = "A parameter is float32 and trained; what does not change is a buffer"
             raise ConfigError(what, key=key, fix=fix)
     refuse_trained_buffers(model)
-    model.draws = True  # whether it does is not known
+    model.draws = True  # unknown, so assume it
     return model
 
 
 def build_with(
     config: ModelConfig, weights: Mapping[str, Tensor], adapt: AdaptConfig = WHOLE, base: Path | None = None
 ) -> Model:
-    """Makes the model of these tensors, by the names of its parameters, which become its own.
+    """Makes the model from these tensors, given by parameter name, without copying them.
 
-    base: the file of the frozen ones, if adapters train
+    base: the file of the frozen weights, if adapters train
     """
     if config.kind == "builtin" and not adapt.is_on:
         with torch.device("meta"):  # no memory, whatever the size
             model = build(config)
         model.load_state_dict(weights, assign=True)
         return model
-    model = build(config, adapt=adapt, base=base)  # whole: it has buffers
-    for name, parameter in model.named_parameters():  # a tied one stands once
+    model = build(config, adapt=adapt, base=base)  # built for real, because it has buffers
+    for name, parameter in model.named_parameters():  # yields a tied parameter once
         parameter.data = weights[name]
     return model
 
 
 def refuse_trained_buffers(model: nn.Module) -> None:
-    """Refuses a model that learns outside of its parameters: the swarm agrees on those alone."""
+    """Refuses a model that learns outside of its parameters, because the swarm agrees only on these."""
     for name, module in model.named_modules():
         if getattr(module, "running_mean", None) is not None:
             what = f"{type(module).__name__} {name} keeps running averages, which training changes and no state covers"
@@ -148,9 +148,9 @@ def refuse_trained_buffers(model: nn.Module) -> None:
 
 @lru_cache(maxsize=8)
 def named_shapes(config: ModelConfig, adapt: AdaptConfig = WHOLE) -> NamedShapes:
-    """Returns the trained parameters' names and shapes, in the order of the state, without memory for them.
+    """Returns the trained parameters' names and shapes, in the order of the state, without allocating them.
 
-    Raises DeviceError if the run says that they are others.
+    Raises DeviceError if they differ from those in the run.
     """
     with torch.device("meta"):
         model = build(config, adapt=adapt)
@@ -177,7 +177,7 @@ def shapes_digest(shapes: NamedShapes) -> str:
 
 @torch.no_grad()
 def frozen_digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Returns the digest of parameters that do not train: names, types, shapes and bytes; empty without any."""
+    """Returns the digest of the names, types, shapes and bytes of parameters that do not train; empty without any."""
     parts = []
     for name, each in sorted(named, key=lambda pair: pair[0]):
         if each.is_meta:
@@ -200,19 +200,19 @@ def by_name(flat: Tensor, shapes: NamedShapes) -> dict[str, Tensor]:
 
 
 def shapes_of(config: ModelConfig, adapt: AdaptConfig = WHOLE) -> list[Shape]:
-    """Returns the shapes alone; of the built-in model without building it, whatever its size."""
+    """Returns the shapes of the trained parameters. The built-in model is not built for this, whatever its size."""
     if config.kind == "builtin" and not adapt.is_on:
         return parameter_shapes(config)
     return [shape for _, shape in named_shapes(config, adapt)]
 
 
 def parameter_count(config: ModelConfig, adapt: AdaptConfig = WHOLE) -> int:
-    """Counts the numbers that are trained."""
+    """Returns the number of trained values."""
     return sum(prod(shape) for shape in shapes_of(config, adapt))
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
-    """Returns the model of a run without its adapters, of whose shapes alone `shapes` is the digest."""
+    """Returns the model of a run without its adapters; a run's `shapes` digest covers only the adapters."""
     return config.model_copy(update={"shapes": ""})
 
 

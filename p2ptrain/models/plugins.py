@@ -1,10 +1,10 @@
 """Plug-ins: models and recipes from packages that the owner of this machine has installed and allowed.
 
-A run comes from strangers, so nothing that it names is imported. It names a package and its exact version. Only if the
-owner has allowed just that (`[plugins] allow`) is the package looked for among the installed ones, its version
-compared, and the entry point that has the package's name loaded: a subclass of `Model` from the group
-`p2ptrain.models`, a class that follows `Recipe` from `p2ptrain.recipes`. It is made with the run's settings, which its
-own `Settings` (a `Section`) reads. Whatever fails in it is told in a line that names it.
+A run comes from strangers, so nothing is imported just because a run names it. A run names a package and its exact
+version. Only if the owner has allowed exactly these (`[plugins] allow`) is the package looked up among the installed
+ones, its version compared, and the entry point with the package's name loaded: a subclass of `Model` in the group
+`p2ptrain.models`, or a class that follows `Recipe` in `p2ptrain.recipes`. It is constructed with the run's settings,
+which its own `Settings` (a `Section`) reads. An error inside it becomes one line that names the plug-in.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from p2ptrain.errors import ConfigError
 Part = Literal["model", "recipe"]
 GROUPS: dict[Part, str] = {"model": "p2ptrain.models", "recipe": "p2ptrain.recipes"}
 AUTHOR_FIX = "Tell its author, or take part in a run without it"
-WHY_LENGTH_MAX = 300  # characters of what others raise
-# All of Python's own errors that code of others raises; ours are no part of them.
+WHY_LENGTH_MAX = 300  # characters kept of an error from other people's code
+# Python's own errors, which a plug-in's code may raise; our own error types are not among them.
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError,
     SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 
-_ALLOWED: list[str] = []  # by the owner of this process
+_ALLOWED: list[str] = []  # packages that the owner of this process has allowed
 
 
 def allow(plugins: Sequence[str]) -> None:
-    """Lets this process use the packages that its owner has allowed, and no other."""
+    """Lets this process use these packages, which its owner has allowed, and no others."""
     _ALLOWED[:] = plugins
 
 
 def load(part: Part, plugin: str) -> type[Any]:
-    """Returns the class that a package has for a part of a run. ConfigError if it is not allowed or not there."""
+    """Returns a package's class for a part of a run. Raises ConfigError if it is not allowed or not installed."""
     if plugin not in _ALLOWED:
         what = f"this run takes its {part} from the package {plugin}, which is not allowed on this node"
         fix = "It can do all that you can. If you trust it, install that version and write "
@@ -73,7 +73,7 @@ def _loaded(part: Part, plugin: str) -> type[Any]:
 
 
 def make(part: Part, plugin: str, given: PluginSettings, *arguments: object) -> Any:
-    """Makes the plug-in's part of a run from these arguments and its settings."""
+    """Constructs the plug-in's model or recipe from these arguments and its settings."""
     kind = load(part, plugin)
     with blamed(part, plugin, f"made its {part}"):
         return kind(*arguments, _settings(part, plugin, kind, given))
@@ -103,7 +103,7 @@ def blamed(part: Part, plugin: str, when: str) -> Iterator[None]:
 
 
 def _place_of(error: Exception) -> str:
-    """Returns the last line of code before the error that is neither ours, torch's nor the import system's."""
+    """Returns the last line of code before the error that belongs to neither p2ptrain, torch nor the import system."""
     places = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
     others = ("/torch/", "/importlib/", "<frozen", str(Path(__file__).parents[1]))
     theirs = [(Path(file).name, line) for file, line in places if not any(each in file for each in others)]
@@ -111,7 +111,7 @@ def _place_of(error: Exception) -> str:
 
 
 def blamed_in_model(model: ModelConfig, when: str) -> AbstractContextManager[None]:
-    """Does the same for a model that may be a plug-in's; the errors of others are left as they are."""
+    """Does the same for a plug-in's model; errors of other kinds of models are left as they are."""
     return blamed("model", model.plugin, when) if model.plugin else nullcontext()
 
 

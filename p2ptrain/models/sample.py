@@ -1,4 +1,4 @@
-"""Samples text from a model, to see what it has learned; not a way to serve it.
+"""Samples text from a model, to show what it has learned; it is not meant for serving.
 
 For every token the model runs over all tokens before it, without a cache: seconds for a few hundred tokens
 of a small model. The text begins as documents do in training, after the end of another one, and ends
@@ -38,7 +38,7 @@ def sample(
     request: SampleRequest,
     on_token: Callable[[], None] = lambda: None,
 ) -> str:
-    """Returns the prompt and its continuation: the same text for the same wish on the same device.
+    """Returns the prompt and its continuation: the same request gives the same text on the same device.
 
     `on_token` is called before each token is sampled; an exception from it ends the sampling.
     """

@@ -45,7 +45,7 @@ from p2ptrain.files import (
 
 STAMP_NAME, TRAINER_NAME, STATE_NAME = "checkpoint.json", "trainer.safetensors", "state.bin"
 LEAVES_NAME = "leaves.bin"
-LOOKS_MAX = 8  # attempts to read checkpoints while a node prunes them: one goes each time another is made
+LOOKS_MAX = 8  # attempts to list checkpoints while a running node prunes them
 STAMP_BYTES_MAX = 65_536  # a stamp has 600 bytes
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
@@ -86,20 +86,20 @@ class Stamp(Struct, frozen=True, forbid_unknown_fields=True):
     branch: Hex
     head: Hex  # the manifest after which it was made; empty if unknown, as for a fetched state
     root: Hex
-    trained: Annotated[int, Meta(ge=0)]  # the number of the last training in it (diary.py)
+    trained: Annotated[int, Meta(ge=0)]  # the number of the last training that it includes (diary.py)
     trainer: FileStamp
     state: FileStamp
-    digest: Hex = ""  # of all other fields
+    digest: Hex = ""  # the digest of all other fields
 
     def encoded(self) -> bytes:
-        """Encodes the stamp, always in the same way, with its digest."""
+        """Encodes the stamp canonically, with its digest."""
         plain = msgspec.json.encode(msgspec.structs.replace(self, digest=""))
         signed = msgspec.structs.replace(self, digest=digest("checkpoint", plain).hex())
         return msgspec.json.format(msgspec.json.encode(signed)) + b"\n"
 
 
 class Checkpoint(Struct, frozen=True):
-    """A checkpoint on the disk; `Checkpoints.verify` tells whether it is undamaged."""
+    """A checkpoint on the disk; `Checkpoints.verify` checks it for damage."""
 
     path: Path
     stamp: Stamp
@@ -138,7 +138,7 @@ class Checkpoint(Struct, frozen=True):
     def leaves(self) -> bytes:
         """Returns the concatenated digests of the state's pieces, from leaves.bin or else computed from the state.
 
-        Empty if they do not lead to the root: the state is damaged, or its root covers only a part of it.
+        Empty if they do not lead to the root, because the state is damaged or the root covers only some pieces.
         """
         size = self.state_bytes
         try:
@@ -172,10 +172,10 @@ class Checkpoints:
 
     def __init__(self, directory: Path, run_id: bytes) -> None:
         self.directory, self.run_id = directory, run_id
-        self.damaged: set[Path] = set()  # damaged ones found by this process
+        self.damaged: set[Path] = set()  # damaged checkpoints that this process has found
 
     def tidy(self) -> None:
-        """Makes the directory, and removes checkpoints that a crash left incomplete. Call it before writing."""
+        """Makes the directory, and removes incomplete checkpoints after a crash. Call it before writing."""
         make_directory(self.directory)
         for path in entries(self.directory):
             if path.name.endswith(PARTIAL_SUFFIX):
@@ -192,13 +192,15 @@ class Checkpoints:
         weights: bytes | memoryview,
         leaves: bytes = b"",
     ) -> Checkpoint:
-        """Writes a checkpoint durably: `save` writes the trainer's file, `weights` are the agreed weights, and `leaves`
-        the digests of their pieces, if they lead to the root."""
+        """Writes a checkpoint durably.
+
+        save: writes the trainer's file; weights: the agreed weights; leaves: the digests of their pieces, if these lead
+        to the root"""
         made = max((int(path.name[:8]) for path in self._directories()), default=0) + 1
         path = self.directory / f"{made:08d}-round-{number}"
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         forget(partial)
-        with trouble(path), ThreadPoolExecutor(1, "digest") as beside:  # digests while the disk writes
+        with trouble(path), ThreadPoolExecutor(1, "digest") as beside:  # computes digests while the disk writes
             try:
                 make_directory(partial)
                 state_digest = beside.submit(lambda: blake3(weights).hexdigest())
@@ -227,11 +229,11 @@ class Checkpoints:
         return Checkpoint(path, self._stamp(path))
 
     def found(self) -> list[Checkpoint | DataError]:
-        """Returns all checkpoints, newest last; an unreadable one as its error."""
+        """Returns all checkpoints, newest last, with an error in place of an unreadable one."""
         for _ in range(LOOKS_MAX):
             found = {path: self._look(path) for path in self._directories()}
             if found.keys() <= {*self._directories()}:
-                break  # otherwise a running node has removed some meanwhile
+                break  # otherwise a running node has just removed some
         errors = {path: each for path, each in found.items() if isinstance(each, DataError)}
         self.damaged |= {path for path, error in errors.items() if not isinstance(error, NewerError)}
         return [*found.values()]
@@ -296,8 +298,9 @@ class Checkpoints:
         forget(checkpoint.path)
 
     def newest(self, journal: Journal) -> Checkpoint | None:
-        """Returns the newest undamaged checkpoint on the saved history, reading it completely. Raises NewerError if a
-        later release has made any."""
+        """Returns the newest undamaged checkpoint on the saved history, after reading it completely.
+
+        Raises NewerError if a later release has made any checkpoint."""
         for each in self.found():
             if isinstance(each, NewerError):
                 raise each
@@ -310,9 +313,9 @@ class Checkpoints:
         return None
 
     def prune(self, kept: int, journal: Journal) -> None:
-        """Removes all checkpoints but the newest `kept`, the newest `kept` on the saved history (in case the others'
-        branch has lost), and the newest certified one (in case later ones turn out wrong)."""
-        paths = self._directories()  # first, so that one that another thread finishes meanwhile stays
+        """Removes all checkpoints but the newest `kept`, the newest `kept` on the saved history (the others' branch may
+        have lost), and the newest certified one (later ones may turn out wrong)."""
+        paths = self._directories()  # listed first, so that a checkpoint that another thread finishes now stays
         found = self.present()
         judged = [(each, each.judged_by(journal)) for each in found]
         ours = [each for each, judgement in judged if judgement.is_on_history]
@@ -334,7 +337,7 @@ class Checkpoints:
 
 
 def read_stamp(directory: Path) -> Stamp:
-    """Reads the stamp of the checkpoint in a directory, of whichever run."""
+    """Reads the stamp of a checkpoint, whichever run it belongs to."""
     path = directory / STAMP_NAME
     content = read_regular(path, STAMP_BYTES_MAX)
     if content is None:
@@ -351,7 +354,7 @@ def read_stamp(directory: Path) -> Stamp:
 
 
 def _is_newer(content: bytes) -> bool:
-    """Whether a later version made this stamp. One with a flipped bit in its version is damaged instead."""
+    """Whether a later version made this stamp. A stamp with a flipped bit in its version counts as damaged instead."""
     made = msgspec.json.decode(content, type=_AnyStamp).format
     if made == FORMAT or not made.startswith(FORMAT[:-1]):
         return False

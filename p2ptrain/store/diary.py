@@ -26,7 +26,7 @@ from p2ptrain.files import read, sync, trouble, write_all, write_atomically
 from p2ptrain.store.formats import refuse_newer
 
 ENTRIES_MAX = 1_024  # trainings; beyond it, the older half is dropped
-OUTSTANDING_MAX = 128  # contributions whose values the trainer keeps
+OUTSTANDING_MAX = 128  # contributions whose exact values the trainer keeps
 
 Count = Annotated[int, Meta(ge=0)]
 _log = structlog.get_logger("p2ptrain.store")
@@ -40,15 +40,15 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     base_round: Count
     place: Count
     places: Count
-    outstanding: Annotated[tuple[Count, ...], Meta(max_length=OUTSTANDING_MAX)]  # earlier rounds, still to be taken
-    # Zeros, with a number of steps: it failed after these.
+    outstanding: Annotated[tuple[Count, ...], Meta(max_length=OUTSTANDING_MAX)]  # rounds, still to be taken
+    # All zeros, with `steps` set: the training failed after that many steps.
     payload: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     # Both change the order of sums, and therefore the bits.
-    threads: Count = 0  # of torch; 0: not recorded
-    sequences_per_pass: Count = msgspec.field(default=0, name="sequences")  # at most; 0: not recorded, or no limit
-    steps: Count = 0  # 0: all local steps
-    applied_after: Count = 0  # local steps taken when the next round was applied in between; 0: none was
-    tail: Annotated[str, Meta(pattern=r"\A([0-9a-f]{18})?\Z")] = ""  # of the contribution, in a region
+    threads: Count = 0  # torch's threads; 0: not recorded
+    sequences_per_pass: Count = msgspec.field(default=0, name="sequences")  # the limit; 0: not recorded, or no limit
+    steps: Count = 0  # steps taken; 0: all local steps
+    applied_after: Count = 0  # how many local steps preceded a round applied during the training; 0: none was
+    tail: Annotated[str, Meta(pattern=r"\A([0-9a-f]{18})?\Z")] = ""  # the contribution's tail, in a region
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class _Line(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Diary:
-    """The diary of one trainer. Only one thread writes."""
+    """The diary of one trainer. Only one thread may write."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,7 +76,7 @@ class Diary:
 
     def note(self, entry: Trained) -> None:
         """Appends an entry durably."""
-        if len(self.entries) >= ENTRIES_MAX:  # only the oldest checkpoints need the older half
+        if len(self.entries) >= ENTRIES_MAX:  # the older half matters only to the oldest checkpoints
             self.forget(self.entries[ENTRIES_MAX // 2].number)
         with trouble(self.path):
             is_new = not self.path.exists()
@@ -96,13 +96,13 @@ class Diary:
         self.entries.append(entry)
 
     def after(self, number: int) -> list[Trained]:
-        """Returns the trainings after this number, the last in a checkpoint; none if one of them is missing."""
+        """Returns the trainings after this number, which is a checkpoint's last; none if one of them is missing."""
         later = [each for each in self.entries if each.number > number]
         numbers = [each.number for each in later]
         return later if numbers == list(range(number + 1, number + 1 + len(later))) else []
 
     def forget(self, number: int) -> None:
-        """Removes the trainings up to this number, which every kept checkpoint includes."""
+        """Removes the trainings up to this number, which all kept checkpoints include."""
         kept = [each for each in self.entries if each.number > number]
         if len(kept) < len(self.entries):
             write_atomically(self.path, b"".join(map(_encoded, kept)))
@@ -110,8 +110,9 @@ class Diary:
 
 
 def read_entries(path: Path, content: bytes) -> tuple[list[Trained], bytes]:
-    """Returns the trainings before the first damaged line, and those lines as bytes. Raises DataError if a later
-    release wrote any of the remaining lines."""
+    """Returns the trainings before the first damaged line, and their lines as bytes.
+
+    Raises DataError if a later release wrote any of the other lines."""
     entries: list[Trained] = []
     whole = b""
     lines = content.splitlines(keepends=True)

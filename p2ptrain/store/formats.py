@@ -13,7 +13,7 @@ VERSION = 1
 
 
 class _AnyVersion(Struct):
-    """The version field, whatever else the content has."""
+    """The version field; all other content is ignored."""
 
     format: int = VERSION
 

@@ -1,7 +1,7 @@
 """A lock that ends with its process: only one node uses a directory, and only one process uses an identity.
 
 Two processes with one key would contradict each other in public. flock is released however the process ends. The lock
-file is never removed: two other processes could then lock two different files of that name.
+file is never removed, because then two processes could each lock a different file of the same name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Lock:
 
     @classmethod
     def of_identity(cls, key_file: Path) -> Self:
-        """Locks the use of a key, whichever links lead to its file."""
+        """Locks the use of a key, whatever links lead to its file."""
         return cls(beside(key_file, LOCK_SUFFIX), f"the identity {key_file}")
 
     def release(self) -> None:

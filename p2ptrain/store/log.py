@@ -41,13 +41,13 @@ from p2ptrain.store.segment import FRAME_BYTES, Snapshot, damaged, decoded, enco
 
 SEGMENT_BYTES = (
     16 * 2**20
-)  # read in a tenth of a second; at least twice the snapshot, or each append would begin another
+)  # read in a tenth of a second; must be twice the snapshot, or each append would begin a segment
 
 # For readers other than the node itself:
-READ_TIMES = 5  # attempts, if a running node replaces the segment meanwhile
+READ_TIMES = 5  # attempts, in case a running node replaces the segment meanwhile
 READ_BYTES_MAX = 2**29  # twice the largest segment that 256 rounds of 1,024 contributors can lead to
-NAMES_MAX = 1_024  # files in the directory; a node leaves two
-ALL_ROUNDS = 2**31  # more than a segment has: readers want all of it, not only what a node would keep
+NAMES_MAX = 1_024  # files in the directory; a node has two at most
+ALL_ROUNDS = 2**31  # more rounds than a segment has, because readers want all of them
 
 _SEGMENT = re.compile(r"[0-9]{8}\.log")
 
@@ -60,14 +60,14 @@ class Log:
     def __init__(
         self, directory: Path, base: AgreedState, kept: int, is_forgetful: bool = False, staleness: int = 0
     ) -> None:
-        """Opens the log, or begins it from state `base`; `is_forgetful` if a log existed before and has been lost."""
+        """Opens the log, or begins one from state `base`; `is_forgetful` means that an earlier log has been lost."""
         self.directory = directory
         self.journal = Journal(base, kept, staleness)
         self.is_forgetful = is_forgetful
-        self.number = self.size = self.limit = 0  # of the segment
+        self.number = self.size = self.limit = 0  # of the current segment
         self._descriptor = -1
-        self._is_torn = False  # a write has failed, and its remains must be cut off
-        self._is_lost = False  # the segment's state on the disk is unknown: a new one is needed
+        self._is_torn = False  # a write has failed, and its partial data must be cut off
+        self._is_lost = False  # the segment's state on the disk is unknown, so a new segment is needed
         make_directory(directory)
         found = self._segments()
         if found:
@@ -89,7 +89,7 @@ class Log:
     # Writing
 
     def append(self, records: Sequence[Record]) -> None:
-        """Appends records durably: after this returns they survive a power cut; if it raises, none was appended."""
+        """Appends records durably: once it returns, they survive a power cut; if it raises, none was appended."""
         if not records:
             return
         journal, frames = self.journal.copy(), []
@@ -109,12 +109,12 @@ class Log:
     def _write(self, content: bytes) -> None:
         self._is_torn = True
         write_all(self._descriptor, content)
-        self._is_lost = True  # data dropped by a failed sync is not written by a later one: never append after it
+        self._is_lost = True  # a later sync would not write the data that this one dropped
         os.fsync(self._descriptor)
         self._is_torn = self._is_lost = False
 
     def _mend(self) -> None:
-        """Removes the remains of a failed append."""
+        """Cuts off the partial data of a failed append."""
         if self._is_lost:
             self._begin_segment()
         elif self._is_torn:
@@ -142,7 +142,7 @@ class Log:
         except OSError:
             forget(partial)
             raise
-        # From here on the new segment may have its name and would be read instead of the old: no way back.
+        # From here on the new segment may have its name and be read instead of the old one: there is no way back.
         self._is_lost, self.number = True, number
         rename(partial, path)
         self._use(path, len(content), len(content))
@@ -188,7 +188,7 @@ class _Segment:
 
     journal: Journal
     is_forgetful: bool
-    end: int  # of the complete frames
+    end: int  # where the complete frames end
     snapshot_bytes: int
 
 

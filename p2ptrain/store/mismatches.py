@@ -22,7 +22,7 @@ from p2ptrain.errors import DataError, HardwareError
 from p2ptrain.files import read, write_atomically
 from p2ptrain.store.formats import refuse_newer
 
-MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # this many wrong states within this many rounds end the node
+MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # so many wrong states within so many rounds end the node
 
 _log = structlog.get_logger("p2ptrain.store")
 
@@ -37,12 +37,12 @@ class Mismatches:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rounds = self._read()  # the last ones, each less than MISMATCH_ROUNDS before the newest
+        self.rounds = self._read()  # the latest rounds, all within MISMATCH_ROUNDS of the newest
 
     def note(self, number: int) -> None:
         """Notes a wrong state after round `number`. Raises HardwareError if there were too many.
 
-        A round counts once: a node restarted before the correction may compute the same state again.
+        A round counts once, because a node that restarts before the correction may compute the same state again.
         """
         if number in self.rounds:
             return
@@ -50,7 +50,7 @@ class Mismatches:
         self.rounds = (*recent, number)[-MISMATCHES_MAX:]
         try:
             write_atomically(self.path, _encoded(self.rounds))
-        except DataError as error:  # a restart will not know of it, but this process does
+        except DataError as error:  # a restart will not know of this round, but this process does
             _log.error("cannot note a wrong state", why=str(error))
         self.refuse()
 

@@ -1,8 +1,8 @@
 """Stores payloads by digest: in memory while a round is being agreed on, and in files once they must last.
 
-A payload that no round takes never touches the disk. If memory gets short, the least recently used ones are written to
-files without syncing, because the core relies on every payload that was reported to it. Digests are checked on reading;
-a damaged file counts as missing.
+Usually a payload that no round takes never touches the disk. But if memory gets short, the least recently used payloads
+are written to files without syncing, because the core relies on every payload that was reported to it. Digests are
+checked on reading; a damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PayloadStore:
         self.directory, self.memory_bytes = directory, memory_bytes
         make_directory(directory)
         self._memory: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
-        self._bytes = 0  # in memory
+        self._bytes = 0  # bytes of payloads in memory
         self._lasting: set[bytes] = set()  # written and synced by this process
         self._spilled: set[bytes] = set()  # written by this process, not synced
         self.damaged = 0  # damaged files that were found and removed
@@ -44,7 +44,7 @@ class PayloadStore:
         """Stores a payload whose digest the caller has checked."""
         with self._lock:
             if name in self._memory or name in self._lasting or name in self._spilled:
-                return  # a file from an earlier process may be damaged, so write it again
+                return  # files of earlier processes are written again, as they may be damaged
             self._memory[name] = content
             self._bytes += len(content)
             while self._bytes > self.memory_bytes:
@@ -66,7 +66,7 @@ class PayloadStore:
             if content is None:
                 missing.append(name)
                 continue
-            with self._writing:  # spilled ones are written again: a sync that failed once does not fail again
+            with self._writing:  # spilled files are written again, because a failed sync does not fail twice
                 replace_file(self._path_of(name), content)
             written.append(name)
         if written:
@@ -103,7 +103,7 @@ class PayloadStore:
         return content
 
     def read_piece(self, name: bytes, index: int) -> bytes | None:
-        """Returns a piece for a peer, which checks it; None if it does not exist."""
+        """Returns a piece for a peer, which will check it; None if it does not exist."""
         size = self.size(name)
         if size is None or not 0 <= index < piece_count(size):
             return None
@@ -142,7 +142,7 @@ class PayloadStore:
             return {*self._memory, *self._lasting, *self._spilled}
 
     def prune(self, keep: Collection[bytes], known: Collection[bytes] | None = None) -> None:
-        """Removes all payloads except `keep`, and except new ones: those stored that are not in `known`."""
+        """Removes all payloads except those in `keep`, and new ones, which were stored but are not in `known`."""
         with self._lock:
             if known is not None:
                 keep = {*keep, *self.names().difference(known)}

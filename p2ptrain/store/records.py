@@ -7,15 +7,15 @@
     mine        this node's own totals in the run, in one row
     format      the version of this format, in one row
 
-Nothing that the nodes agree on depends on it. So commits are not synced (WAL mode and synchronous = NORMAL: a power cut
-loses the last rows but leaves the file intact); a damaged file is logged, moved aside as records.sqlite.damaged and
+The agreement between nodes does not depend on it. So commits are not synced (WAL mode and synchronous = NORMAL: a power
+cut loses the last rows but leaves the file intact); a damaged file is logged, moved aside as records.sqlite.damaged and
 replaced; and if the disk cannot be written, only history is lost. Rows that peers can cause are bounded in number and
 in bytes.
 
 Each row is a map from names to values, encoded as msgpack with its own digest: a row with a flipped bit is skipped, not
-shown as a figure. The names are defined in observe/schema.py. The version is also in sqlite's header: only if both
-places agree has a newer p2ptrain written the file, and this one must not touch it. If only one differs, a bit has
-flipped, which must not prevent a start.
+shown as a figure. The names are defined in observe/schema.py. The version is also in sqlite's header. A newer p2ptrain
+has written the file only if both places agree, and then this one must not touch it. If only one of them differs, a bit
+has flipped, which must not prevent a start.
 
 A round that was taken over with a state has no row. Rows are written every five seconds, peers' counts once a minute;
 up to 1,000 rounds wait in memory while the disk takes none. The file keeps 100,000 rounds and 256 MiB, 4,096 peers,
@@ -49,11 +49,11 @@ ADDRESS_LENGTH_MAX = 512
 ROUNDS_MAX = 100_000  # rows: two months of a round a minute, a day of a round a second
 PEERS_MAX = 4_096  # as many reputations as the core remembers
 POINTS_MAX = 20_000  # rows; the oldest are deleted first
-BYTES_MAX = 2**28  # of the file: 100,000 rounds of 50 contributors, or 7,000 rounds of 1,024
+BYTES_MAX = 2**28  # size of the file: 100,000 rounds of 50 contributors, or 7,000 rounds of 1,024
 PRUNE_WRITES = 64  # writes between checks of these bounds
-WAL_PAGES = 256  # after which sqlite checkpoints its WAL: 1 MB
+WAL_PAGES = 256  # sqlite checkpoints its WAL after this many pages: 1 MB
 WAL_BYTES_MAX = 2**20  # the WAL is then truncated to this; it grows larger while a reader needs older pages
-BUSY_SECONDS = 2.0  # a writer's wait for another writer, which should not exist
+BUSY_SECONDS = 2.0  # how long a writer waits for another, which should not exist
 
 _log = structlog.get_logger("p2ptrain.store")
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Batch(Struct, frozen=True):
 class SavedRows(Struct, frozen=True):
     """The rows that are read at a start."""
 
-    rounds: Sequence[Row] = ()  # the last ones, newest last
+    rounds: Sequence[Row] = ()  # the latest rounds, newest last
     peers: Sequence[Row] = ()  # least recently changed first
     mine: Row = msgspec.field(default_factory=dict)
 
@@ -103,7 +103,7 @@ class Records:
         self._lock = threading.Lock()
         self._writes = 0
         if path.exists():  # refuses a newer format at once; a missing file is created at the first write
-            with suppress(_RecordsError):  # it will be raised again
+            with suppress(_RecordsError):  # the next access raises it again
                 self._do("opened", lambda connection: None)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Records:
     # Rounds, peers, and mine
 
     def write(self, batch: Batch) -> None:
-        """Writes all rows or none. A round already there is left as it is: a restart applies some rounds again."""
+        """Writes all rows or none. Existing rounds stay as they are, because a restart applies some rounds again."""
 
         def work(connection: sqlite3.Connection) -> None:
             connection.executemany(
@@ -138,7 +138,7 @@ class Records:
         self._writes += 1
 
     def past(self, count: int) -> SavedRows:
-        """Returns the last rounds, all peers, and `mine`; empty if unreadable, so that the node can start anyway."""
+        """Returns the latest rounds, all peers, and `mine`; empty if unreadable, so that the node can start anyway."""
 
         def work(connection: sqlite3.Connection) -> SavedRows:
             rounds = _rounds_in(connection, count, self.path)
@@ -157,7 +157,7 @@ class Records:
         return self._read(_addresses_in, [])
 
     def reached(self) -> dict[str, float | None]:
-        """Returns when each address was last reached, in seconds since 1970; None if that is not known."""
+        """Returns when each address was last reached, in seconds since 1970; None if unknown."""
         query = "SELECT address, reached_at FROM addresses ORDER BY place"
         return self._read(lambda each: dict(each.execute(query)), {})
 
@@ -237,7 +237,7 @@ class Records:
 
 
 class _RecordsError(DataError):
-    """An error of sqlite or the disk, with its fix."""
+    """An error from sqlite or the disk, with its fix."""
 
     def __init__(self, path: Path, done: str, error: sqlite3.Error | OSError) -> None:
         code = error.errno if isinstance(error, OSError) else _ERRNO.get(_code_of(error))
@@ -282,7 +282,7 @@ def remembered_peers(directory: Path) -> list[str]:
 def _opened(path: Path) -> sqlite3.Connection:
     """Opens the file for writing, and creates it or its tables if needed."""
     if not path.exists():
-        with suppress(OSError):  # sqlite reports it better
+        with suppress(OSError):  # sqlite gives the better error
             path.touch(0o600)
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
@@ -318,11 +318,11 @@ def _opened_to_read(path: Path) -> sqlite3.Connection:
 
 
 def _versions_of(connection: sqlite3.Connection, path: Path) -> tuple[int, int]:
-    """Returns the versions in the header and the table, 0 if missing. Raises DataError if both are newer."""
+    """Returns the versions in the header and the table, or 0 where missing. Raises DataError if both are newer."""
     header: int = connection.execute("PRAGMA user_version").fetchone()[0]
     try:
         has_table = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'format'").fetchone()
-    except UnicodeDecodeError as error:  # sqlite says what is wrong with the names in the file, and quotes them
+    except UnicodeDecodeError as error:  # raised when sqlite's message quotes damaged names from the file
         raise sqlite3.DatabaseError("its tables have damaged names") from error
     row = connection.execute("SELECT version FROM format").fetchone() if has_table else None
     table = row[0] if row and isinstance(row[0], int) else 0
@@ -391,5 +391,5 @@ def _prune(connection: sqlite3.Connection) -> None:
     pages, free, size = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )
-    if (pages - free) * size > BYTES_MAX:  # a quarter at once, so that this is rare; sqlite reuses the space
+    if (pages - free) * size > BYTES_MAX:  # removes a quarter at once, so that this is rare; sqlite reuses the space
         connection.execute("DELETE FROM rounds WHERE id <= (SELECT min(id) + (max(id) - min(id) + 3) / 4 FROM rounds)")

@@ -5,8 +5,8 @@
     frame     u32 length | 8 bytes BLAKE3 of the body | 4 bytes BLAKE3 of these, the segment and the offset | body
 
 The head of a frame has its own digest, so that the length can be trusted: a frame whose body ends beyond the file was
-torn by a power cut, and was never sent; one that is complete but has a wrong digest was damaged later. Damage is
-an error and is never cut off, because that record may have been sent. After Mohan et al., "ARIES" (TODS 1992), and the
+torn by a power cut, and was never sent; a complete frame with a wrong digest was damaged later. Damage is an error
+and is never cut off, because its record may have been sent. After Mohan et al., "ARIES" (TODS 1992), and the
 logs of LevelDB and TigerBeetle, which make the same distinction.
 """
 
@@ -29,7 +29,7 @@ SECTOR_BYTES = 512  # a disk writes a sector as a whole or not at all
 _MAGIC = b"p2ptrain log"
 _HEADER = Layout("<12sI8s")
 _FRAME = Layout("<I8s4s")
-FRAME_BYTES = _FRAME.size  # before a body
+FRAME_BYTES = _FRAME.size  # bytes before a body
 
 
 class Snapshot(Struct, frozen=True, tag=True):

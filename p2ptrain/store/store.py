@@ -11,7 +11,7 @@
     mismatches     rounds in which this node computed a wrong state (mismatches.py)
 
 A file beside the key records that the identity has sent messages in a run: if the key is moved to another machine, or
-the directory is lost, the node returns as one that does not know what it has said, not as a newcomer.
+the directory is lost, the node knows that it has forgotten its messages, and does not return as a newcomer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.records import RECORDS_NAME, Records
 
 CHECKPOINTS_NAME = "checkpoints"
-SPOKEN_SUFFIX = ".spoken"  # of the directory beside a key, with a file for each run
+SPOKEN_SUFFIX = ".spoken"  # of a directory beside the key, with a file for each run
 
 _log = structlog.get_logger("p2ptrain.store")
 
@@ -53,7 +53,7 @@ class PayloadLostError(DataError):
 
 
 class Store:
-    """The data of one identity in one run. Only one thread writes."""
+    """The data of one identity in one run. Only one thread may write."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Store:
                 directory / "wal", genesis, run.agreement.history_rounds, has_spoken, run.agreement.staleness_rounds_max
             )
             failed.callback(self.log.close)
-            if not has_spoken:  # after the log: a crash in between must not make a newcomer forgetful
+            if not has_spoken:  # written after the log, so that a crash in between does not make a newcomer forgetful
                 make_directory(spoken.parent)
                 write_atomically(spoken, b"")
             self.payloads = PayloadStore(directory / "payloads")
@@ -128,7 +128,7 @@ class Store:
         return self.log.journal
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """Returns the checkpoint to continue from; None for the first weights. Reads the files completely."""
+        """Returns the checkpoint to continue from, after reading it completely; None for the first weights."""
         return self.checkpoints.newest(self.journal)
 
     def saved(self, checkpoint: Checkpoint | None) -> Saved:
@@ -154,14 +154,14 @@ class Store:
         missing = self.payloads.keep(spoken)
         if missing:
             raise PayloadLostError(missing[0])
-        # A payload of a round that others decided may still be on its way; it is written after applying or in `prune`.
+        # A payload may still be on its way if others decided the round; applying or `prune` writes it later.
         steps = [record.step for record in records if isinstance(record, Certified)]
         taken = [taken.payload for step in steps if isinstance(step, Entry) for taken in step.manifest.taken]
         self.payloads.keep(self.payloads.fleeting(taken))
         self.log.append(records)
 
     def prune(self, payloads: Collection[bytes] = (), known: Collection[bytes] | None = None) -> None:
-        """Removes old checkpoints, and payloads that neither the history nor our messages need, except `payloads`.
+        """Removes old checkpoints, and payloads that neither the history, our messages nor `payloads` need.
 
         Called every few rounds; also writes out payloads that arrived after their round was decided.
         """
