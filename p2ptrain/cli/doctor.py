@@ -35,7 +35,7 @@ def doctor(
     for each in examine(node, config, is_asked_outside=bool(bootstrap)):
         found.append(each)
         if not as_json:
-            typer.echo(text_of(each))  # at once, because all checks together may take minutes
+            typer.echo(text_of(each))  # printed one by one, because all checks together may take minutes
     typer.echo(json.dumps(json_of(found), indent=2) if as_json else verdict_of(found))
     if not can_work(found):
         raise typer.Exit(ExitStatus.FAILED)

@@ -68,7 +68,7 @@ def _check_may_invite(run: RunConfig, identity: Identity) -> None:
 
 
 def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
-    """Refuses a last round that is over, as far as a running daemon knows: members would ignore the invitation."""
+    """Asks a running daemon whether the last round is over, and refuses it then: no member would honour the invitation."""
     from p2ptrain.node.control import ask
     from p2ptrain.node.directories import data_directory
 

@@ -74,7 +74,7 @@ DROPOUT = _number(0, 0.9)
 EPSILON = _number(1e-12, 0.1)
 MULTIPLIER = _number(1e-6, 1e6)
 POSITIONS_MAX = 2**24
-LAYERS_MAX = 1_024  # like the bounds of the other sizes, the built-in model's
+LAYERS_MAX = 1_024  # this and the other bounds are those of the built-in model
 TOKEN = _whole(0, 2**20).or_null()
 ACTIVATION = _one_of("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 ROPE = _table({
@@ -141,7 +141,7 @@ class Architecture:
     """Everything that is special about a model type; no other code depends on a type's name."""
 
     keys: Mapping[str, Rule]
-    names: Mapping[str, str] = field(default_factory=dict)  # its own names for the usual sizes
+    names: Mapping[str, str] = field(default_factory=dict)  # the type's names for the usual sizes
     is_head_plain: bool = True  # whether logits are linear(hidden, weight) and nothing else
     also_needed: tuple[str, ...] = ()  # sizes whose defaults in transformers belong to one published model
     is_tied: bool = False  # transformers' default, for a config without the key

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from p2ptrain.config.fields import PluginOrEmpty, PluginSettings, Rational, Section, Settings
 from p2ptrain.errors import SettingError
 
-ROUND_SEQUENCES_MAX = 2**20  # of one node in a round; with 1,024 tokens each they would take its machine days
+ROUND_SEQUENCES_MAX = 2**20  # sequences of a node per round: at 1,024 tokens each, days of work
 
 
 class Limit(NamedTuple):
@@ -74,13 +74,13 @@ RECIPES: dict[str, RecipeSpec] = {
         kind="local",
         is_scaled=True,
         is_family=True,
-        adamw_defaults={"inner_learning_rate": Fraction(3, 1000)},  # its best rate is lower (log/)
+        adamw_defaults={"inner_learning_rate": Fraction(3, 1000)},  # AdamW's best rate is lower (log/)
         copies=1,  # the weights that a round began from
     ),
 }
 MOMENTUM_MAX = Fraction(9_999, 10_000)  # a slightly larger value would round to 1
 SPARSE_BITS_MAX = 8  # bits of a value that is sent with its index; more are not worth their bytes
-SCALE_ROOM_BITS = 5  # at least so many bits below the measure's root mean square lies the unit of votes
+SCALE_ROOM_BITS = 5  # the unit of votes is at least this many bits below the measure's root mean square
 SCALE_TOP_BITS = 3  # bits above that up to which a single vote counts (exact/scales.py)
 DENSE_TOP_BITS = 4  # the same for a dense payload, whose largest values are further above the mean
 

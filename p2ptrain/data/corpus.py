@@ -37,10 +37,10 @@ from p2ptrain.data.tokenizer import BytesTokenizer, Tokenizer, Tokens, token_typ
 from p2ptrain.errors import ConfigError
 
 BLOCK_BYTES_MAX = 16 * 2**10  # a few pages: small enough to hold out a hundredth of a megabyte
-BLOCK_TOKENS_MAX = 2**16  # for a stream of tokens without an end of document
+BLOCK_TOKENS_MAX = 2**16  # for token streams without document ends
 LINE_BYTES_MAX = 16 * 2**20  # three long novels; a line is held in memory as a whole
 ROWS_AT_ONCE = 64
-PACKED_BYTES = 2**13  # of a zstd file, unpacked at once
+PACKED_BYTES = 2**13  # how much of a zstd file is unpacked at once
 KEYS_SHOWN = 12
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LINES_SUFFIXES = (".jsonl", ".ndjson")
@@ -67,7 +67,7 @@ class SourceFile:
 @dataclass(frozen=True, slots=True)
 class Document:
     text: str
-    source_bytes: int  # its size in the file
+    source_bytes: int  # the document's size in the file
     tokens: Tokens | None = None  # if another program made them; then there is no text
     learned: tuple[tuple[int, int], ...] | None = None  # the places in a chat's text that are learned
 

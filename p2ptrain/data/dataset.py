@@ -58,9 +58,9 @@ PIECES_NAME = "pieces"
 FETCHED_NAME = "fetched"
 PIECES_MAX = 1_000_000  # per split: a tebibyte of tokens, more than anyone has sent to volunteers
 MANIFEST_BYTES_MAX = 128 * 2**20  # two full splits at 67 bytes a piece; a newcomer reads all of it
-OPEN_PIECES_MAX = 256  # each open map holds a file descriptor, of which 1,024 is a common limit
+OPEN_PIECES_MAX = 256  # each open map holds a file descriptor, and a common limit is 1,024
 
-HexDigest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # also a file's name, so nothing else is accepted
+HexDigest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # used as a file name, so the pattern is strict
 
 
 class TokenizerName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -354,7 +354,7 @@ class TokenDataset:
             raise RemoteProtocolError(f"tokenizer file {found} instead of {self.tokenizer.digest}")
         try:
             try_out(file_bytes, "the run's tokenizer")
-        except ConfigError as error:  # chosen by the run's creator, not by this node's owner
+        except ConfigError as error:  # the run's creator chose the file, not this node's owner
             raise DataError(str(error)) from error
         self._write(self.directory / TOKENIZER_NAME, file_bytes)
 
@@ -367,7 +367,7 @@ class TokenDataset:
             raise DataError(f"{path} is missing, or not the tokenizer that the data was made with")
         try:
             tokenizer = JsonTokenizer(file_bytes, str(path))
-        except ConfigError as error:  # chosen by the run's creator, not by this node's owner
+        except ConfigError as error:  # the run's creator chose the file, not this node's owner
             raise DataError(str(error)) from error
         if tokenizer.vocab_size != (named := self.tokenizer.vocab_size):
             raise DataError(f"{path} has {tokenizer.vocab_size} tokens, but {named} by the manifest")
@@ -422,7 +422,7 @@ class TokenDataset:
 
     def _piece(self, name: str) -> Tokens:
         """Maps a piece's tokens into memory, checking them on first use."""
-        tokens = self._open.pop(name, None)  # in one step: another thread may remove pieces, though not those in use
+        tokens = self._open.pop(name, None)  # a single step, because another thread may remove pieces
         if tokens is None:
             tokens = self._map(name)
         self._open[name] = tokens

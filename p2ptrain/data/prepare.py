@@ -1,8 +1,8 @@
 """Makes a data set: turns text into two splits of tokens, in pieces.
 
-Only a document's content decides whether it is held out: it is if the BLAKE3 digest of its text, read
-as a fraction, is below the requested fraction. So the split is the same on every machine and in every
-order, and a document that occurs twice is never on both sides, where it would falsify the held-out loss.
+A document is held out if the BLAKE3 digest of its text, read as a fraction, is below the requested fraction.
+So the split is the same on every machine and in every order, and two copies of a document are always on the
+same side; on both sides they would falsify the held-out loss.
 
 The text is read once, in bounded memory, and tokenized in several processes, and pieces are stored as they fill. The
 tokenizer's file is stored with them, so that a run needs nothing else. The manifest is written last, under a temporary
@@ -51,7 +51,7 @@ Progress = Callable[[int, int, int], None]
 READABLE = 0o644  # a data set is not secret; the user's umask still applies
 BATCH_BYTES = 2**20  # text tokenized at a time: enough to keep every core busy
 UNFINISHED_NAME = ".p2ptrain-unfinished"  # the progress of an interrupted call
-SAVED_BYTES = 64 * 2**20  # of text between two saves of the progress: half a minute
+SAVED_BYTES = 64 * 2**20  # text between two saves of the progress: half a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class DatasetSummary:
     held_out_tokens: int
     pieces: int  # number of files
     path: Path
-    chats_cut: int = 0  # chats that documents = "apart" would cut: they contain the token that ends a document
+    chats_cut: int = 0  # chats that contain the token that ends a document, so that documents = "apart" would cut them
 
 
 def prepare(
@@ -135,7 +135,7 @@ class _Reading:
     training: Split
     held_out: Split
     lowest: int
-    highest: int  # -1: no document
+    highest: int  # -1 if there are no documents
     chats_cut: int
 
     def moved(self, border: int) -> int:

@@ -26,7 +26,7 @@ TEXT_MAX = 64  # characters of a prefix, a separator or a replacement
 ADDED_MAX = 100_000  # tokens beside the vocabulary
 GROWTH_MAX = 4.0  # growth of a text, in characters, through all replacements together
 WORD_MAX = 1_000  # characters of a word for WordPiece, whose time is quadratic in it; BERT's limit is 100
-TRIAL_SECONDS = 60.0  # for a file of 33 MB on a slow machine
+TRIAL_SECONDS = 60.0  # enough for a file of 33 MB on a slow machine
 TRIAL_PROGRAM = Path(__file__).with_name("tokenizer_trial.py")
 
 KINDS = {

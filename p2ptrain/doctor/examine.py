@@ -191,7 +191,7 @@ def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
     need, run = max(needs, key=lambda each: each[0].parameters)
     found = [Diagnosis("run", "good", f"{run.name}, {need.parameters:,} parameters, recipe {run.recipe.name}")]
     try:
-        taken = _taken_by(facts.directory) if facts.daemon.is_answering else None  # its own share counts too
+        taken = _taken_by(facts.directory) if facts.daemon.is_answering else None  # the daemon's memory is reusable
         found += machine.check_memory(demands_of(run, config, taken), config.limits.memory_bytes)
     except DeviceError as error:
         found.append(Diagnosis("memory", "failed", str(error)))
@@ -222,7 +222,7 @@ def look_at_speed(facts: NodeFacts, need: Need | None) -> list[Diagnosis]:
 
 
 def look_outside(facts: NodeFacts) -> Outside:
-    """Asks the named peers about time and addresses, or without any, remembered peers only for the time."""
+    """Asks named peers about time and addresses. Without named peers, asks remembered ones, only for the time."""
     addresses = list(facts.config.network.bootstrap) or _remembered(facts)
     own = [each.address for addresses_of in psutil.net_if_addrs().values() for each in addresses_of]
     told = facts.status["addresses"] if facts.status else None

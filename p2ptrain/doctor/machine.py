@@ -23,7 +23,7 @@ from p2ptrain.node.limits import LESS_MEMORY
 from p2ptrain.observe.wandb_run import require_wandb
 from p2ptrain.train.memory import MemoryDemand
 
-PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 14)  # as in pyproject.toml: hivemind's pydantic.v1 blocks 3.14
+PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 14)  # from pyproject.toml; hivemind's pydantic.v1 does not work with 3.14
 TORCH_FROM = (2, 6)
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 HIVEMIND = "1.1.12"  # the version whose p2pd is known: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40

@@ -37,7 +37,7 @@ SKEW_USUAL_SECONDS = 1.0  # NTP keeps a clock a hundred times closer
 ASK_SECONDS = 20.0  # time for all questions to one peer
 BANDWIDTH_SECONDS = 4.0
 BANDWIDTH_BYTES_MAX = 64 * 2**20
-TELLING_BYTES = 2**20  # less than a piece measures latency rather than bandwidth
+TELLING_BYTES = 2**20  # less than one piece would measure latency rather than bandwidth
 SLOW_BYTES_PER_SECOND = 125_000  # 1 Mbit/s
 
 
@@ -80,7 +80,7 @@ def check_http(config: HttpConfig, url: str | None) -> Diagnosis:
     if not config.enabled:
         return Diagnosis("http", "good", "off")
     try:
-        listener, token = asyncio.run(http.listen(config))  # as a start does
+        listener, token = asyncio.run(http.listen(config))  # opens the port as a start does
     except ConfigError as error:
         return refused("http", error)
     port = listener.getsockname()[1]

@@ -78,7 +78,7 @@ def apply_payloads(
     """Applies one outer step from payloads that `unpack` has accepted, in any order. Payloads are unpacked one at a
     time, except those given as `unpacked`. Returns the scales by which they were counted, if they have any.
 
-    momenta: of the parameters, if the recipe has a momentum
+    momenta: one for each parameter, if the recipe has a momentum
     """
     scales = None
     if form.groups and payloads:
@@ -298,7 +298,7 @@ def check_exactness(chunk: int, device: torch.device) -> None:
     basis = integer_basis(chunk, torch.int64, torch.device("cpu"))
     for bound in ((FP32_EXACT_MAX - 1) // BASIS_PEAK, (EXACT_MAX - 1) // BASIS_PEAK**2):  # each stage's largest input
         votes = torch.zeros(3, chunk, chunk, dtype=torch.int64)
-        votes[0, 1, chunk // 2 + 1] = bound  # all in one coefficient
+        votes[0, 1, chunk // 2 + 1] = bound  # all votes in one coefficient
         votes[1, :, 1] = bound // chunk * (1 - 2 * (torch.arange(chunk) % 2))  # a column, which the first product sums
         votes[2] = bound // chunk**2
         votes[2, 1, 1] += bound - bound // chunk**2 * chunk**2

@@ -303,7 +303,7 @@ def _block_indices(upper: Fields, low: Fields, form: PayloadFormat) -> Indices:
         if not (upper.sum(axis=1, dtype=np.int64) == form.k).all():
             raise RemoteProtocolError(f"a chunk's bucket string does not have {form.k} ones")
         positions = (np.flatnonzero(upper) % form.positions).astype(np.uint16).reshape(-1, form.k)
-    indices = positions  # in place from here on: unpacking may take twice the contribution's memory, but no more
+    indices = positions  # modified in place, because unpacking may take at most twice the contribution's memory
     indices -= np.arange(form.k, dtype=np.uint16)
     indices <<= np.uint16(form.low_bits)
     indices |= low.astype(np.uint16, copy=False)

@@ -46,7 +46,7 @@ class Tail:
     followed: int | None = None  # the world's newest round that the author knew when it began to train
     is_shifted: bool = False  # the contribution includes the world's changes up to that round
     is_aware: bool = False  # the author knows the point from which the region goes on
-    has_told: bool = False  # and the author knows that the region has contributed to the world's next round
+    has_told: bool = False  # the author knows that the region has contributed to the world's next round
 
     def encoded(self) -> bytes:
         flags = self.is_shifted | self.is_aware << 1 | self.has_told << 2
@@ -70,7 +70,7 @@ Uncounted: TypeAlias = Callable[[NDArray[np.float32]], NDArray[np.float32] | Non
 class Counted:
     """The payloads that a round has counted, and the scales that tell an author which part of its own was not."""
 
-    payloads: Sequence[bytes]  # of the round's fragment, in the order of the scales
+    payloads: Sequence[bytes]  # those of the round's fragment, in the order of the scales
     scales: Scales | None
 
     def uncounted(self, payload: bytes) -> Uncounted:

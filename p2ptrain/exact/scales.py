@@ -75,7 +75,7 @@ class Scales:
         shifts = np.repeat(self.exponents[number] - self.cuts[number] - np.array(self.units), self.chunks)[:, None]
         # A group of few non-zero values has a low root mean square, so these values are shifted far to the left.
         wide, most = (np.int64, NOTHING_BITS) if self.is_dense else (np.int32, 15)
-        right = np.clip(-shifts, 0, most).astype(wide)  # by then, no value is left
+        right = np.clip(-shifts, 0, most).astype(wide)  # a larger shift would change nothing
         magnitudes = np.abs(values.astype(wide)) << np.clip(shifts, 0, most).astype(wide)
         magnitudes = np.minimum((magnitudes + (np.ones((), wide) << right >> 1)) >> right, self.vote_max)
         narrow = np.int16 if self.vote_max <= np.iinfo(np.int16).max else np.int32

@@ -37,8 +37,8 @@ from torch.nn.functional import pad
 from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
 from p2ptrain.exact.shortage import where_it_fits
 
-# Chunks processed at a time. On a CPU their fp64 block of 1 MiB (chunks of 64) stays in a core's cache. Elsewhere each
-# operation costs a launch of some microseconds, which a block of 32 MiB outweighs; no other size was tried on a GPU.
+# Chunks processed at a time. On a CPU their fp64 block of 1 MiB (chunks of 64) stays in a core's cache. On a GPU each
+# launch costs a few microseconds, so blocks should be large; 32 MiB is a guess, and no other size was tried there.
 BLOCK_CHUNKS, DEVICE_BLOCK_CHUNKS = 32, 1_024
 PROJECTED_CHUNKS = 256  # partly padded chunks at a time
 FP32_EXACT_MAX = 2**24  # up to this, every integer is exact in fp32

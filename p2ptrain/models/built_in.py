@@ -224,7 +224,7 @@ class Model(nn.Module):
     A plug-in's model is constructed with (config, settings), where `settings` is an instance of its `Settings`.
     """
 
-    context = 0  # the longest text, in tokens, that it can continue; 0: it cannot continue texts
+    context = 0  # how many tokens it can read in order to continue a text; 0: it cannot
     draws = False  # whether a training pass draws random numbers (dropout)
 
     def loss(self, sequences: Tensor) -> Tensor:  # [batch, length + 1] int64 -> scalar fp32

@@ -255,7 +255,7 @@ def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
         "num_attention_heads": config.heads,
         "num_hidden_layers": config.layers,
         "num_key_value_heads": config.kv_heads,
-        "pad_token_id": None,  # with a number, that token's row would not be trained
+        "pad_token_id": None,  # a padding token's row would not be trained
         "rms_norm_eps": NORM_EPSILON,
         "rope_parameters": {"rope_theta": float(config.rope_theta), "rope_type": "default"},
         "rope_theta": float(config.rope_theta),

@@ -36,7 +36,7 @@ def library() -> Any:
     if find_spec("transformers") is None:
         raise ConfigError(f"this run trains a transformers model: {INSTALL}", key="model.kind")
     os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
-    transformers = import_module("transformers")  # by name, for mypy where the extra is missing
+    transformers = import_module("transformers")  # imported by name, because mypy may run without the extra
     transformers.utils.logging.set_verbosity_error()
     return transformers
 

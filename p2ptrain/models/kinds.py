@@ -27,7 +27,7 @@ from p2ptrain.models.built_in import Model, Transformer, parameter_shapes
 
 Shape = tuple[int, ...]
 NamedShapes = tuple[tuple[str, Shape], ...]
-ENTRY_BYTES_MAX = 512  # for one tensor, in the header of a file of weights
+ENTRY_BYTES_MAX = 512  # a tensor's entry in the header of a file of weights
 BUILTIN_PREFIX = "model."  # present in Hugging Face's names, absent from the built-in model's
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from p2ptrain.data.tokenizer import Tokenizer
     from p2ptrain.models.built_in import Model
 
-PROMPT_BYTES_MAX = 8_192  # at worst six times as many in JSON, which still fits a request; the model reads only the end
+PROMPT_BYTES_MAX = 8_192  # JSON may need six times as many, which still fits a request; the model reads only the end
 TOKENS_MAX = 4_096  # this takes minutes, in which the node does not train
 TEMPERATURE_MIN, TEMPERATURE_MAX = 0.01, 100.0  # beyond these, fp32 probabilities underflow or are all equal
 

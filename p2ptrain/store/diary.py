@@ -47,7 +47,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     threads: Count = 0  # torch's threads; 0: not recorded
     sequences_per_pass: Count = msgspec.field(default=0, name="sequences")  # the limit; 0: not recorded, or no limit
     steps: Count = 0  # steps taken; 0: all local steps
-    applied_after: Count = 0  # how many local steps preceded a round applied during the training; 0: none was
+    applied_after: Count = 0  # if a round was applied during the training: the steps before it, else 0
     tail: Annotated[str, Meta(pattern=r"\A([0-9a-f]{18})?\Z")] = ""  # the contribution's tail, in a region
 
 

@@ -22,7 +22,7 @@ from p2ptrain.errors import DataError, HardwareError
 from p2ptrain.files import read, write_atomically
 from p2ptrain.store.formats import refuse_newer
 
-MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # so many wrong states within so many rounds end the node
+MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # three wrong states within a hundred rounds end the node
 
 _log = structlog.get_logger("p2ptrain.store")
 

@@ -37,8 +37,8 @@ class PayloadStore:
         self._lasting: set[bytes] = set()  # written and synced by this process
         self._spilled: set[bytes] = set()  # written by this process, not synced
         self.damaged = 0  # damaged files that were found and removed
-        self._lock = threading.RLock()  # for the tables
-        self._writing = threading.Lock()  # for writing a file; its holder does not take the other lock
+        self._lock = threading.RLock()  # protects the tables
+        self._writing = threading.Lock()  # held while a file is written; its holder does not take the other lock
 
     def put(self, name: bytes, content: bytes) -> None:
         """Stores a payload whose digest the caller has checked."""

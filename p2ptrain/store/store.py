@@ -39,7 +39,7 @@ from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.records import RECORDS_NAME, Records
 
 CHECKPOINTS_NAME = "checkpoints"
-SPOKEN_SUFFIX = ".spoken"  # of a directory beside the key, with a file for each run
+SPOKEN_SUFFIX = ".spoken"  # suffix of a directory beside the key, with a file for each run
 
 _log = structlog.get_logger("p2ptrain.store")
 
@@ -139,7 +139,7 @@ class Store:
         return self.journal.saved_at(number, root)
 
     def _name_lost(self, number: int) -> None:
-        """Logs which payloads a start from this round lacks: the node waits until a peer provides them."""
+        """Logs the payloads that are missing for a start from this round; the node waits until a peer sends them."""
         lost = sorted(name for name in self.journal.payloads_after(number) if name not in self.payloads)
         if lost:
             first = str(self.payloads.directory / lost[0].hex())
