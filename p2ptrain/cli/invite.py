@@ -68,7 +68,7 @@ def _check_may_invite(run: RunConfig, identity: Identity) -> None:
 
 
 def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
-    """Asks a running daemon whether the last round is over, and refuses it then: no member would honour the invitation."""
+    """Refuses a last round that a running daemon knows to be over, because members would ignore the invitation."""
     from p2ptrain.node.control import ask
     from p2ptrain.node.directories import data_directory
 

@@ -1,11 +1,11 @@
 """Brings a round's scaled contributions to a common unit, and bounds the weight of each.
 
-A contribution gives a power of two as the unit of its integers in each group, so without a bound it could weigh any
-amount. Its size in a group is the sum of its squared values, scale included. The measure of a round is the largest size
-after the largest third is left out, so that third of the contributions cannot move it beyond what the others sent (a
-quantile, as in Yin et al. 2018, arXiv 1803.01498; where most nodes take one step, the median would cut those that take
-ten). A contribution with twice the measure's amplitude or more is halved until it has less; its author returns the cut
-part to its residual.
+In each group, a contribution scales its integers by a power of two of its own choice, so without a bound its weight
+would be unlimited. Its size in a group is the sum of its squared values, scale included. The measure of a round is the
+largest size once the largest third is ignored, so a third of the contributions cannot raise it above the sizes of the
+others (a quantile, as in Yin et al. 2018, arXiv 1803.01498; where most nodes take one step, the median would cut those
+that take ten). A contribution with twice the measure's amplitude or more is halved until it has less; its author
+returns the cut part to its residual.
 
 In a round with few contributions, liars may be more than a third of them, or all. So the measure is also bounded by the
 distance that local steps can move the weights (`reach` in schedule.py).

@@ -30,7 +30,7 @@ REST = Fraction(1, 16)  # of the highest inner rate: lets the residual drain aft
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms that vary by round in how contributions move the weights."""
+    """The settings for applying a round's contributions that differ from round to round."""
 
     rate: Fraction
     reach: int | None = None  # a contribution's root mean square counts as 2**reach at most
