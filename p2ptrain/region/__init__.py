@@ -1,5 +1,5 @@
 """A region: a run whose nodes together are one contributor to another run, the world's.
 
-`shift` keeps track of both, `worker` is a worker that trains from what the world has agreed on, and `world` joins this
-node to the world's run by a second node in a process of its own.
+`shift` keeps track of both runs, `worker` trains from the weights that the world has agreed on, and `world` runs this
+machine's node in the world's run, in a process of its own.
 """

@@ -1,8 +1,8 @@
-"""How a node learns: steps on its device, and what becomes of them.
+"""How a node learns: it takes steps on its device, and makes contributions of them.
 
-`live` is the model in training, `recipes` with `inner` turn steps into a contribution, `private` limits what that tells
-of `own_data`. `trainer` joins them with the agreed state, `saved_state` is its file. `begin` makes a run's first
-weights, `memory` estimates what a run needs, `evaluate` measures the held-out loss, `region` is a region's part.
+`live` is the model in training, `recipes` with `inner` turn steps into a contribution, and `private` limits how much a
+contribution reveals of `own_data`. `learner` joins them, beside a replica of the agreed state; `saved_state` is its
+file. `begin` makes a run's first weights, `memory` estimates a run's needs, `evaluate` measures the held-out loss.
 
 Nothing here opens a socket or runs an event loop; a recipe never communicates.
 """
