@@ -117,6 +117,11 @@ class CatchingUp:
         return sum(peer in roster.seat for peer in self.ahead) > roster.tolerated
 
     @property
+    def counted(self) -> tuple[object, ...]:
+        """What may let the node advance, as far as a message changes it without an effect."""
+        return self.deadline, self.is_behind
+
+    @property
     def is_near(self) -> bool:
         """Whether others are ahead by a few rounds of our branch at most, as far as we assume it."""
         state = self.chain.state

@@ -239,7 +239,7 @@ def _lie(cluster: Cluster, number: int, fault: sc.Lie) -> None:
     def lie(is_lying: bool) -> None:
         for node in _picked(cluster, fault.nodes):
             rng = cluster.setup.stream("liar", node.index)
-            node.lie(liars.make(fault.how, rng, node.signer) if is_lying else None)
+            node.lie(liars.KINDS[fault.how](rng, node.signer, cluster) if is_lying else None)
 
     cluster.calendar.at(fault.at, lie, True)
     if fault.until is not None:

@@ -152,7 +152,7 @@ def what_came_in_time_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[tuple[bytes, int], set[bytes]] = {}
 
     def closing(self: core_round.Round) -> None:
-        held[self.context.me, self.number] = {name for name, good in self.context.payloads.held.items() if good}
+        held[self.context.me, self.number] = {name for name, good in self.pools.payloads.held.items() if good}
         close(self)
 
     def apply_next(self: LocalWork) -> None:
