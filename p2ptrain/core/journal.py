@@ -11,7 +11,7 @@ is applied, but its root is only certified by the manifest of a later round.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from p2ptrain.core.events import Certified, Halted, Observed, Record, Said, Saved, Silence, Trunk
@@ -79,17 +79,7 @@ class Journal:
 
     def copy(self) -> Journal:
         """Returns a copy, to try records on."""
-        return Journal(
-            self.base,
-            self.kept,
-            self.staleness,
-            list(self.history),
-            list(self.said),
-            self.trunk,
-            list(self.silences),
-            self.scores,
-            self.halted,
-        )
+        return replace(self, history=[*self.history], said=[*self.said], silences=[*self.silences])
 
     @property
     def payloads(self) -> set[bytes]:

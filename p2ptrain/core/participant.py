@@ -61,8 +61,7 @@ class Participant:
         said = context.voice.restore(saved, context.signer, is_forgetful)
         self.work = LocalWork(context, self.pools, self.chain, saved.applied_round, saved.applied_root)
         self.repair = Repair(context)
-        lies = (saved.halted.first, saved.halted.second) if saved.halted is not None else None
-        self.catching_up = CatchingUp(context, self.chain, self._may_follow, lambda: self.regrouping.has_waited, lies)
+        self.catching_up = CatchingUp(context, self.chain, lambda: self.regrouping, saved.halted)
         self.membership = Membership(context, self.pools.requests, event.claim)
         self.trust = Trust(context, self.chain, event.trust) if event.trust else None  # until it finds the trusted head
         self._saved_scores, self._saved_scores_at = b"", 0.0
@@ -170,7 +169,7 @@ class Participant:
             return
         verified = self.catching_up.answered(event.peer, event.history)
         if self.catching_up.proof_of_lies is not None:
-            self.context.voice.halt(ev.Halted(*self.catching_up.proof_of_lies))
+            self.context.voice.halt(self.catching_up.proof_of_lies)
         if verified is not None:
             self._adopt(verified)
 
@@ -273,9 +272,6 @@ class Participant:
         self._follow(beginning, follow(self.chain.state, beginning, self.context.run, self.context.signer))
         self._next_round()
         return True
-
-    def _may_follow(self, beginning: Beginning) -> bool:
-        return self.regrouping.may_follow(beginning)
 
     def _follow(self, step: Step, state: AgreedState, base: AgreedState | None = None) -> None:
         if isinstance(step, Beginning):

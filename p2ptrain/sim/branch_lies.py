@@ -166,22 +166,10 @@ class FalseJumps(ClaimsToBeAhead):
         """Makes a round that we certify alone, as the only member of the roster."""
         place = state.branch, state.round + 1
         manifest = Manifest(
-            branch=state.branch,
-            round=state.round + 1,
-            parent=state.head,
-            state=state.digest,
-            root_round=state.root_round,
-            root=state.root,
-            taken=(),
-            refused=(),
-            evidence=(),
-            joins=(),
-            leaves=(),
-            banned=(),
-            absent=b"",
-            seated=(),
-            unseated=(),
-        )
+            branch=state.branch, round=state.round + 1, parent=state.head, state=state.digest,
+            root_round=state.root_round, root=state.root, taken=(), refused=(), evidence=(), joins=(), leaves=(),
+            banned=(), absent=b"", seated=(), unseated=(),
+        )  # fmt: skip
         vote = self.signed(Vote(*place, 0, Ballot.PRECOMMIT, manifest.digest, self.me))
         certificate = Certificate(*place, 0, manifest.digest, b"\x01", (signature_of(vote),))
         return Entry(manifest, certificate), state.after(manifest, run)

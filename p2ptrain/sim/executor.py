@@ -58,9 +58,9 @@ class Executor:
             ev.Train: self.devices.train,
             ev.Pace: self.devices.keep_pace,
             ev.Apply: self.devices.apply,
-            ev.Return: self._return,
+            ev.Return: lambda node, effect: world.metrics.returned.update([node.index]),
             ev.Persist: lambda node, effect: None,  # already written by the queue
-            ev.NoteWrongState: self._note_wrong_state,
+            ev.NoteWrongState: lambda node, effect: world.metrics.mismatches.update([node.index]),
             ev.CatchUp: self.devices.catch_up,
             ev.AskHistory: self._ask_history,
             ev.SendHistory: self._send_history,
@@ -235,12 +235,6 @@ class Executor:
 
     # -----------------------------------------------------------------------------------------------
     # The rest
-
-    def _return(self, node: SimNode, effect: ev.Return) -> None:
-        self.world.metrics.returned[node.index] += 1
-
-    def _note_wrong_state(self, node: SimNode, effect: ev.NoteWrongState) -> None:
-        self.world.metrics.mismatches[node.index] += 1
 
     def _disconnect(self, node: SimNode, effect: ev.Disconnect) -> None:
         self.world.metrics.disconnects[node.index] += 1

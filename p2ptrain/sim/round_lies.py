@@ -30,12 +30,14 @@ class EquivocatesProposals(Proposer):
 
 
 class ProposesTheUnavailable(Proposer):
-    def second(self, core: Participant, message: Proposal) -> Received | None:
-        if core.here.mine is None:
-            return None
+    def say(self, core: Participant, received: Received) -> list[Said]:
+        message = received.message
+        if not isinstance(message, Proposal) or not is_here(core, message) or core.here.mine is None:
+            return [Publish(received.envelope)]
         mine = availability_of(core.here.mine)
         secret = self.signed(replace(mine, held=(), requests=(self.rng.randbytes(SHORT_BYTES),)))
-        return self.propose(core, message, [*core.here.availabilities.values(), secret])
+        other = self.twin(received, lambda: self.propose(core, message, [*core.here.availabilities.values(), secret]))
+        return [Publish((other or received).envelope)]
 
     def rank(self, availability: Availability) -> object:
         return availability.author != self.me, len(availability.held)

@@ -423,8 +423,8 @@ def test_two_certificates_for_one_round_stop_the_node() -> None:
     assert followed(effects) == []
     proof = bench.parts.catching_up.proof_of_lies
     assert proof is not None
-    assert ev.Persist(ev.Halted(*proof)) in effects
-    assert proof == (bench.parts.chain.steps[0].step, line.steps[1].step)
+    assert ev.Persist(proof) in effects
+    assert proof == ev.Halted(bench.parts.chain.steps[0].step, line.steps[1].step)
     assert bench.health[0] == "halted: two certificates exist for one round, so more than f members lie"
     bench.now += 10.0
     assert [effect for effect in bench.train(2) if not isinstance(effect, ev.Send)] == [ev.Return(2)]

@@ -211,7 +211,7 @@ def test_a_halt_outlives_a_restart() -> None:
     (second, _), *_ = line_of(bench.genesis, bench.run, 1, which=b"other")
     bench.start(halted=ev.Halted(first, second))
     assert bench.node.context.voice.is_halted
-    assert bench.parts.catching_up.proof_of_lies == (first, second)
+    assert bench.parts.catching_up.proof_of_lies == ev.Halted(first, second)
     assert "halted: two certificates exist for one round, so more than f members lie" in bench.health
     assert not bench.node.context.voice.may_speak(RUN, 1)
 

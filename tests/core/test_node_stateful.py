@@ -176,6 +176,10 @@ class Anyone(RuleBasedStateMachine):
         return self.bench.node
 
     @property
+    def parts(self) -> Any:
+        return self.bench.parts
+
+    @property
     def state(self) -> AgreedState:
         return self.bench.state
 
