@@ -413,7 +413,6 @@ class CatchingUp:
         return wins(other, my_beginning)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "peers ahead": (len(self.ahead), AHEAD_MAX),
             "peers asked in vain": (len(self.retries), RETRIES_MAX),

@@ -8,6 +8,8 @@ the protocol already bounds how many a member can send in a round.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from p2ptrain.core.agreement import Heard
 from p2ptrain.core.catchup import CatchingUp
 from p2ptrain.core.chain import Chain
@@ -61,7 +63,7 @@ class Inbox:
         self.here, self.regrouping = here, regrouping
         self.early: dict[bytes, list[MessageReceived]] = {}
         self.accused: set[bytes] = set()
-        self._kinds = {
+        self._kinds: dict[type, Callable[[MessageReceived], None]] = {
             Announcement: self._announcement,
             Hello: self._hello,
             JoinRequest: self._request,
@@ -69,7 +71,7 @@ class Inbox:
             Evidence: self._request,
             Call: self._of_regroup,
             Regroup: self._of_regroup,
-            Certificate: self._certificate,
+            Certificate: lambda event: self._useless(event.sender),  # never gossiped: they come with history
         }
 
     def take(self, event: MessageReceived) -> None:
@@ -333,17 +335,10 @@ class Inbox:
                 self._useless(event.sender)
         elif message.branch != state.branch and self.chain.end_of(message.branch) is None:
             self._on_another_branch(message.author, message.branch, 0)
-        elif message.branch == state.branch and not self._is_passed(message.parent):
+        elif message.branch == state.branch and all(each.state.head != message.parent for each in self.chain.steps):
             self._ahead(message.author, state.branch, state.round + 2)  # it names a certificate that we have not seen
         else:
             self._behind(message.author)
-
-    def _is_passed(self, head: bytes) -> bool:
-        return any(certified.state.head == head for certified in self.chain.steps)
-
-    def _certificate(self, event: MessageReceived) -> None:
-        """Certificates are never gossiped: they come with history."""
-        self._useless(event.sender)
 
     def _accuse(self, first: Received, second: Received) -> bool:
         """Publishes evidence that an author signed two conflicting messages; returns False if that is not news."""
@@ -376,7 +371,6 @@ class Inbox:
             context.emit(Disconnect(sender, "its messages are useless"))
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         admitted = len(self.chain.state.admitted)
         return {
             "early messages of an author": (max(map(len, self.early.values()), default=0), EARLY_OF_AUTHOR_MAX),

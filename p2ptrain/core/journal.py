@@ -66,16 +66,9 @@ class Journal:
     def restored(cls, saved: Saved, kept: int, read: Callable[[bytes], Message], staleness: int = 0) -> Self:
         """Restores the journal from the output of `saved_at`; `read` decodes the envelope of a message."""
         return cls(
-            base=saved.base,
-            kept=kept,
-            staleness=staleness,
-            history=list(saved.history),
-            said=[(read(said.envelope), said) for said in saved.said],
-            trunk=saved.trunk,
-            silences=list(saved.silences),
-            scores=saved.scores,
-            halted=saved.halted,
-        )
+            saved.base, kept, staleness, [*saved.history], [(read(said.envelope), said) for said in saved.said],
+            saved.trunk, [*saved.silences], saved.scores, saved.halted,
+        )  # fmt: skip
 
     def copy(self) -> Journal:
         """Returns a copy, to try records on."""

@@ -331,17 +331,9 @@ class LocalWork:
             later = min(event.base_round, event.round)
             base, base_root = (later, self.roots[later]) if later in self.roots else (base, base_root)
         announcement = Announcement(
-            state.branch,
-            event.round,
-            base,
-            base_root,
-            event.payload,
-            event.payload_bytes,
-            event.steps,
-            event.loss,
-            event.held_out,
-            context.me,
-        )
+            state.branch, event.round, base, base_root, event.payload, event.payload_bytes, event.steps, event.loss,
+            event.held_out, context.me,
+        )  # fmt: skip
         is_mine_to_say = (
             training.is_useful
             and not (self.is_astray or self.is_quarantined)
@@ -415,5 +407,4 @@ class LocalWork:
         }
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {"own roots": (len(self.roots), ROOTS_MAX), "own announcements": (len(self.outstanding), 8)}

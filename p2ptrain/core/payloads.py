@@ -167,7 +167,6 @@ class Payloads:
         self._reschedule()
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "payloads held": (len(self.held), PAYLOADS_MAX),
             "payloads whose author is known": (len(self.known), PAYLOADS_MAX),

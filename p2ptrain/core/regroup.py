@@ -265,7 +265,6 @@ class Regrouping:
                 self.attempt, self.called_at, self.mine = regroup.attempt, self.context.now, [received]
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         size, kept = self.state.roster.size, ATTEMPTS_KEPT + ATTEMPTS_AHEAD + 1
         return {
             "attempts called for": (len(self.calls), kept),

@@ -213,7 +213,6 @@ class Repair:
             self.context.send(peer, *found)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "peers answered": (len(self.answered), ANSWERS_MAX),
             "peers with a budget": (len(self.budgets), ANSWERS_MAX),

@@ -127,5 +127,4 @@ class Requests:
         return True
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {"requests": (len(self.by_name), 2 * REQUESTS_MAX)}

@@ -167,7 +167,7 @@ class Round:
         if len(mine) >= 2 and not (asked_for and self._has_room(mine)):
             return False
         if asked_for:
-            self.questions.answered(received.name)
+            self.questions.close(received.name)
         self.availabilities[digest] = received
         mine.append(received)
         self._ask_for_what_it_holds(message)

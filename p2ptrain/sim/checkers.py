@@ -35,12 +35,11 @@ from p2ptrain.sim.ledger import (
     Violation,
     are_liars,
     certified,
+    entries,
     quorum,
     signature_under,
 )
 from p2ptrain.sim.world import SimWorld
-
-__all__ = ["Checker", "Violation", "safety", "standard"]
 
 PLACES_MAX = 100_000  # messages remembered: those of many rounds, in a swarm of any size
 ROUNDS_KEPT = 64  # rounds for which the signatures in certificates are remembered
@@ -172,13 +171,10 @@ class EqualRoots(Checker):
                 raise Violation(f"nodes {other} and {index} have different roots after round {event.round}")
         elif type(event) is CaughtUp and (event.round, event.root) not in self.known and event.round > 0:
             raise Violation(f"node {index} fetched a state of round {event.round} that no honest node has had")
-        for record in certified(effects):
-            step = record.step
-            if isinstance(step, Entry) and step.manifest.root_round > 0:
-                manifest = step.manifest
-                is_known = (manifest.root_round, manifest.root) in self.known
-                if not is_known and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
-                    raise Violation(f"round {manifest.round} certifies a root that no honest node has computed")
+        for manifest in (entry.manifest for entry in entries(effects)):
+            is_known = manifest.root_round == 0 or (manifest.root_round, manifest.root) in self.known
+            if not is_known and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
+                raise Violation(f"round {manifest.round} certifies a root that no honest node has computed")
 
     def forget(self, before: int) -> None:
         self.roots = {place: found for place, found in self.roots.items() if place[1] >= before}
@@ -199,7 +195,7 @@ class OnlyForward(Checker):
 
     def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
         if type(event) is Started:
-            state = event.saved.history[-1].state if event.saved.history else event.saved.base
+            state = event.saved.state
             self.decided[index], self.applied[index] = {state.branch: state.round}, {}
         elif type(event) is CaughtUp:
             self.applied.pop(index, None)
@@ -233,13 +229,10 @@ class NobodyHonestBanned(Checker):
         self.ledger = ledger
 
     def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        for record in certified(effects):
-            step = record.step
-            banned = step.manifest.banned if isinstance(step, Entry) else ()
-            for key in banned:
-                node = world.node_of(key)
-                if node.honest and self.ledger.promises(step.manifest.parent) is Guarantee.EVERYTHING:  # type: ignore[union-attr]
-                    raise Violation(f"round {record.state.round} bans node {node.index}, which is honest")
+        for manifest in (entry.manifest for entry in entries(effects)):
+            for node in map(world.node_of, manifest.banned):
+                if node.honest and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
+                    raise Violation(f"round {manifest.round} bans node {node.index}, which is honest")
 
 
 class BoundedBuffers(Checker):
@@ -413,10 +406,8 @@ class Recovered(Checker):
         if self.view_then is None:
             cores = [node.core for node in world.nodes if node.honest and node.core is not None]
             self.view_then = max((core.view().view for core in cores), default=0)
-        for record in certified(effects):
-            step = record.step
-            if isinstance(step, Entry):
-                self._compare(step, self.view_then)
+        for entry in entries(effects):
+            self._compare(entry, self.view_then)
 
     def _compare(self, entry: Entry, view_then: int) -> None:
         """Checks how many views a round took after the faults; a round that began earlier had used some already."""

@@ -1,7 +1,7 @@
 """The executor of simulated nodes: carries out effects, as the daemon does with the real world.
 
 The effect queue decides the order and what waits for the disk, here as there (core/effect_queue.py). Effects that
-need the device or move payloads are in devices.py and payload_exchange.py.
+take their time are in devices.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from p2ptrain.sim.calendar import Gossiped
 from p2ptrain.sim.devices import Devices
 from p2ptrain.sim.ledger import Violation
 from p2ptrain.sim.machine import SimNode, ToSome
-from p2ptrain.sim.payload_exchange import PayloadExchange
 from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES, Topology
 from p2ptrain.sim.watch import Watch
 from p2ptrain.sim.world import SimWorld
@@ -54,7 +53,7 @@ class Executor:
             ToSome: self._publish_to_some,
             ev.Send: self._send,
             ev.Ask: self._ask,
-            ev.Fetch: PayloadExchange(world, give).fetch,
+            ev.Fetch: self.devices.fetch,
             ev.Train: self.devices.train,
             ev.Pace: self.devices.keep_pace,
             ev.Apply: self.devices.apply,

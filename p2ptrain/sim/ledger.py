@@ -16,7 +16,7 @@ import msgspec
 from blake3 import blake3
 
 from p2ptrain.core.events import Certified, Effect, Event, Persist
-from p2ptrain.core.history import Beginning
+from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.state import AgreedState
 from p2ptrain.sim.keys import sign_as
@@ -161,6 +161,11 @@ def _guarantee(world: SimWorld, members: Members) -> Guarantee:
     if liars <= may_lie(len(members)):
         return Guarantee.EVERYTHING
     return Guarantee.ONE_HISTORY if liars < 2 * quorum(len(members)) - len(members) else Guarantee.NOTHING
+
+
+def entries(effects: Sequence[Effect]) -> list[Entry]:
+    """Returns the rounds that a node has decided on or adopted."""
+    return [record.step for record in certified(effects) if isinstance(record.step, Entry)]
 
 
 def certified(effects: Sequence[Effect]) -> list[Certified]:

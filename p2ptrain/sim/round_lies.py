@@ -174,6 +174,9 @@ class VotesForAll(Doubles):
 # Silence
 
 
+PHASES = ("announce", "avail", "propose", "prevote", "precommit")
+
+
 class Silent(Liar):
     """Sends no messages of some kinds, neither by gossip nor on a stream."""
 
@@ -184,15 +187,16 @@ class Silent(Liar):
     def _is_silent(self, received: Received | None) -> bool:
         match received.message if received else None:
             case Announcement():
-                return self.phase in ("announce", "all")
+                phase = "announce"
             case Availability():
-                return self.phase in ("avail", "all")
+                phase = "avail"
             case Proposal():
-                return self.phase in ("propose", "all")
+                phase = "propose"
             case Vote(ballot=ballot):
-                return self.phase in (ballot.name.lower(), "all")
+                phase = ballot.name.lower()
             case _:
-                return self.phase == "all"
+                phase = "all"
+        return self.phase in (phase, "all")
 
     def say(self, core: Participant, received: Received) -> list[Said]:
         return [] if self._is_silent(received) else [Publish(received.envelope)]

@@ -340,7 +340,7 @@ def test_what_has_come_by_itself_is_asked_no_more() -> None:
     made = questions()
     made.ask(NAMES, [KEYS[2]])
     emitted(made)
-    made.answered(NAMES[3])
+    made.close(NAMES[3])
     made.context.now = 1.0
     made.tick(lambda name: name == NAMES[0])
     assert emitted(made) == [ev.Ask(KEYS[2], NAMES[1:3])]
@@ -370,7 +370,7 @@ def test_what_nobody_needs_leaves_room_for_what_a_proposal_needs() -> None:
     assert (list(made.open), made.unneeded) == (invented[:UNNEEDED_MAX], UNNEEDED_MAX)
     made.ask(NAMES[1:2], [KEYS[3]], is_needed=True)
     assert emitted(made) == [ev.Ask(KEYS[3], NAMES[1:2])]
-    made.answered(invented[0])
+    made.close(invented[0])
     made.context.now = 1.0
     made.tick(lambda name: name == invented[1])
     assert made.unneeded == UNNEEDED_MAX - 2

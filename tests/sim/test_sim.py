@@ -14,10 +14,10 @@ import pytest
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import NOTHING, Announcement, Ballot, Call, Vote, encode, signed_bytes
 from p2ptrain.core.node import Node
-from p2ptrain.sim.checkers import OneHistory, Violation, standard
+from p2ptrain.sim.checkers import OneHistory, standard
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.keys import FakeSigner, node_key
-from p2ptrain.sim.ledger import Ledger
+from p2ptrain.sim.ledger import Ledger, Violation
 from p2ptrain.sim.network import FANOUT, LinkModel, bits
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.report import summary

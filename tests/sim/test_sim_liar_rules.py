@@ -18,9 +18,9 @@ from p2ptrain.core.events import Certified, MessageReceived, Persist, Tick, Trun
 from p2ptrain.core.inbox import Inbox
 from p2ptrain.core.repair import Repair
 from p2ptrain.sim.branch_lies import FalseJumps
-from p2ptrain.sim.checkers import Violation, standard
+from p2ptrain.sim.checkers import standard
 from p2ptrain.sim.cluster import Cluster
-from p2ptrain.sim.ledger import Guarantee, Ledger
+from p2ptrain.sim.ledger import Guarantee, Ledger, Violation
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import load_scenario, scenario_of
 
