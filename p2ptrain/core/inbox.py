@@ -30,6 +30,7 @@ from p2ptrain.core.messages import (
     Vote,
     encode,
     message_digest,
+    read,
 )
 from p2ptrain.core.offers import Verdict
 from p2ptrain.core.pools import Pools
@@ -193,8 +194,7 @@ class Inbox:
         self, sender: bytes, received: Received, asked_for: bool = False, payload_good: bool | None = None
     ) -> None:
         """Takes in an announcement, if its contribution may be taken now or soon."""
-        message = received.message
-        assert isinstance(message, Announcement)
+        message = read(received, Announcement)
         author, state = message.author, self.here.state
         overlap = self.context.run.agreement.overlap_rounds
         if author not in state.place:
@@ -220,8 +220,7 @@ class Inbox:
         self._offer(sender, received, asked_for, payload_good)
 
     def _offer(self, sender: bytes, received: Received, asked_for: bool, payload_good: bool | None) -> None:
-        message = received.message
-        assert isinstance(message, Announcement)
+        message = read(received, Announcement)
         payloads = self.pools.payloads
         verdict = self.pools.offers.add(received, asked_for)
         if sender != self.context.me:  # our own were counted before the restart
@@ -272,8 +271,7 @@ class Inbox:
     # Other kinds
 
     def _hello(self, event: MessageReceived) -> None:
-        hello = event.received.message
-        assert isinstance(hello, Hello)
+        hello = read(event.received, Hello)
         author, here = hello.author, self.here
         if event.sender != author or author == self.context.me:
             self._useless(event.sender)
