@@ -33,7 +33,7 @@ from pathlib import Path
 from time import monotonic, process_time
 from typing import Any
 
-from p2ptrain.sim.lines import LINES, Line
+from p2ptrain.sim.scenario import LINES, Line
 
 NETWORK = "11.78.0"  # public, like a home's: nothing here leaves the machine
 DEVICE = "line0"

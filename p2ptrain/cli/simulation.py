@@ -74,15 +74,15 @@ def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events
     from p2ptrain.replay import EventLog
     from p2ptrain.sim.checkers import standard
     from p2ptrain.sim.outcome import simulate as run
-    from p2ptrain.sim.replay import watch
 
     if trace_node is None or events is None:
         return run(scenario, seed, standard())
     if trace_node >= scenario.size:
         raise typer.BadParameter(f"the scenario has no node {trace_node}", param_hint="--trace-node")
     try:
-        with events.open("wb") as log:
-            return run(scenario, seed, standard(), lambda cluster: watch(cluster, trace_node, EventLog(log)))
+        with events.open("wb") as file:
+            log = EventLog(file)
+            return run(scenario, seed, standard(), lambda each: each.watch.log(each.setup, trace_node, log))
     except OSError as error:
         raise ConfigError(
             f"cannot be written: {error.strerror}", source=str(events), fix="Choose another file"
@@ -121,9 +121,10 @@ def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
 def replay(file: Annotated[Path, typer.Argument(help="A node's events, as JSON lines.")]) -> None:
     """Replay a node's events, and compare the effects."""
     from p2ptrain.replay import replay as run
-    from p2ptrain.sim.replay import SIMULATED, signer_of
+    from p2ptrain.sim.keys import FakeSigner
+    from p2ptrain.sim.watch import SIMULATED
 
-    replayed = run(file, {SIMULATED: signer_of})
+    replayed = run(file, {SIMULATED: lambda header: FakeSigner(header.run_id, header.me)})
     if replayed.unrepeated:
         typer.echo(
             f"begins at round {replayed.begins_at} of a process whose start is gone: "

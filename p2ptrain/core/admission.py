@@ -12,12 +12,11 @@ So a request that is overheard is of no use to another key.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
-from p2ptrain.config import PROTOCOL_VERSION
+from p2ptrain.config import PROTOCOL_VERSION, RunConfig
 from p2ptrain.core import wire
 from p2ptrain.core.manifest import NO_BEARER, Join, Request
 from p2ptrain.core.messages import (
@@ -35,9 +34,6 @@ from p2ptrain.core.state import AgreedState, Uses
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
-
-if TYPE_CHECKING:
-    from p2ptrain.config import RunConfig
 
 REQUEST_ROUNDS = 64  # maximum age of a request: long enough for gossip, too short to replay it a year later
 

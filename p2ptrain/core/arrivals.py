@@ -130,7 +130,6 @@ class Arrivals:
         return {key for key in members if self.offsets.get(key, patience) <= patience}
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "round starts": (len(self.starts), STARTS_MAX + 1),
             "arrivals": (len(self.offsets), 2 * ADMITTED_MAX),

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from p2ptrain.core.chain import Chain, are_level, common_branch, wins
 from p2ptrain.core.context import Context
-from p2ptrain.core.events import AskHistory
+from p2ptrain.core.events import AskHistory, Halted
 from p2ptrain.core.history import (
     Beginning,
     BranchStart,
@@ -34,6 +34,7 @@ from p2ptrain.core.history import (
     follow,
     jump,
 )
+from p2ptrain.core.regroup import Regrouping
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.roster import Roster, roster_of
 from p2ptrain.core.state import AgreedState
@@ -87,13 +88,11 @@ class CatchingUp:
         self,
         context: Context,
         chain: Chain,
-        may_follow: Callable[[Beginning], bool],
-        has_waited: Callable[[], bool],
-        proof_of_lies: tuple[Entry, Entry] | None = None,
+        regrouping: Callable[[], Regrouping],
+        proof_of_lies: Halted | None,
     ) -> None:
         self.context, self.chain = context, chain
-        self.may_follow = may_follow  # whether to follow a branch that begins at our head
-        self.has_waited = has_waited  # whether we have no vote and saw no progress of the old roster for long
+        self.regrouping = regrouping  # that of the current round
         self.ahead: dict[bytes, tuple[bytes, int]] = {}  # by peer: the branch and round it was seen in
         self.asked: HistoryRequest | None = None
         self.ask_at: float | None = None
@@ -115,6 +114,11 @@ class CatchingUp:
             return bool(self.ahead)
         roster = self.chain.state.roster
         return sum(peer in roster.seat for peer in self.ahead) > roster.tolerated
+
+    @property
+    def counted(self) -> tuple[object, ...]:
+        """What may let the node advance, as far as a message changes it without an effect."""
+        return self.deadline, self.is_behind
 
     @property
     def is_near(self) -> bool:
@@ -383,10 +387,10 @@ class CatchingUp:
     def _may_follow(self, beginning: Beginning, roster: Roster, state: AgreedState | None) -> bool:
         """Answers the same question as `Regrouping.may_follow`, for a branch that begins anywhere."""
         if state is self.chain.state:
-            return self.may_follow(beginning)
+            return self.regrouping().may_follow(beginning)
         if len(set(beginning.signers)) > roster.tolerated or beginning.branch in self.chain.beginnings:
             return True
-        return self.context.me not in roster.seat and self.has_waited()
+        return self.context.me not in roster.seat and self.regrouping().has_waited
 
     def _look_for_lies(self, state: AgreedState, history: History) -> None:
         """Looks for a round that our roster certified on top of a different parent: then more than f members lied."""
@@ -398,7 +402,7 @@ class CatchingUp:
             and theirs.manifest.parent != state.head
         ):
             check_certificate(theirs, state.roster, self.context.signer)
-            self.proof_of_lies = mine, theirs
+            self.proof_of_lies = Halted(mine, theirs)
 
     def _beats_mine(self, common: bytes, mine: bytes, other: Beginning, point: AgreedState) -> bool:
         my_beginning = self.chain.beginnings.get(mine)
@@ -409,7 +413,6 @@ class CatchingUp:
         return wins(other, my_beginning)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "peers ahead": (len(self.ahead), AHEAD_MAX),
             "peers asked in vain": (len(self.retries), RETRIES_MAX),

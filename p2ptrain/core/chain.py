@@ -218,7 +218,6 @@ class Chain:
         return self._position_of(step.manifest.branch, step.manifest.round)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "history": (len(self.steps), self.kept),
             "changes of the roster": (len(self.changes), CHANGES_MAX),

@@ -115,5 +115,4 @@ class Claims:
             del self.rounds[next(iter(self.rounds))]
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {"held-out losses": (len(self._said), DRAWN), "rounds claimed": (len(self.rounds), ROUNDS_KEPT)}

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 from p2ptrain.core.arrivals import GRACE, SILENT, SLACK
 from p2ptrain.core.context import Context
+from p2ptrain.core.pools import Pools
 from p2ptrain.core.state import AgreedState
 
 
 class Collecting:
     """The waiting of one round for contributions."""
 
-    def __init__(self, context: Context, state: AgreedState) -> None:
-        self.context, self.state, self.began = context, state, context.now
+    def __init__(self, context: Context, pools: Pools, state: AgreedState) -> None:
+        self.context, self.pools, self.state, self.began = context, pools, state, context.now
         self.roster = state.roster
         self.enough = 2 * self.roster.tolerated + 1  # members that liars are a minority of
-        offers = context.offers
+        offers = self.pools.offers
         self.has_any = any(offers.has_from(author, state) for author in offers.by_author)
         self.seats_in = {key for key in self.roster.members if offers.has_from(key, state)}  # who has contributed
         self.needed = self.enough  # of these, for the deadline to hold
@@ -44,7 +45,7 @@ class Collecting:
 
     def _expect(self) -> None:
         """Determines which authors to wait for, and until when."""
-        context, arrivals, members = self.context, self.context.arrivals, self.roster.members
+        context, arrivals, members = self.context, self.pools.arrivals, self.roster.members
         stall = float(context.run.agreement.stall_seconds)
         usual, strangers = arrivals.patience(members)
         if usual is None:
@@ -63,14 +64,14 @@ class Collecting:
         self.waiting = expected - self.seats_in
         self.unseated_at = min(self.usual_at, self.began + (1.0 + GRACE) * self.patience[1])
         late = {key for key in others if arrivals.offsets.get(key, SILENT) <= self.patience[1]}
-        self.unseated = {key for key in late if not context.offers.has_from(key, self.state)}
+        self.unseated = {key for key in late if not self.pools.offers.has_from(key, self.state)}
 
     def _await_newcomers(self) -> float:
         context, state = self.context, self.state
         probation = context.run.admission.probation_rounds
-        awaited = context.newcomers.awaited(state, probation, context.peers)
-        self.newcomers = {key for key in awaited if not context.offers.has_from(key, state)}
-        return self.began + context.newcomers.seconds(context.now) if self.newcomers else self.began
+        awaited = self.pools.newcomers.awaited(state, probation, context.peers)
+        self.newcomers = {key for key in awaited if not self.pools.offers.has_from(key, state)}
+        return self.began + self.pools.newcomers.seconds(context.now) if self.newcomers else self.began
 
     @property
     def _is_enough(self) -> bool:
@@ -107,12 +108,12 @@ class Collecting:
 
     def heard_late(self, author: bytes) -> None:
         """Waits for an author's next contribution if its last one missed its round only narrowly."""
-        if self.usual_at is None or self.context.offers.has_from(author, self.state):
+        if self.usual_at is None or self.pools.offers.has_from(author, self.state):
             return
         waiting, patience = (
             (self.waiting, self.patience[0]) if author in self.roster.seat else (self.unseated, self.patience[1])
         )
-        if self.context.arrivals.offsets.get(author, SILENT) <= patience:
+        if self.pools.arrivals.offsets.get(author, SILENT) <= patience:
             waiting.add(author)
 
     def held(self, author: bytes) -> None:

@@ -226,25 +226,10 @@ class Tick(Struct, frozen=True, tag=True):
 
 
 Event: TypeAlias = (
-    Started
-    | MessageReceived
-    | MalformedReceived
-    | PeerSeen
-    | PeerLost
-    | TrainingFinished
-    | TrainingFailed
-    | PayloadArrived
-    | FetchFailed
-    | Applied
-    | CaughtUp
-    | CatchUpFailed
-    | Asked
-    | HistoryAsked
-    | HistoryArrived
-    | HistoryFailed
-    | StopRequested
-    | Tick
-)
+    Started | MessageReceived | MalformedReceived | PeerSeen | PeerLost | TrainingFinished | TrainingFailed
+    | PayloadArrived | FetchFailed | Applied | CaughtUp | CatchUpFailed | Asked | HistoryAsked | HistoryArrived
+    | HistoryFailed | StopRequested | Tick
+)  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------
 # Effects
@@ -353,19 +338,6 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 Effect: TypeAlias = (
-    Publish
-    | Send
-    | Ask
-    | Fetch
-    | Train
-    | Pace
-    | Apply
-    | Return
-    | NoteWrongState
-    | Persist
-    | CatchUp
-    | AskHistory
-    | SendHistory
-    | Disconnect
-    | Stop
-)
+    Publish | Send | Ask | Fetch | Train | Pace | Apply | Return | NoteWrongState | Persist | CatchUp | AskHistory
+    | SendHistory | Disconnect | Stop
+)  # fmt: skip

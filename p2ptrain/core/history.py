@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
 
+from p2ptrain.config import RunConfig
 from p2ptrain.core import wire
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import (
@@ -38,9 +39,6 @@ from p2ptrain.core.state import AgreedState
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
-
-if TYPE_CHECKING:
-    from p2ptrain.config import RunConfig
 
 ENTRIES_MAX = 64  # per answer: 8 MB at 1,024 contributors; a peer that needs more asks again
 CHANGES_MAX = 4_096  # kept by a node and sent in an answer; anything older needs a trusted checkpoint

@@ -8,9 +8,12 @@ the protocol already bounds how many a member can send in a round.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from p2ptrain.core.agreement import Heard
+from p2ptrain.core.catchup import CatchingUp
+from p2ptrain.core.chain import Chain
+from p2ptrain.core.context import Context
 from p2ptrain.core.events import Disconnect, MessageReceived
 from p2ptrain.core.messages import (
     Announcement,
@@ -27,14 +30,16 @@ from p2ptrain.core.messages import (
     Vote,
     encode,
     message_digest,
+    read,
 )
 from p2ptrain.core.offers import Verdict
+from p2ptrain.core.pools import Pools
+from p2ptrain.core.regroup import Regrouping
+from p2ptrain.core.repair import Repair
 from p2ptrain.core.reputation import Reason, prove
+from p2ptrain.core.round import Round
 from p2ptrain.core.tally import Refusal
 from p2ptrain.errors import RemoteProtocolError
-
-if TYPE_CHECKING:
-    from p2ptrain.core.node import Node
 
 OF_A_ROUND = (Availability, Proposal, Vote)
 EARLY_OF_AUTHOR_MAX = 6  # messages for the next round: an availability, a proposal, two votes, and conflicting ones
@@ -44,11 +49,22 @@ LATE_SECONDS = 0.25  # after a round began: messages of the last one may be in f
 class Inbox:
     """Dispatches incoming messages by kind, branch and round."""
 
-    def __init__(self, node: Node) -> None:
-        self.node, self.context = node, node.context
+    def __init__(
+        self,
+        context: Context,
+        pools: Pools,
+        chain: Chain,
+        catching_up: CatchingUp,
+        repair: Repair,
+        here: Round,
+        regrouping: Regrouping,
+    ) -> None:
+        self.context, self.pools, self.chain = context, pools, chain
+        self.catching_up, self.repair = catching_up, repair
+        self.here, self.regrouping = here, regrouping
         self.early: dict[bytes, list[MessageReceived]] = {}
         self.accused: set[bytes] = set()
-        self._kinds = {
+        self._kinds: dict[type, Callable[[MessageReceived], None]] = {
             Announcement: self._announcement,
             Hello: self._hello,
             JoinRequest: self._request,
@@ -56,23 +72,27 @@ class Inbox:
             Evidence: self._request,
             Call: self._of_regroup,
             Regroup: self._of_regroup,
-            Certificate: self._certificate,
+            Certificate: lambda event: self._useless(event.sender),  # never gossiped: they come with history
         }
 
     def take(self, event: MessageReceived) -> None:
         """Routes a message to its handler. Who has left follows the run no further."""
         message = event.received.message
-        if self.context.is_out(self.node.chain.state):
+        if self.context.is_out(self.chain.state):
             return
         if isinstance(message, OF_A_ROUND):
             self._of_round(event, message)
         else:
             self._kinds[type(message)](event)
 
-    def begin_round(self) -> None:
+    def enter(self, here: Round, regrouping: Regrouping) -> None:
+        """Turns to the next round."""
+        self.here, self.regrouping = here, regrouping
+
+    def take_early(self) -> None:
         """Takes in the messages that were held for the round that begins."""
         early, self.early = self.early, {}
-        self.accused &= self.node.chain.state.place.keys()
+        self.accused &= self.chain.state.place.keys()
         for events in early.values():
             for event in events:
                 self.take(event)
@@ -81,7 +101,7 @@ class Inbox:
     # Availabilities, proposals, votes
 
     def _of_round(self, event: MessageReceived, message: Availability | Proposal | Vote) -> None:
-        here, author = self.node.here, message.author
+        here, author = self.here, message.author
         if message.round != here.number or message.branch != here.branch:
             self._elsewhere(event, message)
         elif author not in here.roster.seat:
@@ -97,7 +117,7 @@ class Inbox:
             self._heard(here.hear_proposal(event.received), author, event.sender, event.received)
 
     def _vote(self, sender: bytes, received: Received, vote: Vote) -> None:
-        here = self.node.here
+        here = self.here
         heard = here.agreement.hear_vote(received)
         self._heard(heard, vote.author, sender, received)
         if heard is Heard.NEW and not here.agreement.is_due and vote.manifest not in here.manifests:
@@ -110,32 +130,31 @@ class Inbox:
         """
         if heard is Heard.NEW:
             self.context.heard_at[author] = self.context.now
-        elif heard is not Heard.CONFLICT or not self._accuse(self.node.here.agreement.earlier(received), received):
+        elif heard is not Heard.CONFLICT or not self._accuse(self.here.agreement.earlier(received), received):
             self._useless(sender)
 
     def _chase(self, vote: Vote) -> None:
         """Asks a voter for a proposal that we have not seen, once enough members have voted for it."""
-        here = self.node.here
+        here = self.here
         view = here.agreement.views.get(vote.view)
         is_unknown = view is not None and view.proposal is None and vote.view == here.agreement.view
         count = here.agreement.count(vote.view, vote.ballot, vote.manifest)
         if is_unknown and any(vote.manifest) and count == here.roster.attesting:
-            self.node.repair.greet(here, vote.author)
+            self.repair.greet(here, vote.author)
 
     def _elsewhere(self, event: MessageReceived, message: Availability | Proposal | Vote) -> None:
         """Handles a message of another round or another branch."""
-        node = self.node
         branch, number, author = message.branch, message.round, message.author
-        if author not in node.chain.state.place:
+        if author not in self.chain.state.place:
             self._useless(event.sender)
-        elif branch != node.here.branch:
+        elif branch != self.here.branch:
             self._on_another_branch(author, branch, number)
-        elif number < node.here.number:
-            is_late = number == node.here.number - 1 and self.context.now < node.here.began + LATE_SECONDS
+        elif number < self.here.number:
+            is_late = number == self.here.number - 1 and self.context.now < self.here.began + LATE_SECONDS
             if not is_late:
                 self._behind(author)
         else:
-            if number == node.here.number + 1:
+            if number == self.here.number + 1:
                 self._keep_early(event, author)
             self._ahead(author, branch, number)
 
@@ -148,38 +167,35 @@ class Inbox:
 
     def _on_another_branch(self, author: bytes, branch: bytes, number: int) -> None:
         """Handles a peer on another branch: one that lost to ours, one that we went on from, or one to check."""
-        node = self.node
-        end = node.chain.end_of(branch)
-        if node.catching_up.has_lost(branch) or (end is not None and number <= end + 1):
+        end = self.chain.end_of(branch)
+        if self.catching_up.has_lost(branch) or (end is not None and number <= end + 1):
             self._behind(author)
         else:
             self._ahead(author, branch, number)
 
     def _ahead(self, author: bytes, branch: bytes, number: int) -> None:
-        catching_up = self.node.catching_up
+        catching_up = self.catching_up
         if catching_up.ahead.get(author) != (branch, number):
             catching_up.notice(author, branch, number)
 
     def _behind(self, peer: bytes) -> None:
         """Tells a lagging peer where we are, so that it can ask for history."""
-        if peer in self.context.peers and self.node.repair.may_answer(peer):
-            self.node.repair.greet(self.node.here, peer)
+        if peer in self.context.peers and self.repair.may_answer(peer):
+            self.repair.greet(self.here, peer)
 
     # -----------------------------------------------------------------------------------------------
     # Announcements
 
     def _announcement(self, event: MessageReceived) -> None:
-        asked_for = event.received.name in self.node.here.questions.open
+        asked_for = event.received.name in self.here.questions.open
         self.announcement(event.sender, event.received, asked_for, event.payload_good)
 
     def announcement(
         self, sender: bytes, received: Received, asked_for: bool = False, payload_good: bool | None = None
     ) -> None:
         """Takes in an announcement, if its contribution may be taken now or soon."""
-        node = self.node
-        message = received.message
-        assert isinstance(message, Announcement)
-        author, state = message.author, node.here.state
+        message = read(received, Announcement)
+        author, state = message.author, self.here.state
         overlap = self.context.run.agreement.overlap_rounds
         if author not in state.place:
             self._useless(sender)
@@ -187,46 +203,45 @@ class Inbox:
         if message.branch != state.branch:
             self._on_another_branch(author, message.branch, message.round - overlap)
             return
-        self.context.claims.hear(message)
+        self.pools.claims.hear(message)
         if message.round > state.round + 1:
             if message.round > state.round + 1 + overlap:
                 self._ahead(author, message.branch, message.round - overlap)
             if message.round > state.round + 2 + overlap:
                 return
-        elif not state.may_take(message, node.context.offers.staleness):
+        elif not state.may_take(message, self.pools.offers.staleness):
             if (author, message.round) not in state.taken:
-                arrivals = node.context.arrivals
+                arrivals = self.pools.arrivals
                 if message.round > arrivals.noted.get(author, 0):  # not just a repetition by a peer
-                    self.context.tallies.of(author).late += 1
+                    self.pools.tallies.of(author).late += 1
                     arrivals.note(author, message.round, self.context.now, message.steps)
-                    node.here.heard_late(author)
+                    self.here.heard_late(author)
             return
         self._offer(sender, received, asked_for, payload_good)
 
     def _offer(self, sender: bytes, received: Received, asked_for: bool, payload_good: bool | None) -> None:
-        node, message = self.node, received.message
-        assert isinstance(message, Announcement)
-        payloads = node.context.payloads
-        verdict = node.context.offers.add(received, asked_for)
+        message = read(received, Announcement)
+        payloads = self.pools.payloads
+        verdict = self.pools.offers.add(received, asked_for)
         if sender != self.context.me:  # our own were counted before the restart
             self._tally(message.author, verdict)
         if verdict in (Verdict.USELESS, Verdict.FULL):
             self._useless(sender)
             return
-        if message.author in node.here.roster.seat:
+        if message.author in self.here.roster.seat:
             self.context.heard_at[message.author] = self.context.now
         if verdict is Verdict.CONFLICT:
-            self._accuse(node.context.offers.conflicting(received), received)
+            self._accuse(self.pools.offers.conflicting(received), received)
         if payload_good is not None and payloads.came_along(message, payload_good):
             self.payload_came(message.payload, received.name)
         known = payloads.checked(message)
         if known is None:
             payloads.want(message.payload, message.payload_bytes, message.author)
         else:
-            self.payload_checked(message, known, message.round <= node.here.number)
+            self.payload_checked(message, known, message.round <= self.here.number)
 
     def _tally(self, author: bytes, verdict: Verdict) -> None:
-        tallies = self.context.tallies
+        tallies = self.pools.tallies
         if verdict in (Verdict.NEW, Verdict.CONFLICT):
             tallies.of(author).offered += 1
         if verdict is Verdict.CONFLICT:
@@ -236,53 +251,50 @@ class Inbox:
 
     def payload_came(self, payload: bytes, but: bytes = b"") -> None:
         """Checks all announcements of a payload that has arrived, except the one named `but`."""
-        context = self.node.context
-        for offer in list(context.offers.by_payload.get(payload, ())):
+        for offer in list(self.pools.offers.by_payload.get(payload, ())):
             if offer.name != but:
-                self.payload_checked(offer.announcement, context.offers.is_good(offer.announcement))
+                self.payload_checked(offer.announcement, self.pools.offers.is_good(offer.announcement))
 
     def payload_checked(self, message: Announcement, good: bool, is_ripe: bool = False) -> None:
         """Handles an announcement whose payload was found good or bad. `is_ripe`: this round may take it."""
-        node, context = self.node, self.context
+        context = self.context
         if not good:
             context.counters["bad payloads"] += 1
-            context.tallies.refuse(message.author, Refusal.BAD_PAYLOAD)
+            self.pools.tallies.refuse(message.author, Refusal.BAD_PAYLOAD)
             context.reputation.note(message.author, Reason.MALFORMED, context.now)
             return
-        node.context.arrivals.note(message.author, message.round, context.now, message.steps)
-        if is_ripe or node.chain.state.may_take(message, node.context.offers.staleness):
-            node.here.offer_held(message.author)
+        self.pools.arrivals.note(message.author, message.round, context.now, message.steps)
+        if is_ripe or self.chain.state.may_take(message, self.pools.offers.staleness):
+            self.here.offer_held(message.author)
 
     # -----------------------------------------------------------------------------------------------
     # Other kinds
 
     def _hello(self, event: MessageReceived) -> None:
-        node, hello = self.node, event.received.message
-        assert isinstance(hello, Hello)
-        author, here = hello.author, node.here
+        hello = read(event.received, Hello)
+        author, here = hello.author, self.here
         if event.sender != author or author == self.context.me:
             self._useless(event.sender)
             return
         if author in here.roster.seat:
             if hello.branch == here.branch and hello.round >= here.number - 1 and not hello.is_silent:
                 self.context.heard_at[author] = self.context.now
-            if node.recalled is not None:
-                node.recall(author, hello.round)
-        elif author not in self.context.peers and author not in node.chain.state.place:
+            self.context.voice.recall(author, hello.round, self.chain.state.roster, self.chain.kept)
+        elif author not in self.context.peers and author not in self.chain.state.place:
             self._useless(event.sender)
             return
         if (hello.branch, hello.round) != (here.branch, here.number):
             self._standing_elsewhere(hello)
-        elif node.repair.may_answer(author) and not self.context.reputation.is_greylisted(author, self.context.now):
+        elif self.repair.may_answer(author) and not self.context.reputation.is_greylisted(author, self.context.now):
             if hello.view > here.agreement.view:
-                node.repair.greet(here, author)
+                self.repair.greet(here, author)
             else:
                 if author in here.roster.seat:
                     here.help_in(hello.view)
-                node.repair.hand_over(here, hello)
+                self.repair.hand_over(here, hello)
 
     def _standing_elsewhere(self, hello: Hello) -> None:
-        here = self.node.here
+        here = self.here
         if hello.branch != here.branch:
             self._on_another_branch(hello.author, hello.branch, hello.round)
         elif hello.round < here.number:
@@ -291,60 +303,52 @@ class Inbox:
             self._ahead(hello.author, hello.branch, hello.round)
 
     def _request(self, event: MessageReceived) -> None:
-        node = self.node
-        asked_for = event.received.name in node.here.questions.open
+        asked_for = event.received.name in self.here.questions.open
         message = event.received.message
         assert isinstance(message, JoinRequest | Leave | Evidence)
         is_second_hand = isinstance(message, JoinRequest) and event.sender != message.author and not asked_for
-        if is_second_hand or (not isinstance(message, Evidence) and message.branch != node.here.branch):
+        if is_second_hand or (not isinstance(message, Evidence) and message.branch != self.here.branch):
             self._useless(event.sender)  # each newcomer needs a connection of its own, or a member that vouches for it
             return
         try:
-            is_new = node.context.requests.add(event.received, node.chain.state, asked_for)
+            is_new = self.pools.requests.add(event.received, self.chain.state, asked_for)
         except RemoteProtocolError:
             is_new = False
         if not is_new:
             self._useless(event.sender)
         elif asked_for:
-            node.here.advance()
+            self.here.advance()
 
     def _of_regroup(self, event: MessageReceived) -> None:
-        node, message = self.node, event.received.message
+        message = event.received.message
         assert isinstance(message, Call | Regroup)
-        state = node.chain.state
+        state = self.chain.state
         if message.author not in state.place:
             self._useless(event.sender)
         elif (message.branch, message.parent) == (state.branch, state.head):
-            hear = node.regrouping.hear_call if isinstance(message, Call) else node.regrouping.hear_regroup
+            hear = self.regrouping.hear_call if isinstance(message, Call) else self.regrouping.hear_regroup
             if hear(event.received):
                 self.context.heard_at[message.author] = self.context.now
             else:
                 self._useless(event.sender)
-        elif message.branch != state.branch and node.chain.end_of(message.branch) is None:
+        elif message.branch != state.branch and self.chain.end_of(message.branch) is None:
             self._on_another_branch(message.author, message.branch, 0)
-        elif message.branch == state.branch and not self._is_passed(message.parent):
+        elif message.branch == state.branch and all(each.state.head != message.parent for each in self.chain.steps):
             self._ahead(message.author, state.branch, state.round + 2)  # it names a certificate that we have not seen
         else:
             self._behind(message.author)
 
-    def _is_passed(self, head: bytes) -> bool:
-        return any(certified.state.head == head for certified in self.node.chain.steps)
-
-    def _certificate(self, event: MessageReceived) -> None:
-        """Certificates are never gossiped: they come with history."""
-        self._useless(event.sender)
-
     def _accuse(self, first: Received, second: Received) -> bool:
         """Publishes evidence that an author signed two conflicting messages; returns False if that is not news."""
-        node, context = self.node, self.context
+        context = self.context
         assert isinstance(second.message, Announcement | Proposal | Vote)
         guilty = second.message.author
-        if guilty in self.accused or guilty not in node.chain.state.place or guilty == context.me:
+        if guilty in self.accused or guilty not in self.chain.state.place or guilty == context.me:
             return False
         context.counters["lies proved"] += 1
         evidence = prove(first.envelope, second.envelope)
         received = Received(evidence, message_digest(evidence), encode(evidence), b"")
-        if node.context.requests.add(received, node.chain.state):  # otherwise the next lie is proved
+        if self.pools.requests.add(received, self.chain.state):  # otherwise the next lie is proved
             self.accused.add(guilty)
         context.publish(received)
         return True
@@ -365,8 +369,7 @@ class Inbox:
             context.emit(Disconnect(sender, "its messages are useless"))
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
-        admitted = len(self.node.chain.state.admitted)
+        admitted = len(self.chain.state.admitted)
         return {
             "early messages of an author": (max(map(len, self.early.values()), default=0), EARLY_OF_AUTHOR_MAX),
             "authors of early messages": (len(self.early), admitted),

@@ -11,7 +11,7 @@ is applied, but its root is only certified by the manifest of a later round.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from p2ptrain.core.events import Certified, Halted, Observed, Record, Said, Saved, Silence, Trunk
@@ -66,30 +66,13 @@ class Journal:
     def restored(cls, saved: Saved, kept: int, read: Callable[[bytes], Message], staleness: int = 0) -> Self:
         """Restores the journal from the output of `saved_at`; `read` decodes the envelope of a message."""
         return cls(
-            base=saved.base,
-            kept=kept,
-            staleness=staleness,
-            history=list(saved.history),
-            said=[(read(said.envelope), said) for said in saved.said],
-            trunk=saved.trunk,
-            silences=list(saved.silences),
-            scores=saved.scores,
-            halted=saved.halted,
-        )
+            saved.base, kept, staleness, [*saved.history], [(read(said.envelope), said) for said in saved.said],
+            saved.trunk, [*saved.silences], saved.scores, saved.halted,
+        )  # fmt: skip
 
     def copy(self) -> Journal:
         """Returns a copy, to try records on."""
-        return Journal(
-            self.base,
-            self.kept,
-            self.staleness,
-            list(self.history),
-            list(self.said),
-            self.trunk,
-            list(self.silences),
-            self.scores,
-            self.halted,
-        )
+        return replace(self, history=[*self.history], said=[*self.said], silences=[*self.silences])
 
     @property
     def payloads(self) -> set[bytes]:

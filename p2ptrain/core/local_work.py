@@ -23,6 +23,7 @@ from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Received, read
 from p2ptrain.core.pace import pace_of
+from p2ptrain.core.pools import Pools
 from p2ptrain.core.round import Round
 
 REPLAY_ROUNDS_MAX = 32  # above this, fetching the state is cheaper than fetching every round's payloads; a guess
@@ -53,8 +54,8 @@ class Training:
 class LocalWork:
     """This node's training and applying."""
 
-    def __init__(self, context: Context, chain: Chain, applied_round: int, applied_root: bytes) -> None:
-        self.context, self.chain = context, chain
+    def __init__(self, context: Context, pools: Pools, chain: Chain, applied_round: int, applied_root: bytes) -> None:
+        self.context, self.pools, self.chain = context, pools, chain
         self.applied_round = applied_round
         self.roots = {applied_round: applied_root} if applied_root else {}  # our own, by round
         self.applying: Manifest | None = None
@@ -74,7 +75,6 @@ class LocalWork:
         self.fetched_round = -1  # of the state that was fetched last
         self.retry_at: float | None = None
         self.tries = 0
-        self._carry_root()
 
     @property
     def is_current(self) -> bool:
@@ -87,12 +87,11 @@ class LocalWork:
         lacking = self.chain.state.round - self.applied_round
         return not (self.is_astray or self.is_quarantined) and lacking <= REPLAY_ROUNDS_MAX
 
-    def _carry_root(self) -> None:
-        state = self.chain.state
+    def own_root(self) -> tuple[int, bytes]:
+        """Returns the newest root that we attest, with its round: our own, unless we know that it is wrong."""
         if self.is_astray or self.is_quarantined:
-            self.context.applied_root = (state.root_round, state.root)
-        else:
-            self.context.applied_root = (self.applied_round, self.roots[self.applied_round])
+            return self.chain.state.root_round, self.chain.state.root
+        return self.applied_round, self.roots[self.applied_round]
 
     # -----------------------------------------------------------------------------------------------
     # Progress of the chain
@@ -107,7 +106,7 @@ class LocalWork:
                 self.context.counters["contributions taken"] += 1
                 del self.outstanding[number]
             elif announcement.branch != state.branch or (
-                number <= state.round + 1 and not state.may_take(announcement, self.context.offers.staleness)
+                number <= state.round + 1 and not state.may_take(announcement, self.pools.offers.staleness)
             ):
                 self.context.counters["contributions expired"] += 1
                 self.context.emit(Return(number))
@@ -132,7 +131,6 @@ class LocalWork:
             self.applying = None
             self.context.counters["root mismatches"] += 1
             self.context.emit(NoteWrongState(self.applied_round))
-        self._carry_root()
 
     def rewound(self, number: int) -> None:
         """Drops work that was based on later rounds, after the chain went back to this one."""
@@ -166,7 +164,7 @@ class LocalWork:
         if entry is None or (can_jump and is_far):
             self._catch_up()
             return
-        payloads, tries = self.context.payloads, 0
+        payloads, tries = self.pools.payloads, 0
         missing = [taken for taken in entry.manifest.taken if not payloads.is_good(taken.payload)]
         holders = self._holders() if missing else []
         for taken in missing:
@@ -233,7 +231,6 @@ class LocalWork:
         self.is_astray = self.is_quarantined = False
         if self.training is not None:
             self.training = replace(self.training, is_moved=True)
-        self._carry_root()
 
     def peer_seen(self) -> None:
         """Retries a failed fetch at once, because a new peer may have the state."""
@@ -259,7 +256,7 @@ class LocalWork:
             return
         free = state.round + 1 + len(self.outstanding)  # a round takes one contribution of ours, the oldest
         number = max(free, self.announced.get(state.branch, 0) + 1)
-        if number > state.round + 1 + overlap or not context.may_speak(state.branch, number):
+        if number > state.round + 1 + overlap or not context.voice.may_speak(state.branch, number):
             return
         if self.failed_for == (state.branch, number) and context.now < self.again_at:
             self.look_at = self.again_at
@@ -277,14 +274,15 @@ class LocalWork:
         context, state = self.context, self.chain.state
         now = context.now
         if self.passed != (state.branch, number):
-            began = context.arrivals.starts.get(number)
-            patience, _ = context.arrivals.patience(key for key in state.members if key != self.context.me)
+            arrivals = self.pools.arrivals
+            began = arrivals.starts.get(number)
+            patience, _ = arrivals.patience(key for key in state.members if key != self.context.me)
             if (
-                context.offers.staleness
+                self.pools.offers.staleness
                 or self.passed == (state.branch, number - 1)
                 or began is None
                 or patience is None
-                or not context.arrivals.are_enough(state.members)  # the others would wait for us as for a lost quorum
+                or not arrivals.are_enough(state.members)  # the others would wait for us as for a lost quorum
             ):
                 return False
             if not self.training_seconds <= patience < now - began + self.training_seconds:
@@ -294,12 +292,12 @@ class LocalWork:
         if now < self.passed_until:
             self.look_at = self.passed_until
             return True
-        return any(context.offers.has_from(author, state) for author in context.offers.by_author)
+        return any(self.pools.offers.has_from(author, state) for author in self.pools.offers.by_author)
 
     def _tell_pace(self) -> None:
         """Tells the device the others' pace once it is known, and when the round of the training is over."""
         training, context = self.training, self.context
-        recipe, arrivals = context.run.recipe, context.arrivals
+        recipe, arrivals = context.run.recipe, self.pools.arrivals
         if training is None or training.is_over or not recipe.local_steps_min:
             return
         number, state = training.round, self.chain.state
@@ -313,10 +311,10 @@ class LocalWork:
                 context.emit(pace_of(number, arrivals.starts[number], seconds, context.now))
 
     @property
-    def arrivals_counted(self) -> int:
-        """The arrivals so far, while the next one may let us tell the pace."""
+    def counted(self) -> int:
+        """What may let the node advance: the arrivals so far, while the next one may let us tell the pace."""
         is_waiting = self.training is not None and not self.training.is_paced
-        return self.context.arrivals.count if is_waiting and self.context.run.recipe.local_steps_min else 0
+        return self.pools.arrivals.count if is_waiting and self.context.run.recipe.local_steps_min else 0
 
     def finished(self, event: TrainingFinished, here: Round) -> None:
         """Announces the trained contribution, if it may still be taken."""
@@ -333,46 +331,38 @@ class LocalWork:
             later = min(event.base_round, event.round)
             base, base_root = (later, self.roots[later]) if later in self.roots else (base, base_root)
         announcement = Announcement(
-            state.branch,
-            event.round,
-            base,
-            base_root,
-            event.payload,
-            event.payload_bytes,
-            event.steps,
-            event.loss,
-            event.held_out,
-            context.me,
-        )
+            state.branch, event.round, base, base_root, event.payload, event.payload_bytes, event.steps, event.loss,
+            event.held_out, context.me,
+        )  # fmt: skip
         is_mine_to_say = (
             training.is_useful
             and not (self.is_astray or self.is_quarantined)
             and context.me in state.place
             and event.round > self.announced.get(state.branch, 0)
-            and context.may_speak(state.branch, event.round)
+            and context.voice.may_speak(state.branch, event.round)
         )
         if is_mine_to_say:
-            context.claims.hear(announcement)
+            self.pools.claims.hear(announcement)
         may = is_mine_to_say and (
-            state.may_take(announcement, self.context.offers.staleness)
+            state.may_take(announcement, self.pools.offers.staleness)
             or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds
         )
         if not may:
             context.counters["contributions too late"] += 1
-            context.tallies.of(context.me).late += 1
+            self.pools.tallies.of(context.me).late += 1
             context.emit(Return(event.round))
             if is_mine_to_say and event.round <= state.round:  # too late, but the others learn how long to wait
                 self.announced[state.branch] = event.round
-                context.publish_once(context.signed(announcement))
+                context.voice.publish_once(context.signed(announcement))
             return
         received = context.signed(announcement, event.attachment)
         self.announced[state.branch] = event.round
         self.outstanding[event.round] = received
-        self.context.payloads.mine(announcement)
-        self.context.offers.add(received)
-        context.tallies.of(context.me).offered += 1
-        self.context.arrivals.note(context.me, event.round, context.now, event.steps)
-        context.publish_once(received, payloads=(event.payload,))
+        self.pools.payloads.mine(announcement)
+        self.pools.offers.add(received)
+        self.pools.tallies.of(context.me).offered += 1
+        self.pools.arrivals.note(context.me, event.round, context.now, event.steps)
+        context.voice.publish_once(received, payloads=(event.payload,))
         here.offer_held(context.me)
 
     def failed(self, number: int) -> None:
@@ -393,11 +383,11 @@ class LocalWork:
             announcement = read(received, Announcement)
             last = self.announced.get(announcement.branch, 0)
             self.announced[announcement.branch] = max(last, announcement.round)
-            may = announcement.round > state.round + 1 or state.may_take(announcement, self.context.offers.staleness)
+            may = announcement.round > state.round + 1 or state.may_take(announcement, self.pools.offers.staleness)
             if announcement.branch == state.branch and may and self.context.me in state.place:
                 self.outstanding[announcement.round] = received
-                self.context.payloads.mine(announcement)
-                self.context.offers.add(received)
+                self.pools.payloads.mine(announcement)
+                self.pools.offers.add(received)
 
     @property
     def deadline(self) -> float | None:
@@ -417,5 +407,4 @@ class LocalWork:
         }
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {"own roots": (len(self.roots), ROOTS_MAX), "own announcements": (len(self.outstanding), 8)}

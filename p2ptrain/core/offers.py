@@ -155,7 +155,6 @@ class Offers:
                 self.by_payload.setdefault(offer.announcement.payload, []).append(offer)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "offers": (len(self.by_name), OFFERS_MAX),
             "offers of an author": (max(map(len, self.by_author.values()), default=0), OFFERS_OF_AUTHOR_MAX),

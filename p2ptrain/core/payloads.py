@@ -11,16 +11,13 @@ length and author: for a payload that is here both are known, and announcements 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from p2ptrain.core.context import Context
 from p2ptrain.core.events import Fetch
 from p2ptrain.core.messages import ADMITTED_MAX, Announcement
 from p2ptrain.core.reputation import Reason
-
-if TYPE_CHECKING:
-    from p2ptrain.core.context import Context
 
 SOURCES_MAX = 8  # sources per fetch; the next fetch tries others
 RETRY_SECONDS = 1.0  # after all sources have failed; doubles
@@ -170,7 +167,6 @@ class Payloads:
         self._reschedule()
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "payloads held": (len(self.held), PAYLOADS_MAX),
             "payloads whose author is known": (len(self.known), PAYLOADS_MAX),

@@ -80,9 +80,9 @@ class Questions:
             if question is not None and (question.is_needed or not is_needed):
                 question.add(new)
             elif is_needed or (self.unneeded < UNNEEDED_MAX and len(self.open) < QUESTIONS_MAX):
-                self._close(name)
+                self.close(name)
                 if len(self.open) >= QUESTIONS_MAX:
-                    self._close(next(iter(self.open)))  # the oldest: if it still matters, it is asked again
+                    self.close(next(iter(self.open)))  # the oldest: if it still matters, it is asked again
                 first = others[:SOURCES_MAX] + [source for source in before if source not in others]
                 self.open[name] = MissingMessage(first[:SOURCES_MAX], self.context.now + ASK_SECONDS, is_needed)
                 self.unneeded += not is_needed
@@ -97,10 +97,8 @@ class Questions:
         self.context.rng.shuffle(rest)
         return sources[:1] + self.context.reputation.preferred(rest, self.context.now)
 
-    def answered(self, name: bytes) -> None:
-        self._close(name)
-
-    def _close(self, name: bytes) -> None:
+    def close(self, name: bytes) -> None:
+        """Closes a question, if it is open: the message has come, or others are more important."""
         question = self.open.pop(name, None)
         if question is not None:
             self.unneeded -= not question.is_needed
@@ -111,7 +109,7 @@ class Questions:
         by_peer: dict[bytes, list[bytes]] = {}
         for name, question in list(self.open.items()):
             if is_known(name):
-                self._close(name)
+                self.close(name)
                 continue
             if question.next_at > now:
                 continue
@@ -131,7 +129,6 @@ class Questions:
         return min((question.next_at for question in self.open.values()), default=None)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "questions": (len(self.open), QUESTIONS_MAX),
             "questions for what no proposal needs": (self.unneeded, UNNEEDED_MAX),

@@ -62,6 +62,18 @@ class Regrouping:
             return None
         return complaint(Code.FEW_HEARD, heard=heard, members=size, quorum=quorum, seconds=round(HEARD_SECONDS))
 
+    @property
+    def needs_every_message(self) -> bool:
+        """Whether any message may matter: the quorum seems lost, or others have called."""
+        stall = self.context.run.agreement.stall_seconds
+        is_late = self.since is not None and self.context.now >= self.since + stall
+        return self.attempt >= 0 or is_late or bool(self.calls or self.signed)
+
+    @property
+    def counted(self) -> tuple[object, ...]:
+        """What may let the node advance, as far as a message changes it without an effect."""
+        return len(self.calls), len(self.signed)
+
     # -----------------------------------------------------------------------------------------------
     # The clock
 
@@ -144,7 +156,7 @@ class Regrouping:
 
     def _call(self, attempt: int) -> None:
         context, state = self.context, self.state
-        if not context.may_speak(state.branch, state.round + 1):
+        if not context.voice.may_speak(state.branch, state.round + 1):
             self.called_at = context.now
             return
         context.counters["calls"] += 1
@@ -162,7 +174,7 @@ class Regrouping:
         regroup = context.signed(Regroup(state.branch, state.head, self.attempt, members, context.me))
         self.signed.setdefault(self.attempt, {})[context.me] = regroup
         self.mine.append(regroup)
-        context.publish_once(regroup)
+        context.voice.publish_once(regroup)
 
     def hear_call(self, received: Received) -> bool:
         """Takes in a member's call after the same certificate; returns False if it is useless."""
@@ -253,7 +265,6 @@ class Regrouping:
                 self.attempt, self.called_at, self.mine = regroup.attempt, self.context.now, [received]
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         size, kept = self.state.roster.size, ATTEMPTS_KEPT + ATTEMPTS_AHEAD + 1
         return {
             "attempts called for": (len(self.calls), kept),

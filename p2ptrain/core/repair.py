@@ -50,7 +50,7 @@ class Repair:
         """Builds a hello with our position and the messages that we hold."""
         seat = here.roster.seat
         view = here.agreement.views[here.agreement.view]
-        offers = here.context.offers.by_author
+        offers = here.pools.offers.by_author
         return self.context.signed(
             Hello(
                 here.branch,
@@ -60,7 +60,7 @@ class Repair:
                 bitmap(seat[key] for key in here.available),
                 bitmap(seat[key] for key in view.prevotes),
                 bitmap(seat[key] for key in view.precommits),
-                not self.context.may_speak(here.branch, here.number),
+                not self.context.voice.may_speak(here.branch, here.number),
                 self.context.me,
             )
         )
@@ -123,7 +123,7 @@ class Repair:
     def _is_level(self, here: Round, hello: Hello) -> bool:
         """Whether a peer obviously lacks nothing, so that the search can be skipped."""
         mine = here.agreement.views[here.agreement.view]
-        counts = len(here.available), len(mine.prevotes), len(mine.precommits), len(here.context.offers.by_author)
+        counts = len(here.available), len(mine.prevotes), len(mine.precommits), len(here.pools.offers.by_author)
         bitmaps = hello.available, hello.prevoted, hello.precommitted, hello.announced
         return hello.view == here.agreement.view and all(
             count == 0 or int.from_bytes(seats, "little").bit_count() == here.roster.size
@@ -142,7 +142,7 @@ class Repair:
             if seat not in available:
                 lacking += here.available.get(key, [])[:2]
             if seat not in announced:
-                lacking += [offer.received for offer in here.context.offers.by_author.get(key, [])[:2]]
+                lacking += [offer.received for offer in here.pools.offers.by_author.get(key, [])[:2]]
         return lacking
 
     def _of_view(self, here: Round, number: int, hello: Hello | None) -> list[Received]:
@@ -202,8 +202,8 @@ class Repair:
         found: list[Received] = []
         size = 0
         for name in dict.fromkeys(names[:HANDED_MAX]):
-            offer = here.context.offers.by_name.get(name)
-            received = offer.received if offer else known.get(name) or here.context.requests.received(name)
+            offer = here.pools.offers.by_name.get(name)
+            received = offer.received if offer else known.get(name) or here.pools.requests.received(name)
             if received is not None:
                 size += len(received.envelope)
                 if size > HANDED_BYTES_MAX or not self.may_send(peer, len(received.envelope)):
@@ -213,7 +213,6 @@ class Repair:
             self.context.send(peer, *found)
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "peers answered": (len(self.answered), ANSWERS_MAX),
             "peers with a budget": (len(self.budgets), ANSWERS_MAX),

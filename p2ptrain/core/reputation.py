@@ -215,10 +215,7 @@ class Reputation:
 
     def _forget_the_most_harmless(self, now: float) -> None:
         """Forgets the peers with the best scores: new keys cost nothing, and must not push out bad records."""
-        harmless = sorted(
-            self.records,
-            key=lambda peer: (self.is_greylisted(peer, now), self.score(peer, now)),
-        )
+        harmless = sorted(self.records, key=lambda peer: (self.is_greylisted(peer, now), self.score(peer, now)))
         for peer in harmless[: PEERS_MAX // 16]:  # many at once, so that a flood of keys does not sort each time
             del self.records[peer]
 
@@ -255,5 +252,4 @@ class Reputation:
             )
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {"peers remembered": (len(self.records), PEERS_MAX)}

@@ -12,18 +12,15 @@ who has left, and use up an invitation.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from p2ptrain.core.admission import check_request
+from p2ptrain.core.context import Context
 from p2ptrain.core.manifest import Manifest, Request, joins_max
 from p2ptrain.core.messages import REQUESTS_MAX, Evidence, JoinRequest, Leave, Received
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
-
-if TYPE_CHECKING:
-    from p2ptrain.core.context import Context
 
 JOINS_MAX = REQUESTS_MAX // 2
 EVIDENCE_MAX = REQUESTS_MAX // 2  # apart from joins and leaves; three times the number of tolerated liars
@@ -130,5 +127,4 @@ class Requests:
         return True
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {"requests": (len(self.by_name), 2 * REQUESTS_MAX)}

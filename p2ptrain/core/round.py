@@ -8,9 +8,10 @@ that a proposal names and we lack are requested, first from its proposer, then f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from p2ptrain.core.agreement import Agreement, CastVote, Decided, Heard, Judgement, Propose, ViewEntered
+from p2ptrain.core.agreement import Agreement, CastVote, Decided, Heard, Judgement, Propose, Stage, ViewEntered
 from p2ptrain.core.collecting import Collecting
 from p2ptrain.core.context import Context
 from p2ptrain.core.history import Entry
@@ -28,6 +29,7 @@ from p2ptrain.core.messages import (
     read,
     signature_of,
 )
+from p2ptrain.core.pools import Pools
 from p2ptrain.core.questions import NAMES_MAX, Questions
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.roster import bitmap, proposers
@@ -52,13 +54,21 @@ class ProposalCheck:
 class Round:
     """The round that follows `state`, from collecting contributions to the decision."""
 
-    def __init__(self, context: Context, state: AgreedState) -> None:
-        self.context, self.state = context, state
+    def __init__(
+        self,
+        context: Context,
+        pools: Pools,
+        state: AgreedState,
+        heard_since: float,
+        own_root: Callable[[], tuple[int, bytes]],
+    ) -> None:
+        self.context, self.pools, self.state = context, pools, state
         self.branch, self.number, self.roster = state.branch, state.round + 1, state.roster
         self.is_member = context.me in self.roster.seat
         self.began = context.now
-        context.enter(self.branch, self.number)
-        self.heard_since, context.round_began_at = context.round_began_at, context.now
+        context.voice.enter(self.branch, self.number)
+        self.heard_since = heard_since  # the start of the round before: who was heard since then is present
+        self.own_root = own_root  # the newest root that we attest, and its round
         self.closed_at: float | None = None  # when collecting ended
         self.mine: Received | None = None  # our availability
         self.mine_held = 0  # how many contributions it names
@@ -79,8 +89,8 @@ class Round:
             self._may_propose,
             (float(agreement.view_seconds), float(agreement.view_seconds_max)),
         )
-        context.arrivals.begin(self.number, context.now)
-        self.collecting = Collecting(context, state)
+        self.pools.arrivals.begin(self.number, context.now)
+        self.collecting = Collecting(context, pools, state)
 
     # -----------------------------------------------------------------------------------------------
     # Collect
@@ -105,13 +115,13 @@ class Round:
             heard = collecting.waiting & self.available.keys()
             collecting.let_pass({author for author in heard if self._lets_pass(author)})
         others_closed = len(self.available) >= self.roster.attesting
-        idle_over = bool(self.context.requests.by_name) and self.context.now >= self._idle_at()
+        idle_over = bool(self.pools.requests.by_name) and self.context.now >= self._idle_at()
         if others_closed or idle_over or collecting.is_over():
             self._close()
 
     def _lets_pass(self, author: bytes) -> bool:
         """Whether a member's availability shows that it has no contribution of its own."""
-        return self.context.offers.are_of_others(read(self.available[author][0], Availability).held, author)
+        return self.pools.offers.are_of_others(read(self.available[author][0], Availability).held, author)
 
     def _idle_at(self) -> float:
         return self.began + self.context.run.agreement.idle_round_seconds
@@ -119,22 +129,22 @@ class Round:
     def _close(self) -> None:
         context = self.context
         self.closed_at = context.now
-        context.newcomers.took(self.collecting.seconds_for_newcomers)
+        self.pools.newcomers.took(self.collecting.seconds_for_newcomers)
         missing, is_late = self.collecting.missing()
         for author in missing:
-            context.arrivals.missed(author)
+            self.pools.arrivals.missed(author)
             if is_late:
                 is_silent = author in self.roster.seat and not context.has_heard(author, self.began)
                 context.reputation.note(author, Reason.SILENT if is_silent else Reason.LATE, context.now)
-        if self.is_member and self.mine is None and context.may_speak(self.branch, self.number):
-            held, refused = context.offers.attestable(self.state)
+        if self.is_member and self.mine is None and context.voice.may_speak(self.branch, self.number):
+            held, refused = self.pools.offers.attestable(self.state)
             message = Availability(
                 self.branch,
                 self.number,
-                *context.applied_root,
+                *self.own_root(),
                 held[:HELD_MAX],
                 refused[:HELD_MAX],
-                context.requests.names(self.state),
+                self.pools.requests.names(self.state),
                 bitmap(at for at, key in enumerate(self.roster.members) if context.has_heard(key, self.heard_since)),
                 context.me,
             )
@@ -157,7 +167,7 @@ class Round:
         if len(mine) >= 2 and not (asked_for and self._has_room(mine)):
             return False
         if asked_for:
-            self.questions.answered(received.name)
+            self.questions.close(received.name)
         self.availabilities[digest] = received
         mine.append(received)
         self._ask_for_what_it_holds(message)
@@ -202,7 +212,7 @@ class Round:
             self.advance()  # others wait for our proposal
 
     def _ask_for_what_it_holds(self, message: Availability) -> None:
-        by_name, payloads = self.context.offers.by_name, self.context.payloads
+        by_name, payloads = self.pools.offers.by_name, self.pools.payloads
         if (
             self.mine is not None
             and len(message.held) <= self.mine_held
@@ -215,7 +225,7 @@ class Round:
             for name in message.held:
                 if name in by_name:
                     payloads.add_source(by_name[name].announcement.payload, message.author)
-        asked = [name for name in message.requests if name not in self.context.requests.by_name]
+        asked = [name for name in message.requests if name not in self.pools.requests.by_name]
         most = joins_max(self.roster.size)  # of those that nobody may need, few of each member
         unknown += asked if len(asked) <= most else self.context.rng.sample(asked, most)
         unknown += [name for name in message.refused if name not in by_name]
@@ -226,7 +236,7 @@ class Round:
     # Proposals and votes
 
     def _may_propose(self) -> bool:
-        if not self.context.may_speak(self.branch, self.number):
+        if not self.context.voice.may_speak(self.branch, self.number):
             return False
         if self.agreement.valid is not None:
             return True
@@ -246,14 +256,14 @@ class Round:
 
     def _make_draft(self) -> bool:
         """Chooses the q availabilities that attest most of what we hold; returns True if their manifest is complete."""
-        by_name, requests = self.context.offers.by_name, self.context.requests.by_name
+        by_name, requests = self.pools.offers.by_name, self.pools.requests.by_name
         lacking: dict[tuple[bytes, ...], int] = {}
 
         def rank(received: Received) -> tuple[int, int, bytes]:
             message = read(received, Availability)
             if message.held not in lacking:
                 lacking[message.held] = sum(
-                    (offer := by_name.get(name)) is None or not self.context.offers.is_good(offer.announcement)
+                    (offer := by_name.get(name)) is None or not self.pools.offers.is_good(offer.announcement)
                     for name in message.held
                 )
             lacks = lacking[message.held] + sum(name not in requests for name in message.requests)
@@ -274,7 +284,7 @@ class Round:
         """Computes the manifest of these availabilities; if messages are missing, asks for them and returns None."""
         context = self.context
         named = [read(self.availabilities[name], Availability) for name in names]
-        found = manifest_of(self.state, context.run, named, context.offers.announcement, context.requests.request)
+        found = manifest_of(self.state, context.run, named, self.pools.offers.announcement, self.pools.requests.request)
         if isinstance(found, Missing):
             self.questions.ask(found.names, [each.author for each in named], is_needed=True)
             return None
@@ -284,7 +294,7 @@ class Round:
         return self.manifests.setdefault(found.digest, found)
 
     def _payloads_are_here(self, manifest: Manifest) -> bool:
-        payloads, holders = self.context.payloads, self.context.offers.holders
+        payloads, holders = self.pools.payloads, self.pools.offers.holders
         missing = [taken for taken in manifest.taken if not payloads.is_good(taken.payload)]
         for taken in missing:
             payloads.want(taken.payload, taken.payload_bytes, taken.author, holders(taken.payload, self.available))
@@ -353,7 +363,7 @@ class Round:
         self.advance()
 
     def _vote(self, view: int, ballot: Ballot, manifest: bytes) -> None:
-        if not self.context.may_speak(self.branch, self.number):
+        if not self.context.voice.may_speak(self.branch, self.number):
             return
         vote = self.context.signed(Vote(self.branch, self.number, view, ballot, manifest, self.context.me))
         backing: tuple[bytes, ...] = ()
@@ -363,7 +373,7 @@ class Round:
                 backing = self._backing(view, manifest)
             else:
                 payloads = tuple(taken.payload for taken in self.manifests[manifest].taken)
-        self.context.publish_once(vote, backing, payloads)
+        self.context.voice.publish_once(vote, backing, payloads)
         self.agreement.hear_vote(vote)
         for peer in self.context.some_peers(1) if ballot is Ballot.PRECOMMIT else ():
             if shown := self.agreement.some_prevote(view, peer, self.context.rng):
@@ -379,7 +389,7 @@ class Round:
         lists = dict.fromkeys(names for each in contents for names in (each.held, each.refused))  # few differ
         wanted = sorted({name for names in lists for name in names})
         asked = sorted({name for names in dict.fromkeys(each.requests for each in contents) for name in names})
-        offers, requests = self.context.offers.by_name, self.context.requests.by_name
+        offers, requests = self.pools.offers.by_name, self.pools.requests.by_name
         backing = [received, *named]
         backing += [offers[name].received for name in wanted if name in offers]
         backing += [requests[name].received for name in asked if name in requests]
@@ -396,7 +406,7 @@ class Round:
         proposal = context.signed(
             Proposal(self.branch, self.number, view, valid_view if valid else -1, names, manifest, context.me)
         )
-        context.publish_once(proposal)
+        context.voice.publish_once(proposal)
         if valid is not None:
             context.publish(*self.agreement.voted(valid_view, Ballot.PREVOTE, manifest))
         self.agreement.hear_proposal(proposal)
@@ -442,7 +452,7 @@ class Round:
         times = [self.agreement.deadline]
         if self.closed_at is None:
             times.append(self.collecting.deadline)
-            if self.context.requests.by_name:
+            if self.pools.requests.by_name:
                 times.append(self._idle_at())
         elif self.propose_at is not None and self.propose_at > self.context.now:
             times.append(self.propose_at)
@@ -456,7 +466,37 @@ class Round:
         self.advance()
 
     def _is_known(self, name: bytes) -> bool:
-        return name in self.context.offers.by_name or name in self.context.requests.by_name
+        return name in self.pools.offers.by_name or name in self.pools.requests.by_name
+
+    @property
+    def needs_every_message(self) -> bool:
+        """Whether any message may advance this round, and not only one that changes `counted`."""
+        agreement = self.agreement
+        if agreement.is_due or agreement.decided is not None or self.questions.open:
+            return True
+        proposal = agreement.views[agreement.view].proposal
+        if proposal is not None:
+            judged = self.judged.get(proposal.digest)
+            return judged is None or not (judged.is_held or judged.is_bad)
+        may_propose = agreement.stage is Stage.PROPOSE and agreement.proposed < agreement.view
+        return may_propose and agreement.proposer(agreement.view) == self.context.me
+
+    @property
+    def counted(self) -> tuple[object, ...]:
+        """What may let the node advance, as far as a message changes it without an effect."""
+        agreement = self.agreement
+        return (
+            self.closed_at,
+            self.collecting.deadline,
+            self.collecting.has_any,
+            self.propose_at,
+            len(self.questions.open),
+            agreement.is_due,
+            agreement.decided,
+            agreement.stage,
+            agreement.timer,
+            agreement.views[agreement.view].proposal,
+        )
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Returns each buffer's size and bound. Restored backing of our lock is in no member's list."""
@@ -466,7 +506,6 @@ class Round:
             "availabilities of a member": (max(map(len, self.available.values()), default=0), OF_MEMBER_MAX),
             "manifests": (len(self.manifests), MANIFESTS_MAX),
             **self.questions.limits(),
-            **self.context.limits(),
             "judged proposals": (len(self.judged), JUDGED_MAX),
             **self.agreement.limits(),
         }

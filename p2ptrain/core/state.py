@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from p2ptrain.config import RunConfig
 from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, Announcement, Digest, Key, Number
 from p2ptrain.core.roster import Roster, roster_of
 from p2ptrain.digest import digest
 
 if TYPE_CHECKING:
-    from p2ptrain.config import RunConfig
     from p2ptrain.core.manifest import Manifest
 
 BANS_MAX = 4_096  # only admitted keys are banned, at most 1,024 at a time; then the oldest ban is forgotten

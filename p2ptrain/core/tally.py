@@ -70,7 +70,6 @@ class Tallies:
             del self.by_author[author]
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         return {
             "authors tallied": (len(self.by_author), AUTHORS_MAX),
             "staleness counted": (len(self.staleness), STALENESS_MAX + 1),

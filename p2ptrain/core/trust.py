@@ -89,10 +89,8 @@ class Trust:
             peer = self.context.rng.choice(good or ready)
             longer = 2.0 ** min(self.turns_lost.get(peer, 0), 16)
             self.turn_until = now + min(PEER_SECONDS * longer, PEER_SECONDS_MAX)
-            self.trial, self.rounds = (
-                Chain(self.mine, self.context.run_id, self.context.run.agreement.history_rounds),
-                0,
-            )
+            self.trial = Chain(self.mine, self.context.run_id, self.context.run.agreement.history_rounds)
+            self.rounds = 0
             self._ask(peer)
 
     def _ask(self, peer: bytes) -> None:
@@ -163,7 +161,6 @@ class Trust:
         return Verified(self.mine, told.changes, told.base, steps[skipped:])
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         peers = len(self.context.peers)
         return {
             "trial history": (len(self.trial.steps), self.trial.kept),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
 
 from msgspec import Struct
 
 from p2ptrain.core.claims import UNKNOWN, HeldOut, TrainingClaims
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
+from p2ptrain.core.context import Context
 from p2ptrain.core.history import Entry
+from p2ptrain.core.participant import Participant
 from p2ptrain.core.state import AgreedState
 from p2ptrain.core.tally import Tally
-
-if TYPE_CHECKING:
-    from p2ptrain.core.node import Node
 
 
 class PeerView(Struct, frozen=True):
@@ -33,23 +31,28 @@ class PeerView(Struct, frozen=True):
 class NodeView:
     """A live view: each property reads the node's current state. Before the start, only its identity is available."""
 
-    __slots__ = ("_node", "me", "run", "run_id")
-
-    def __init__(self, node: Node) -> None:
-        self._node, context = node, node.context
+    def __init__(self, context: Context, current: Callable[[], Participant | None]) -> None:
+        self._context, self._current = context, current
         self.run, self.run_id, self.me = context.run, context.run_id, context.me
 
     @property
+    def _node(self) -> Participant:
+        node = self._current()
+        assert node is not None, "only its identity is known before a node starts"
+        return node
+
+    @property
     def has_started(self) -> bool:
-        return self._node.has_started
+        return self._current() is not None
 
     def is_in(self, peer: bytes) -> bool:
         """Whether a peer is admitted, as far as this node knows."""
-        return self._node.has_started and peer in self._node.chain.state.place  # asked for every message
+        node = self._current()  # asked for every message
+        return node is not None and peer in node.chain.state.place
 
     def is_welcome(self, peer: bytes) -> bool:
         """Whether a peer is admitted and not kept away. What it publishes is heard in any case."""
-        context = self._node.context
+        context = self._context
         return self.is_in(peer) and not context.reputation.is_greylisted(peer, context.now)
 
     # -----------------------------------------------------------------------------------------------
@@ -81,16 +84,16 @@ class NodeView:
     @property
     def held_out(self) -> HeldOut | None:
         """The newest held-out loss that drawn members have said."""
-        return self._node.context.claims.held_out
+        return self._node.pools.claims.held_out
 
     def training_of(self, number: int) -> TrainingClaims:
         """Returns what is claimed of the training behind a round's contributions, as far as it is known here."""
-        return self._node.context.claims.rounds.get(number, UNKNOWN)
+        return self._node.pools.claims.rounds.get(number, UNKNOWN)
 
     @property
     def held(self) -> int:
         """The number of contributions on offer."""
-        return len(self._node.context.offers.by_name)
+        return len(self._node.pools.offers.by_name)
 
     @property
     def waiting_for(self) -> int:
@@ -101,7 +104,7 @@ class NodeView:
     @property
     def payloads(self) -> Collection[bytes]:
         """The digests of payloads that peers may still ask for."""
-        return self._node.context.payloads.held.keys()
+        return self._node.pools.payloads.held.keys()
 
     # -----------------------------------------------------------------------------------------------
     # This node
@@ -126,7 +129,7 @@ class NodeView:
 
     @property
     def is_stopping(self) -> bool:
-        return self._node.context.is_stopping
+        return self._context.is_stopping
 
     @property
     def applied_round(self) -> int:
@@ -143,12 +146,12 @@ class NodeView:
         node = self._node
         context, state, work = node.context, node.chain.state, node.work
         found = {
-            Code.HALTED: context.is_halted,
+            Code.HALTED: context.voice.is_halted,
             Code.SPLIT: node.catching_up.is_split,
             Code.BANNED: context.me in state.banned,
             Code.QUARANTINED: work.is_quarantined,
             Code.CATCHING_UP: work.is_astray or node.catching_up.is_behind or work.applied_round + 1 < state.round,
-            Code.SILENT: not context.may_speak(state.branch, state.round + 1),
+            Code.SILENT: not context.voice.may_speak(state.branch, state.round + 1),
             Code.NOT_ADMITTED: context.me not in state.place and not context.is_stopping,
             Code.NO_PEERS: not context.peers and state.members != (context.me,),
             Code.CRASH_ONLY: state.roster.is_crash_only,
@@ -163,22 +166,22 @@ class NodeView:
     @property
     def counters(self) -> dict[str, int]:
         """Event counts by name since the start."""
-        return dict(sorted(self._node.context.counters.items()))
+        return dict(sorted(self._context.counters.items()))
 
     @property
     def staleness(self) -> dict[int, int]:
         """How many contributions rounds took since the start, by the rounds between their base and that round."""
-        return dict(sorted(self._node.context.tallies.staleness.items()))
+        return dict(sorted(self._node.pools.tallies.staleness.items()))
 
     @property
     def observed(self) -> dict[str, int]:
         """How often each reason (reputation.py) was noted since the start."""
-        return dict(sorted(self._node.context.reputation.counters().items()))
+        return dict(sorted(self._context.reputation.counters().items()))
 
     def standings(self) -> list[PeerView]:
         """Returns the statistics of all peers that are connected, admitted, or were admitted recently."""
-        context = self._node.context
-        reputation, tallies = context.reputation, context.tallies.by_author
+        context = self._context
+        reputation, tallies = context.reputation, self._node.pools.tallies.by_author
         found = []
         for peer in sorted({**context.peers, **tallies}):
             tally, record = tallies.get(peer) or Tally(), reputation.records.get(peer)

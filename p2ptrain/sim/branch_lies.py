@@ -6,10 +6,11 @@ Each class is an honest node that misbehaves in one way; liars.py names them.
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from p2ptrain.config import RunConfig
+from p2ptrain.core.chain import Chain
 from p2ptrain.core.events import Publish, SendHistory
 from p2ptrain.core.history import Beginning, BranchStart, Entry, History, Step
 from p2ptrain.core.manifest import Manifest
@@ -24,16 +25,12 @@ from p2ptrain.core.messages import (
     Vote,
     signature_of,
 )
+from p2ptrain.core.participant import Participant
 from p2ptrain.core.state import AgreedState
 from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.noise import Unsolicited
 from p2ptrain.sim.rewriting import Liar, Said
-
-if TYPE_CHECKING:
-    from p2ptrain.config import RunConfig
-    from p2ptrain.core.chain import Chain
-    from p2ptrain.core.node import Node
-    from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.world import SimWorld
 
 JUMP_ROUNDS = 20  # length of the branch that a liar makes up
 
@@ -41,7 +38,7 @@ JUMP_ROUNDS = 20  # length of the branch that a liar makes up
 class DoubleCalls(Liar):
     is_two_faced = True
 
-    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
+    def say(self, core: Participant, received: Received) -> list[Said]:
         message = received.message
         match message:
             case Call(attempt=attempt):
@@ -50,7 +47,7 @@ class DoubleCalls(Liar):
             case Regroup(members=members) if len(members) > 2:
                 fewer = tuple(key for key in members if key != next(each for each in members if each != self.me))
                 other = self.twin(received, lambda: self.signed(replace(message, members=fewer)))
-                return self.two_faced(cluster, message.attempt, received, other)
+                return self.two_faced(message.attempt, received, other)
             case _:
                 return [Publish(received.envelope)]
 
@@ -58,13 +55,13 @@ class DoubleCalls(Liar):
 class Coup(Unsolicited):
     a_second = 1
 
-    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+    def thing(self, core: Participant) -> list[Said]:
         state = core.here.state
         return [Publish(self.signed(Regroup(state.branch, state.head, 0, (self.me,), self.me)).envelope)]
 
 
 class FalseHistories(Liar):
-    def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:
+    def tell(self, core: Participant, effect: SendHistory) -> list[Said]:
         history, rng = effect.history, self.rng
         steps = history.steps
         ways = (
@@ -94,17 +91,17 @@ class ClaimsToBeAhead(Unsolicited):
 
     a_second = 2
 
-    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+    def thing(self, core: Participant) -> list[Said]:
         rng, state = self.rng, core.here.state
         branch = rng.choice((state.branch, state.branch, rng.randbytes(32)))
         number = rng.choice((state.round + 2, state.round + 100, NUMBER_MAX - 1))
         return [Publish(self.signed(_hello(branch, number, self.me)).envelope)]
 
-    def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:
-        told = self._told(cluster, core, effect)
+    def tell(self, core: Participant, effect: SendHistory) -> list[Said]:
+        told = self.told(core, effect)
         return [SendHistory(effect.peer, told)] if told is not None else []
 
-    def _told(self, cluster: Cluster, core: Node, effect: SendHistory) -> History | None:
+    def told(self, core: Participant, effect: SendHistory) -> History | None:
         nothing = History(effect.history.lineage, NUMBER_MAX - 1, (), None, ())
         return self.rng.choice((None, nothing))
 
@@ -112,11 +109,11 @@ class ClaimsToBeAhead(Unsolicited):
 class EndlessHistories(ClaimsToBeAhead):
     """Puts a different lineage into each answer, so that each answer leads to another question."""
 
-    def __init__(self, rng: Random, signer: FakeSigner) -> None:
-        super().__init__(rng, signer)
+    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
+        super().__init__(rng, signer, world)
         self.told_short: set[bytes] = set()  # peers whose last answer had the shorter lineage
 
-    def _told(self, cluster: Cluster, core: Node, effect: SendHistory) -> History | None:
+    def told(self, core: Participant, effect: SendHistory) -> History | None:
         core.repair.budgets.pop(effect.peer, None)  # the honest core inside would soon stop answering
         self.told_short ^= {effect.peer}
         lineage = effect.history.lineage
@@ -127,11 +124,11 @@ class FalseJumps(ClaimsToBeAhead):
     """Answers with a jump to a branch whose only member is the liar. The branch begins where the asker is, later, or
     where the asker's branch began, and every signature in it is genuine."""
 
-    def _told(self, cluster: Cluster, core: Node, effect: SendHistory) -> History | None:
-        victim = cluster.nodes[cluster.key_index[effect.peer]].core
-        if victim is None:
+    def told(self, core: Participant, effect: SendHistory) -> History | None:
+        victim = self.world.nodes[self.world.key_index[effect.peer]].core
+        if victim is None or victim.participant is None:
             return effect.history
-        chain = victim.chain
+        chain = victim.participant.chain
         state, changes = self._start(core, chain)
         if self.me not in state.members:
             return effect.history
@@ -148,7 +145,7 @@ class FalseJumps(ClaimsToBeAhead):
         base, (entry, _) = after, self._alone(after, run)
         return History(lineage, entry.manifest.round, (*changes, beginning), base, (entry,))
 
-    def _start(self, core: Node, chain: Chain) -> tuple[AgreedState, tuple[Step, ...]]:
+    def _start(self, core: Participant, chain: Chain) -> tuple[AgreedState, tuple[Step, ...]]:
         """Returns the state that our branch begins from, and the steps that lead there from the asker's state."""
         state = chain.state
         fork = chain.forks.get(state.branch)
@@ -169,22 +166,10 @@ class FalseJumps(ClaimsToBeAhead):
         """Makes a round that we certify alone, as the only member of the roster."""
         place = state.branch, state.round + 1
         manifest = Manifest(
-            branch=state.branch,
-            round=state.round + 1,
-            parent=state.head,
-            state=state.digest,
-            root_round=state.root_round,
-            root=state.root,
-            taken=(),
-            refused=(),
-            evidence=(),
-            joins=(),
-            leaves=(),
-            banned=(),
-            absent=b"",
-            seated=(),
-            unseated=(),
-        )
+            branch=state.branch, round=state.round + 1, parent=state.head, state=state.digest,
+            root_round=state.root_round, root=state.root, taken=(), refused=(), evidence=(), joins=(), leaves=(),
+            banned=(), absent=b"", seated=(), unseated=(),
+        )  # fmt: skip
         vote = self.signed(Vote(*place, 0, Ballot.PRECOMMIT, manifest.digest, self.me))
         certificate = Certificate(*place, 0, manifest.digest, b"\x01", (signature_of(vote),))
         return Entry(manifest, certificate), state.after(manifest, run)

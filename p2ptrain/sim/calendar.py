@@ -1,7 +1,7 @@
 """The calendar: virtual time, and one heap of everything that is scheduled to happen.
 
 A published message is one entry, however many nodes it reaches: it walks a list of arrivals, one at a time, and all
-receivers share one event. Together with the shared decoder (cluster.py) this makes millions of deliveries a minute
+receivers share one event. Together with the shared decoder (world.py) this makes millions of deliveries a minute
 possible.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from p2ptrain.core.events import MalformedReceived, MessageReceived
 from p2ptrain.sim.machine import SimNode
@@ -21,24 +21,21 @@ Action = tuple[Callable[..., None], tuple[Any, ...]]
 Gossiped: TypeAlias = MessageReceived | MalformedReceived
 
 
-class Flight:
+class Flight(NamedTuple):
     """A published message on its way: one entry on the heap, one event for all."""
 
-    __slots__ = ("arrivals", "event", "payload")
-
-    def __init__(self, arrivals: list[tuple[float, int]], event: Gossiped, payload: bytes) -> None:
-        self.arrivals, self.event = arrivals, event
-        self.payload = payload  # attached to the message; empty: none
+    arrivals: list[tuple[float, int]]
+    event: Gossiped
+    payload: bytes  # attached to the message; empty: none
 
 
-class Timer:
+class Timer(NamedTuple):
     """An action scheduled by one life of a node."""
 
-    __slots__ = ("action", "arguments", "life", "node")
-
-    def __init__(self, node: SimNode, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self.node, self.life = node, node.life
-        self.action, self.arguments = action, arguments
+    node: SimNode
+    life: int
+    action: Callable[..., None]
+    arguments: tuple[Any, ...]
 
 
 class Calendar:
@@ -62,7 +59,7 @@ class Calendar:
 
     def timer(self, node: SimNode, time: float, action: Callable[..., None], *arguments: Any) -> None:
         """Schedules a node's action, which is dropped if the process ends first and put off while it sleeps."""
-        heappush(self._heap, (max(time, self.now), next(self._order), Timer(node, action, arguments)))
+        heappush(self._heap, (max(time, self.now), next(self._order), Timer(node, node.life, action, arguments)))
 
     def fly(self, arrivals: list[tuple[float, int]], event: Gossiped, payload: bytes) -> None:
         """Schedules an event's arrival at several nodes; `arrivals` has the last one first."""

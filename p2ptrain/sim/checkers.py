@@ -8,8 +8,8 @@ members lie (ledger.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from p2ptrain.core.claims import MILLION
 from p2ptrain.core.events import (
     Applied,
     Apply,
@@ -25,7 +25,8 @@ from p2ptrain.core.events import (
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Availability, Message, Proposal, Regroup, Vote
-from p2ptrain.sim.claims import HonestClaims
+from p2ptrain.core.state import AgreedState
+from p2ptrain.sim.devices import HONEST_CLAIMS
 from p2ptrain.sim.ledger import (
     Checker,
     Guarantee,
@@ -34,19 +35,16 @@ from p2ptrain.sim.ledger import (
     Violation,
     are_liars,
     certified,
+    entries,
     quorum,
     signature_under,
 )
-
-if TYPE_CHECKING:
-    from p2ptrain.core.state import AgreedState
-    from p2ptrain.sim.cluster import Cluster
-
-__all__ = ["Checker", "Violation", "safety", "standard"]
+from p2ptrain.sim.world import SimWorld
 
 PLACES_MAX = 100_000  # messages remembered: those of many rounds, in a swarm of any size
 ROUNDS_KEPT = 64  # rounds for which the signatures in certificates are remembered
 EVENTS_BETWEEN = 16  # events between two checks of a node's buffers; a leak is found a little later
+LOWEST, HIGHEST = HONEST_CLAIMS[0] / MILLION, HONEST_CLAIMS[-1] / MILLION  # losses
 VIEWS_MORE = 12  # views beyond the member count after the faults: to reconnect, and for a second turn of the honest
 
 
@@ -74,7 +72,7 @@ class OneHistory(Checker):
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if type(effect) is Apply:
                 self._compare(index, effect.manifest)
@@ -102,15 +100,15 @@ class RealQuorums(Checker):
         self.ledger = ledger
         self.expected: dict[tuple[object, ...], dict[bytes, bytes]] = {}  # signatures, by what is signed and by whom
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
         for record in certified(effects):
             step = record.step
             if isinstance(step, Beginning):
-                self._beginning(cluster, index, step)
+                self._beginning(world, index, step)
             else:
-                self._entry(cluster, index, step)
+                self._entry(world, index, step)
 
-    def _entry(self, cluster: Cluster, index: int, entry: Entry) -> None:
+    def _entry(self, world: SimWorld, index: int, entry: Entry) -> None:
         certificate, manifest = entry.certificate, entry.manifest
         members = self.ledger.rosters[manifest.parent]
         what = f"node {index}'s certificate for round {manifest.round}"
@@ -122,20 +120,20 @@ class RealQuorums(Checker):
             raise Violation(f"{what} has {len(seats)} of {len(members)} members; the quorum is {quorum(len(members))}")
         fields = ("vote", certificate.branch, certificate.round, certificate.view, 2, certificate.manifest)
         signers = [members[seat] for seat in seats]
-        self._verify(cluster, what, fields, signers, certificate.signatures)
+        self._verify(world, what, fields, signers, certificate.signatures)
 
-    def _beginning(self, cluster: Cluster, index: int, step: Beginning) -> None:
+    def _beginning(self, world: SimWorld, index: int, step: Beginning) -> None:
         what = f"node {index}'s branch after round {step.round}"
         if len(set(step.signers)) < quorum(len(step.members)) or not set(step.signers) <= set(step.members):
             raise Violation(f"{what} is signed by {len(set(step.signers))} of {len(step.members)} members")
         if not set(step.members) <= set(self.ledger.rosters[step.parent]):
             raise Violation(f"{what} has members that were not members before")
         fields = ("regroup", step.parent_branch, step.parent, step.attempt, step.members)
-        self._verify(cluster, what, fields, step.signers, step.signatures)
+        self._verify(world, what, fields, step.signers, step.signatures)
 
     def _verify(
         self,
-        cluster: Cluster,
+        world: SimWorld,
         what: str,
         fields: tuple[object, ...],
         signers: Sequence[bytes],
@@ -144,9 +142,9 @@ class RealQuorums(Checker):
         known = self.expected.setdefault(fields, {})
         for key, signature in zip(signers, signatures, strict=True):
             if key not in known:
-                known[key] = signature_under(cluster.setup.run_id, [*fields, key], key)
+                known[key] = signature_under(world.setup.run_id, [*fields, key], key)
             if known[key] != signature:
-                raise Violation(f"{what} has a signature that node {cluster.key_index[key]} never made")
+                raise Violation(f"{what} has a signature that node {world.key_index[key]} never made")
         while len(self.expected) > ROUNDS_KEPT:
             del self.expected[next(iter(self.expected))]
 
@@ -160,8 +158,8 @@ class EqualRoots(Checker):
         self.known: set[tuple[int, bytes]] = set()
         self.forgotten = 0  # rounds before this one
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if type(event) is Applied and cluster.nodes[index].state.is_wrong:
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        if type(event) is Applied and world.nodes[index].state.is_wrong:
             pass  # the scenario's fault: this root must never be certified
         elif type(event) is Applied:
             if event.round < self.forgotten:
@@ -173,13 +171,10 @@ class EqualRoots(Checker):
                 raise Violation(f"nodes {other} and {index} have different roots after round {event.round}")
         elif type(event) is CaughtUp and (event.round, event.root) not in self.known and event.round > 0:
             raise Violation(f"node {index} fetched a state of round {event.round} that no honest node has had")
-        for record in certified(effects):
-            step = record.step
-            if isinstance(step, Entry) and step.manifest.root_round > 0:
-                manifest = step.manifest
-                is_known = (manifest.root_round, manifest.root) in self.known
-                if not is_known and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
-                    raise Violation(f"round {manifest.round} certifies a root that no honest node has computed")
+        for manifest in (entry.manifest for entry in entries(effects)):
+            is_known = manifest.root_round == 0 or (manifest.root_round, manifest.root) in self.known
+            if not is_known and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
+                raise Violation(f"round {manifest.round} certifies a root that no honest node has computed")
 
     def forget(self, before: int) -> None:
         self.roots = {place: found for place, found in self.roots.items() if place[1] >= before}
@@ -198,9 +193,9 @@ class OnlyForward(Checker):
         self.decided: dict[int, dict[bytes, int]] = {}
         self.applied: dict[int, dict[bytes, int]] = {}
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
         if type(event) is Started:
-            state = event.saved.history[-1].state if event.saved.history else event.saved.base
+            state = event.saved.state
             self.decided[index], self.applied[index] = {state.branch: state.round}, {}
         elif type(event) is CaughtUp:
             self.applied.pop(index, None)
@@ -233,14 +228,11 @@ class NobodyHonestBanned(Checker):
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        for record in certified(effects):
-            step = record.step
-            banned = step.manifest.banned if isinstance(step, Entry) else ()
-            for key in banned:
-                node = cluster.nodes[cluster.key_index[key]]
-                if node.honest and self.ledger.promises(step.manifest.parent) is Guarantee.EVERYTHING:  # type: ignore[union-attr]
-                    raise Violation(f"round {record.state.round} bans node {node.index}, which is honest")
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        for manifest in (entry.manifest for entry in entries(effects)):
+            for node in map(world.node_of, manifest.banned):
+                if node.honest and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
+                    raise Violation(f"round {manifest.round} bans node {node.index}, which is honest")
 
 
 class BoundedBuffers(Checker):
@@ -249,9 +241,9 @@ class BoundedBuffers(Checker):
     def __init__(self) -> None:
         self.events: dict[int, int] = {}
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        core = cluster.nodes[index].core
-        if effects or type(event) is not MessageReceived:  # such a message stands for many that the cluster has counted
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        core = world.nodes[index].core
+        if effects or type(event) is not MessageReceived:  # such a message stands for many
             count = self.events[index] = self.events.get(index, 0) + 1
             if count % EVENTS_BETWEEN:
                 return
@@ -272,12 +264,12 @@ class NothingCensored(Checker):
         self.offers: dict[bytes, tuple[bytes, int]] = {}  # author and round, by the name of an announcement
         self.held: dict[tuple[bytes, int], dict[int, set[bytes]]] = {}  # by branch and round, by member
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
         if type(event) is MessageReceived and type(event.received.message) is Announcement:
             self._note(event.received.digest, event.received.message)
         for effect in effects:
             if type(effect) is Publish:
-                received = cluster.decode(effect.envelope)
+                received = world.decode(effect.envelope)
                 message = received.message if received else None
                 if received and type(message) is Announcement:
                     self._note(received.digest, message)
@@ -286,7 +278,7 @@ class NothingCensored(Checker):
             elif type(effect) is Persist and type(effect.record) is Certified:
                 step = effect.record.step
                 if isinstance(step, Entry):
-                    self._decided(cluster, step.manifest)
+                    self._decided(world, step.manifest)
 
     def _note(self, name: bytes, message: Announcement) -> None:
         self.offers.setdefault(name[:16], (message.author, message.round))
@@ -307,14 +299,14 @@ class NothingCensored(Checker):
         while len(self.held) > ROUNDS_KEPT:
             del self.held[next(iter(self.held))]
 
-    def _decided(self, cluster: Cluster, manifest: Manifest) -> None:
+    def _decided(self, world: SimWorld, manifest: Manifest) -> None:
         members = self.held.pop((manifest.branch, manifest.round), None)
         if not members or self.ledger.promises(manifest.parent) is not Guarantee.EVERYTHING:
             return
         taken = {each.author: each.round for each in manifest.taken}
         out = {*manifest.banned, *manifest.leaves}
         seats = self.ledger.rosters[manifest.parent]
-        is_open = cluster.setup.run_config.admission.policy == "open"
+        is_open = world.setup.run_config.admission.policy == "open"
         is_drawn = is_open and len(taken.keys() - {*seats}) >= max(1, len(seats) // 4)
         for name in sorted(set.intersection(*members.values())):
             author, number = self.offers.get(name, (b"", 0))
@@ -322,7 +314,7 @@ class NothingCensored(Checker):
                 continue
             if author and author not in out and taken.get(author, number + 1) > number:
                 raise Violation(
-                    f"round {manifest.round} leaves out node {cluster.key_index[author]}'s contribution of round "
+                    f"round {manifest.round} leaves out node {world.key_index[author]}'s contribution of round "
                     f"{number}, which every honest member holds"
                 )
 
@@ -333,10 +325,10 @@ class OneVoice(Checker):
     def __init__(self) -> None:
         self.places: dict[tuple[object, ...], bytes] = {}
 
-    def said(self, cluster: Cluster, index: int, envelope: bytes) -> None:
-        received = cluster.decode(envelope)
+    def said(self, world: SimWorld, index: int, envelope: bytes) -> None:
+        received = world.decode(envelope)
         place = _place(received.message) if received else None
-        if received is None or place is None or place[-1] != cluster.nodes[index].key:
+        if received is None or place is None or place[-1] != world.nodes[index].key:
             return  # relayed for its author
         if self.places.setdefault(place, received.digest) != received.digest:
             what = f"{place[0]} of round {getattr(received.message, 'round', '?')}"
@@ -365,6 +357,38 @@ def _place(message: Message) -> tuple[object, ...] | None:
             return None
 
 
+class HonestClaims(Checker):
+    """No honest node shows a loss that only liars have claimed, where these are a minority of those who spoke.
+
+    Every simulated liar claims absurd losses (devices.py).
+    """
+
+    def __init__(self) -> None:
+        self.looked_at = self.shown = 0  # rounds whose training loss was looked at, and held-out losses
+
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        core = world.nodes[index].core
+        if type(event) is not Applied or core is None:
+            return
+        view = core.view()
+        entry, loss = view.entry(event.round), view.training_of(event.round).loss
+        if entry is not None and loss is not None and entry.manifest.branch == event.branch:
+            authors = [world.nodes[world.key_index[taken.author]] for taken in entry.manifest.taken]
+            least = view.run.recipe.local_steps_min or view.run.recipe.local_steps
+            honest = sum(least for author in authors if author.honest)  # who knows how many steps they took
+            if honest > view.run.recipe.local_steps * sum(not author.honest for author in authors):
+                self.looked_at += 1
+                self._look(index, "training", loss, LOWEST)
+        liars = sum(not node.honest for node in world.nodes)
+        if view.held_out is not None and liars <= 1 and view.held_out.said >= 2:
+            self.shown += 1
+            self._look(index, "held-out", view.held_out.loss, LOWEST if view.held_out.said > 2 or not liars else 0.0)
+
+    def _look(self, index: int, what: str, loss: float, lowest: float) -> None:
+        if not lowest <= loss <= HIGHEST:
+            raise Violation(f"node {index} shows a {what} loss of {loss}, which no honest node has claimed")
+
+
 # ---------------------------------------------------------------------------------------------------
 # After the faults
 
@@ -376,16 +400,14 @@ class Recovered(Checker):
         self.ledger = ledger
         self.view_then: int | None = None  # the highest when the faults ended
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if cluster.calendar.now < cluster.setup.scenario.end_of_faults:
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        if world.calendar.now < world.setup.scenario.end_of_faults:
             return
         if self.view_then is None:
-            cores = [node.core for node in cluster.nodes if node.honest and node.core is not None]
+            cores = [node.core for node in world.nodes if node.honest and node.core is not None]
             self.view_then = max((core.view().view for core in cores), default=0)
-        for record in certified(effects):
-            step = record.step
-            if isinstance(step, Entry):
-                self._compare(step, self.view_then)
+        for entry in entries(effects):
+            self._compare(entry, self.view_then)
 
     def _compare(self, entry: Entry, view_then: int) -> None:
         """Checks how many views a round took after the faults; a round that began earlier had used some already."""
@@ -395,30 +417,28 @@ class Recovered(Checker):
         if is_promised and views > len(members) + VIEWS_MORE:
             raise Violation(f"round {entry.manifest.round} took {views} views after the faults were over")
 
-    def at_end(self, cluster: Cluster) -> None:
-        if not self._is_promised(cluster):
+    def at_end(self, world: SimWorld) -> None:
+        if not self._is_promised(world):
             return
         late = [
             node.index
-            for node in cluster.nodes
-            if node.honest and not node.is_gone and (not node.alive or node.state.round < cluster.goal.round)
+            for node in world.nodes
+            if node.honest and not node.is_gone and (not node.alive or node.state.round < world.goal.round)
         ]
-        if late and not cluster.calendar.is_over:
-            raise Violation(
-                f"{cluster.calendar.now:.0f} s, and nodes {late} have not applied round {cluster.goal.round}"
-            )
-        self._one_line(cluster)
+        if late and not world.calendar.is_over:
+            raise Violation(f"{world.calendar.now:.0f} s, and nodes {late} have not applied round {world.goal.round}")
+        self._one_line(world)
 
-    def _is_promised(self, cluster: Cluster) -> bool:
-        return all(self.ledger.promises(head.head) is Guarantee.EVERYTHING for head in self._heads(cluster).values())
+    def _is_promised(self, world: SimWorld) -> bool:
+        return all(self.ledger.promises(head.head) is Guarantee.EVERYTHING for head in self._heads(world).values())
 
-    def _heads(self, cluster: Cluster) -> dict[int, AgreedState]:
+    def _heads(self, world: SimWorld) -> dict[int, AgreedState]:
         """Returns the states of honest nodes, except those that currently follow a branch of liars alone."""
-        heads = {node.index: node.disk.state for node in cluster.nodes if node.honest and node.alive}
-        return {index: head for index, head in heads.items() if not are_liars(cluster, head.members)}
+        heads = {node.index: node.disk.state for node in world.nodes if node.honest and node.alive}
+        return {index: head for index, head in heads.items() if not are_liars(world, head.members)}
 
-    def _one_line(self, cluster: Cluster) -> None:
-        heads = self._heads(cluster)
+    def _one_line(self, world: SimWorld) -> None:
+        heads = self._heads(world)
         if not heads:
             return
         first = max(heads, key=lambda index: (heads[index].round, heads[index].head))

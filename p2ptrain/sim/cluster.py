@@ -1,98 +1,42 @@
-"""The cluster: many nodes of the production core under one virtual clock.
-
-Decoding and verifying a message once for everyone, and one event for all its receivers (calendar.py), make millions of
-deliveries a minute possible.
-"""
+"""The cluster: many nodes of the production core under one virtual clock."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 
 from p2ptrain.core.events import Effect, Event, Started, Tick
-from p2ptrain.core.messages import Received, decode
 from p2ptrain.core.node import Node
-from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.replay import FAILURES
-from p2ptrain.sim.calendar import Calendar, Gossiped
-from p2ptrain.sim.checkers import Checker, Violation
+from p2ptrain.sim.calendar import Gossiped
 from p2ptrain.sim.executor import Executor
-from p2ptrain.sim.goal import Goal
-from p2ptrain.sim.keys import FakeSigner
-from p2ptrain.sim.machine import HELD_UP_MAX, NEVER, SimNode
-from p2ptrain.sim.measurements import Measurements
-from p2ptrain.sim.network import LinkModel
-from p2ptrain.sim.rewriting import ToSome
+from p2ptrain.sim.ledger import Checker, Violation
+from p2ptrain.sim.machine import HELD_UP_MAX, NEVER, SimNode, ToSome
 from p2ptrain.sim.scenario import Scenario
-from p2ptrain.sim.setup import Setup
 from p2ptrain.sim.topology import Topology
 from p2ptrain.sim.watch import Watch
+from p2ptrain.sim.world import SimWorld
 
-DECODED_MAX = 20_000  # decoded messages kept: those of a few rounds
-FORGET_ROUNDS = 64  # between two times that old rounds are forgotten
 TICKS_MAX = 200  # ticks in a row that are due at once: more is a busy loop
 
 
-def decoder(verifier: FakeSigner) -> Callable[[bytes], Received | None]:
-    """Makes a function that decodes and verifies each message once for all nodes; it returns None for a bad one."""
-
-    @lru_cache(DECODED_MAX)
-    def decoded(envelope: bytes) -> Received | None:
-        try:
-            return decode(envelope, verifier)
-        except RemoteProtocolError:
-            return None
-
-    return decoded
-
-
-class Cluster:
-    """A swarm of simulated nodes."""
+class Cluster(SimWorld):
+    """A swarm of simulated nodes: starts, ends and wakes their processes, and gives them their events."""
 
     def __init__(
         self, seed: int, scenario: Scenario, checkers: Sequence[Checker] = (), is_sparing: bool = False
     ) -> None:
-        self.setup = Setup(seed, scenario)
-        self.rng = self.setup.stream("cluster")
-        self.calendar = Calendar(self.rng)
-        self.decode = decoder(FakeSigner(self.setup.run_id, b""))
+        super().__init__(seed, scenario)
         self.watch = Watch(checkers, is_sparing)
-        self.network = LinkModel(scenario.links, self.setup.stream("network"))
-        self.nodes: list[SimNode] = []
-        self.key_index: dict[bytes, int] = {}
-        self.metrics = Measurements(self.key_index, scenario.expect)
-        self._forgets_at = FORGET_ROUNDS  # the round
-        for _ in range(scenario.nodes):
-            self.add_node()
-        self.topology = Topology(self)
-        self.goal = Goal(scenario, self.calendar, self.nodes)
-        self.executor = Executor(self)
+        self.topology = Topology(self, self.give)
+        self.executor = Executor(self, self.watch, self.topology, self.give, self.kill, self.stop)
 
     def run(self) -> None:
         """Runs until everyone has reached the goal or the time is up."""
         self.calendar.run(self.setup.scenario.seconds, self.nodes, self.hear)
         self.watch.at_end(self)
 
-    @property
-    def honest(self) -> list[SimNode]:
-        """The honest nodes whose processes are running."""
-        return [node for node in self.nodes if node.honest and node.alive]
-
-    @property
-    def rounds(self) -> int:
-        """The number of rounds that the swarm has decided."""
-        return max((node.disk.state.round for node in self.nodes if node.honest), default=0)
-
     # -----------------------------------------------------------------------------------------------
     # Processes
-
-    def add_node(self, claim: bytes = b"") -> SimNode:
-        """Adds a machine, whose process is not running yet."""
-        node = self.setup.machine(len(self.nodes), claim)
-        self.nodes.append(node)
-        self.key_index[node.key] = node.index
-        return node
 
     def start(self, node: SimNode, forgetful: bool = False) -> None:
         """Starts the node's process from its disk; `forgetful`: from an empty one."""
@@ -130,22 +74,6 @@ class Cluster:
         self.topology.refresh(node)
         node.leave()
 
-    def forget_old(self, number: int) -> None:
-        """Forgets, now and then, all rounds that no node can return to: a long simulation needs bounded memory.
-
-        That is a history before the oldest that any disk holds; and processes that have ended, which are cycles.
-        """
-        if number < self._forgets_at:
-            return
-        self._forgets_at = number + FORGET_ROUNDS
-        oldest = min(node.disk.base.round for node in self.nodes if not node.is_gone)
-        before = oldest - self.setup.run_config.agreement.history_rounds
-        if before > 0:
-            self.executor.payloads.forget(before)
-            self.executor.devices.forget(before)
-            self.watch.forget(before)
-            gc.collect()
-
     # -----------------------------------------------------------------------------------------------
     # Events
 
@@ -167,9 +95,8 @@ class Cluster:
                 process.held_up.append(event)
             return
         local = node.clock.local(now)
-        effects: Sequence[Effect | ToSome]
         try:
-            effects = core.handle(event, local)
+            effects: Sequence[Effect | ToSome] = core.handle(event, local)
         except FAILURES:
             self.watch.observe(node, event, None, local)
             raise
@@ -180,7 +107,7 @@ class Cluster:
             self._schedule_tick(node, deadline)
         if effects:
             if node.liar is not None:
-                effects = node.liar.rewrite(self, node.index, list(effects))
+                effects = node.liar.rewrite(core, effects)
             self.executor.carry_out(node, effects)
         self.watch.after(self, node, event, effects)
 

@@ -5,22 +5,20 @@ They share a plan, kept by the first of them, and each signs with its own key on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING
 
 from blake3 import blake3
 from msgspec.structs import replace
 
-from p2ptrain.core.events import Effect, Publish, Send
+from p2ptrain.core.events import Publish, Send
 from p2ptrain.core.messages import NOTHING, Announcement, Availability, Ballot, Proposal, Received, Vote
+from p2ptrain.core.node import Node
+from p2ptrain.core.participant import Participant
 from p2ptrain.sim.keys import FakeSigner
-from p2ptrain.sim.rewriting import TWINS_MAX, Liar, Proposer, Said, ToSome, is_here
-
-if TYPE_CHECKING:
-    from p2ptrain.core.node import Node
-    from p2ptrain.sim.cluster import Cluster
-    from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.machine import Rewriter, SimNode, ToSome
+from p2ptrain.sim.rewriting import TWINS_MAX, Liar, Proposer, Said, is_here, proposal_in
+from p2ptrain.sim.world import SimWorld
 
 MOOD_SECONDS = 15.0  # how long colluders keep up one way of lying
 MOODS = (
@@ -48,42 +46,42 @@ class Plan:
 class Forks(Proposer):
     """Each contribution reaches one half; our proposers propose once with it and once without; all vote for both."""
 
-    def __init__(self, rng: Random, signer: FakeSigner) -> None:
-        super().__init__(rng, signer)
+    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
+        super().__init__(rng, signer, world)
         self.plan = Plan(self.salt)
         self.sign = 1
         self.fellows: set[bytes] = set()
 
-    def _join(self, cluster: Cluster) -> None:
+    def _join(self) -> None:
         """Adopts the plan of the first colluder."""
-        ours = [node for node in cluster.nodes if isinstance(fork_of(node.liar), Forks)]
+        ours = [node for node in self.world.nodes if isinstance(fork_of(node.liar), Forks)]
         first = fork_of(ours[0].liar) if ours else self
         assert isinstance(first, Forks)
         self.plan, self.salt = first.plan, first.plan.salt
         self.fellows = {node.key for node in ours}
         self.plan.forget()
 
-    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
-        self._join(cluster)
+    def say(self, core: Participant, received: Received) -> list[Said]:
+        self._join()
         match received.message:
             case Announcement(round=number):
-                return [ToSome(received.envelope, self.sides(cluster, number)[0])]
+                return [ToSome(received.envelope, self.sides(number)[0])]
             case Availability() as message:
                 return self._availabilities(received, message)
             case Proposal() as message if is_here(core, message):
-                return self._proposals(cluster, core, message)
+                return self.proposals(core, message)
             case Vote() as message:
-                return self._votes(cluster, core, message)
+                return self.votes(core, message)
             case _:
                 return [Publish(received.envelope)]
 
-    def hand_over(self, cluster: Cluster, effect: Send) -> list[Said]:
+    def hand_over(self, effect: Send) -> list[Said]:
         """Drops our own messages, because the wrapped core does not know what we sent instead."""
-        others = tuple(each for each in effect.envelopes if not self._is_mine(cluster, each))
+        others = tuple(each for each in effect.envelopes if not self._is_mine(each))
         return [Send(effect.peer, others)] if others else []
 
-    def _is_mine(self, cluster: Cluster, envelope: bytes) -> bool:
-        received = cluster.decode(envelope)
+    def _is_mine(self, envelope: bytes) -> bool:
+        received = self.world.decode(envelope)
         return received is not None and getattr(received.message, "author", b"") == self.me
 
     def _availabilities(self, received: Received, message: Availability) -> list[Said]:
@@ -95,7 +93,7 @@ class Forks(Proposer):
     def rank(self, availability: Availability) -> object:
         return self.sign * len(availability.held)
 
-    def _proposals(self, cluster: Cluster, core: Node, message: Proposal) -> list[Said]:
+    def proposals(self, core: Participant, message: Proposal) -> list[Said]:
         place = message.branch, message.round, message.view
         pool = {**core.here.availabilities, **self.plan.secrets.get(place[:2], {})}
         made: list[Received] = []
@@ -105,23 +103,21 @@ class Forks(Proposer):
             return [Publish(self.signed(message).envelope)]
         first, second = made
         self.plan.pairs[place] = first.message.manifest, second.message.manifest  # type: ignore[union-attr]
-        return [*self._secrets(message), *self.two_faced(cluster, message.round, first, second)]
+        return [*self._secrets(message), *self.two_faced(message.round, first, second)]
 
     def _secrets(self, message: Proposal) -> list[Said]:
         """Returns the availabilities that our proposals may name."""
         return [Publish(each.envelope) for each in self.plan.secrets.get((message.branch, message.round), {}).values()]
 
-    def _votes(self, cluster: Cluster, core: Node, message: Vote) -> list[Said]:
+    def votes(self, core: Participant, message: Vote) -> list[Said]:
         pair = self.plan.pairs.get((message.branch, message.round, message.view))
         pair = pair or (self._proposed(core, message), NOTHING)
         first, second = (self.signed(replace(message, manifest=manifest)) for manifest in pair)
-        return self.two_faced(cluster, message.round, first, second)
+        return self.two_faced(message.round, first, second)
 
-    def _proposed(self, core: Node, vote: Vote) -> bytes:
+    def _proposed(self, core: Participant, vote: Vote) -> bytes:
         """Returns the manifest proposed in this view, or else the one that we would have voted for."""
-        view = core.here.agreement.views.get(vote.view) if is_here(core, vote) else None
-        proposal = view.proposal.message if view and view.proposal else None
-        return proposal.manifest if isinstance(proposal, Proposal) else vote.manifest
+        return (proposal_in(core, vote) or vote).manifest
 
 
 class ProposesAnew(Forks):
@@ -132,19 +128,19 @@ class ProposesAnew(Forks):
     contributions reach one other member besides those few, so that there is a smaller manifest.
     """
 
-    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
-        self._join(cluster)
+    def say(self, core: Participant, received: Received) -> list[Said]:
+        self._join()
         if isinstance(received.message, Announcement):
-            few, rest = self._few(cluster, core, received.message.round)
+            few, rest = self._few(core, received.message.round)
             return [ToSome(received.envelope, (*few, *rest[:1], *sorted(self.fellows)))]
-        return super().say(cluster, core, received)
+        return super().say(core, received)
 
-    def _few(self, cluster: Cluster, core: Node, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    def _few(self, core: Participant, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Returns the members that the fewest others hear, and all remaining ones but us."""
-        others = [node for node in cluster.nodes if node.key not in self.fellows]
+        others = [node for node in self.world.nodes if node.key not in self.fellows]
 
         def heard_by(node: SimNode) -> int:
-            return sum(cluster.network.is_open(node.index, other.index) for other in others)
+            return sum(self.world.network.is_open(node.index, other.index) for other in others)
 
         prefix = self.salt + number.to_bytes(8, "little")
         others.sort(key=lambda node: (heard_by(node), blake3(prefix + node.key).digest()))
@@ -152,7 +148,7 @@ class ProposesAnew(Forks):
         told = max(1, core.here.roster.tolerated)
         return keys[:told], keys[told:]
 
-    def _proposals(self, cluster: Cluster, core: Node, message: Proposal) -> list[Said]:
+    def proposals(self, core: Participant, message: Proposal) -> list[Said]:
         secrets = self.plan.secrets.get((message.branch, message.round), {})
         made = self.propose(core, message, {**core.here.availabilities, **secrets}.values())
         anew = made or self.signed(message)
@@ -160,13 +156,13 @@ class ProposesAnew(Forks):
         self.plan.pairs[message.branch, message.round, message.view] = anew.message.manifest, NOTHING
         return [*self._secrets(message), Publish(anew.envelope)]
 
-    def _votes(self, cluster: Cluster, core: Node, message: Vote) -> list[Said]:
+    def votes(self, core: Participant, message: Vote) -> list[Said]:
         ours = self.plan.pairs.get((message.branch, message.round, message.view))
         choice = ours[0] if ours else self._proposed(core, message)
         vote = self.signed(replace(message, manifest=choice))
         if message.ballot is Ballot.PREVOTE or ours:
             return [Publish(vote.envelope)]
-        few, rest = self._few(cluster, core, message.round)
+        few, rest = self._few(core, message.round)
         nothing = self.signed(replace(message, manifest=NOTHING))
         return [ToSome(vote.envelope, few), ToSome(nothing.envelope, rest)]
 
@@ -174,20 +170,20 @@ class ProposesAnew(Forks):
 class Schedule(Liar):
     """Changes its lie every few seconds, in step with the other colluders."""
 
-    def __init__(self, rng: Random, signer: FakeSigner, moods: Mapping[str, Liar]) -> None:
-        super().__init__(rng, signer)
+    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld, moods: Mapping[str, Liar]) -> None:
+        super().__init__(rng, signer, world)
         self.moods = moods  # by name, "fork" among them
 
-    def _mood(self, cluster: Cluster) -> Liar:
-        return self.moods[MOODS[int(cluster.calendar.now // MOOD_SECONDS) % len(MOODS)]]
+    def _mood(self) -> Liar:
+        return self.moods[MOODS[int(self.world.calendar.now // MOOD_SECONDS) % len(MOODS)]]
 
-    def rewrite(self, cluster: Cluster, index: int, effects: list[Effect]) -> list[Said]:
-        return self._mood(cluster).rewrite(cluster, index, effects)
+    def rewrite(self, node: Node, effects: Sequence[Said]) -> list[Said]:
+        return self._mood().rewrite(node, effects)
 
-    def serves(self, cluster: Cluster, index: int, payload: bytes, key: bytes) -> bool:
-        return self._mood(cluster).serves(cluster, index, payload, key)
+    def serves(self, payload: bytes, key: bytes) -> bool:
+        return self._mood().serves(payload, key)
 
 
-def fork_of(liar: Liar | None) -> Liar | None:
+def fork_of(liar: Rewriter | None) -> Rewriter | None:
     """Returns the part of a liar that forks, if it has one."""
     return liar.moods["fork"] if isinstance(liar, Schedule) else liar

@@ -1,9 +1,11 @@
-"""The devices of simulated nodes: training, applying and fetching a state take time and come back as events."""
+"""The devices and lines of simulated nodes: training, applying and fetching take time and come back as events."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.pace import takes_another
@@ -11,15 +13,10 @@ from p2ptrain.digest import digest
 from p2ptrain.sim.disk import SavedState
 from p2ptrain.sim.ledger import Violation
 from p2ptrain.sim.machine import SimNode
-from p2ptrain.sim.payload_exchange import PayloadExchange
 from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES
+from p2ptrain.sim.world import SimWorld
 
-if TYPE_CHECKING:
-    from random import Random
-
-    from p2ptrain.sim.cluster import Cluster
-
-
+CHECK_SECONDS = 0.001  # to check a payload's digest and decode it
 HONEST_CLAIMS = range(2_000_000, 3_000_000)  # losses that honest nodes measure, in millionths of a nat
 FALSE_CLAIMS = (1, 2**40)
 
@@ -33,10 +30,10 @@ def claims_of(node: SimNode, number: int) -> tuple[int, int]:
 
 
 class Devices:
-    """Trains, applies and catches up, for every node."""
+    """Trains, applies, catches up and fetches payloads, for every node."""
 
-    def __init__(self, cluster: Cluster, payloads: PayloadExchange, rng: Random) -> None:
-        self.cluster, self.payloads, self.rng = cluster, payloads, rng
+    def __init__(self, world: SimWorld, rng: Random, give: Callable[[SimNode, ev.Event], None]) -> None:
+        self.world, self.rng, self.give = world, rng, give
         self.states: dict[bytes, tuple[int, bytes]] = {}  # by root: the round, and the manifest that led to it
 
     def forget(self, before: int) -> None:
@@ -44,14 +41,14 @@ class Devices:
         self.states = {root: led for root, led in self.states.items() if led[0] >= before}
 
     def train(self, node: SimNode, effect: ev.Train) -> None:
-        accelerator, training = node.accelerator, self.cluster.setup.scenario.training
+        accelerator, training = node.accelerator, self.world.setup.scenario.training
         if accelerator.training is not None:
             raise Violation(f"node {node.index} began to train for round {effect.round} while it was training")
         if effect.base_round > node.state.round:
             raise Violation(f"node {node.index} trains from round {effect.base_round} and has {node.state.round}")
         accelerator.begin_training(effect)
         seconds = training.seconds * accelerator.pace * (1.0 + training.spread * self.rng.uniform(-0.5, 0.5))
-        recipe, calendar = self.cluster.setup.run_config.recipe, self.cluster.calendar
+        recipe, calendar = self.world.setup.run_config.recipe, self.world.calendar
         if recipe.local_steps_min:
             step_seconds = seconds / recipe.local_steps
             calendar.timer(node, calendar.now + step_seconds, self._stepped, node, effect, 1, step_seconds)
@@ -59,11 +56,11 @@ class Devices:
             calendar.timer(node, calendar.now + seconds, self._trained, node, effect, recipe.local_steps)
 
     def keep_pace(self, node: SimNode, effect: ev.Pace) -> None:
-        node.accelerator.keep_pace(effect, self.cluster.calendar.now)
+        node.accelerator.keep_pace(effect, self.world.calendar.now)
 
     def _stepped(self, node: SimNode, effect: ev.Train, done: int, step_seconds: float) -> None:
         """Takes the next step, if it fits the swarm's pace."""
-        recipe, calendar = self.cluster.setup.run_config.recipe, self.cluster.calendar
+        recipe, calendar = self.world.setup.run_config.recipe, self.world.calendar
         usual, last = node.accelerator.seconds_left(effect.round, calendar.now)
         if takes_another(done, recipe.local_steps_min, recipe.local_steps, step_seconds, usual, last):
             calendar.timer(node, calendar.now + step_seconds, self._stepped, node, effect, done + 1, step_seconds)
@@ -71,33 +68,33 @@ class Devices:
             self._trained(node, effect, done)
 
     def _trained(self, node: SimNode, effect: ev.Train, steps: int) -> None:
-        cluster, accelerator = self.cluster, node.accelerator
-        if accelerator.stalled_until > cluster.calendar.now:
-            cluster.calendar.timer(node, accelerator.stalled_until, self._trained, node, effect, steps)
+        accelerator = node.accelerator
+        if accelerator.stalled_until > self.world.calendar.now:
+            self.world.calendar.timer(node, accelerator.stalled_until, self._trained, node, effect, steps)
             return
         accelerator.end_training()
-        name, payload = self.payloads.make(node, effect.round, effect.base_round)
+        name, payload = self.world.payloads.make(node, effect.round, effect.base_round)
         node.held_payloads.add(name)
         loss, held_out = claims_of(node, effect.round)
         size, attachment, said = payload.payload_bytes, payload.attachment, held_out if effect.evaluates else 0
-        applies_between = cluster.setup.run_config.agreement.staleness_rounds_max > 0
+        applies_between = self.world.setup.run_config.agreement.staleness_rounds_max > 0
         base = node.state.round if applies_between else effect.base_round
         done = ev.TrainingFinished(effect.round, name, size, attachment, steps, loss, said, base)
-        cluster.give(node, done)
+        self.give(node, done)
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Calls `action` once the node's device has finished this job and those queued before it."""
-        done_at = node.accelerator.book(self.cluster.calendar.now, seconds)
-        self.cluster.calendar.timer(node, done_at, action, node, *arguments)
+        done_at = node.accelerator.book(self.world.calendar.now, seconds)
+        self.world.calendar.timer(node, done_at, action, node, *arguments)
 
     def apply(self, node: SimNode, effect: ev.Apply) -> None:
         for taken in effect.manifest.taken if node.honest else ():
             if taken.payload not in node.held_payloads:
                 raise Violation(f"node {node.index} applies round {effect.manifest.round} and lacks a payload of it")
-        self._on_device(node, self.cluster.setup.scenario.training.apply_seconds, self._applied, effect)
+        self._on_device(node, self.world.setup.scenario.training.apply_seconds, self._applied, effect)
 
     def _applied(self, node: SimNode, effect: ev.Apply) -> None:
-        cluster, state, manifest = self.cluster, node.state, effect.manifest
+        state, manifest = node.state, effect.manifest
         follows = manifest.parent in (state.head, manifest.branch)
         if node.honest and (manifest.round != state.round + 1 or not follows):
             raise Violation(f"node {node.index} applies round {manifest.round} to the state of round {state.round}")
@@ -105,35 +102,35 @@ class Devices:
         self.states[root] = (manifest.round, manifest.digest)
         self._become(node, manifest.round, root)
         node.state.note_applied(manifest)
-        cluster.metrics.applied(node, manifest, cluster.calendar.now)
-        cluster.give(node, ev.Applied(manifest.branch, manifest.round, root))
-        cluster.goal.look()
+        self.world.metrics.applied(node, manifest, self.world.calendar.now)
+        self.give(node, ev.Applied(manifest.branch, manifest.round, root))
+        self.world.goal.look()
 
     def _become(self, node: SimNode, number: int, root: bytes) -> None:
-        _, head = self.states.get(root, (number, self.cluster.setup.genesis.head))
-        node.state.become(number, root, head, node.disk.kept, self.cluster.calendar.now)
-        if number % self.cluster.setup.scenario.disk.checkpoint_rounds == 0:
+        _, head = self.states.get(root, (number, self.world.setup.genesis.head))
+        node.state.become(number, root, head, node.disk.kept, self.world.calendar.now)
+        if number % self.world.setup.scenario.disk.checkpoint_rounds == 0:
             node.disk.save_checkpoint(SavedState(number, root, head))
 
     def catch_up(self, node: SimNode, effect: ev.CatchUp) -> None:
         """Loads the newest state that any node serves. Pieces are checked on arrival, so no wrong state gets in."""
-        cluster, seconds = self.cluster, 0.0
+        seconds = 0.0
         node.accelerator.begin_catching_up(effect)
         saved = {checkpoint.root for checkpoint in node.disk.checkpoints}
         found = next((place for place in effect.roots if place[1] in saved), None)
         is_mine = found is not None
         for key in effect.sources:
-            source = cluster.nodes[cluster.key_index[key]]
+            source = self.world.node_of(key)
             served = next((place for place in effect.roots if self._serves_state(source, place, node)), None)
-            reached = cluster.topology.reach(node, key, REQUEST_BYTES)
+            reached = self.world.reach(node, key, REQUEST_BYTES)
             if reached is None:
                 seconds += DIAL_SECONDS
             elif served is None or (found is not None and served[0] <= found[0]):
                 seconds += 0.1
             else:
-                size = cluster.setup.scenario.training.state_bytes
-                at = cluster.network.stream(source.index, node.index, cluster.calendar.now, size)
-                seconds += at - cluster.calendar.now if at is not None else DIAL_SECONDS
+                size = self.world.setup.scenario.training.state_bytes
+                at = self.world.network.stream(source.index, node.index, self.world.calendar.now, size)
+                seconds += at - self.world.calendar.now if at is not None else DIAL_SECONDS
                 if at is not None:
                     found, is_mine = served, False
         if found:
@@ -145,19 +142,75 @@ class Devices:
         """Whether a node can serve this state: it keeps the newest, and one every few rounds."""
         kept, (number, root) = source.state.kept, place
         is_kept = place in kept and (
-            number % self.cluster.setup.scenario.disk.checkpoint_rounds == 0 or place == [*kept][-1]
+            number % self.world.setup.scenario.disk.checkpoint_rounds == 0 or place == [*kept][-1]
         )
-        return is_kept and (source.liar is None or source.liar.serves(self.cluster, source.index, root, node.key))
+        return is_kept and (source.liar is None or source.liar.serves(root, node.key))
 
     def _caught_up(self, node: SimNode, effect: ev.CatchUp, number: int, root: bytes, is_mine: bool) -> None:
         if node.accelerator.catching is not effect:
             return  # another attempt has begun
-        self.cluster.metrics.states_fetched[node.index] += not is_mine
+        self.world.metrics.states_fetched[node.index] += not is_mine
         node.state.mend()
         self._become(node, number, root)
-        self.cluster.give(node, ev.CaughtUp(number, root, effect.attempt))
-        self.cluster.goal.look()
+        self.give(node, ev.CaughtUp(number, root, effect.attempt))
+        self.world.goal.look()
 
     def _not_caught_up(self, node: SimNode, effect: ev.CatchUp) -> None:
         if node.accelerator.catching is effect:
-            self.cluster.give(node, ev.CatchUpFailed("nobody has it", effect.attempt))
+            self.give(node, ev.CatchUpFailed("nobody has it", effect.attempt))
+
+    # -----------------------------------------------------------------------------------------------
+    # Payloads
+
+    def fetch(self, node: SimNode, effect: ev.Fetch) -> None:
+        """Fetches a payload from source after source."""
+        self.world.calendar.timer(
+            node, self.world.calendar.now + CHECK_SECONDS, self._try_source, node, effect, deque(effect.sources)
+        )
+
+    def _try_source(self, node: SimNode, effect: ev.Fetch, sources: deque[bytes]) -> None:
+        if effect.payload in node.held_payloads and effect.payload in self.world.payloads.by_name:
+            self._have(node, effect.payload)
+        elif sources:
+            source = sources.popleft()
+            reached = self.world.reach(node, source, REQUEST_BYTES)
+            if reached:
+                self.world.calendar.timer(node, reached[1], self._serve, node, effect, sources, reached[0])
+            else:
+                self._failed(node, effect, sources, source, "cannot be reached", DIAL_SECONDS)
+
+    def _serve(self, node: SimNode, effect: ev.Fetch, sources: deque[bytes], source: SimNode) -> None:
+        """Answers a request that has arrived at the source."""
+        payload = self.world.payloads.by_name.get(effect.payload)
+        withholds = source.liar is not None and not source.liar.serves(effect.payload, node.key)
+        why = ""
+        if payload is None or effect.payload not in source.held_payloads or withholds:
+            why = "does not have it"
+        elif payload.payload_bytes != effect.payload_bytes:
+            why = "has another length"
+        size = REQUEST_BYTES if why else effect.payload_bytes
+        network, calendar = self.world.network, self.world.calendar
+        at = network.stream(source.index, node.index, calendar.now, size) if source.alive else None
+        if at is None:
+            self._failed(node, effect, sources, source.key, "lost", DIAL_SECONDS)
+        elif why:
+            self._failed(node, effect, sources, source.key, why, 0.0)
+        else:
+            self.world.metrics.sent(source, "payload", effect.payload_bytes)
+            calendar.timer(node, at + CHECK_SECONDS, self._came, node, effect.payload)
+
+    def _failed(
+        self, node: SimNode, effect: ev.Fetch, sources: deque[bytes], source: bytes, why: str, seconds: float
+    ) -> None:
+        at = self.world.calendar.now + seconds
+        self.world.calendar.timer(node, at, self.give, node, ev.FetchFailed(effect.payload, source, why))
+        self.world.calendar.timer(node, at, self._try_source, node, effect, sources)
+
+    def _came(self, node: SimNode, payload: bytes) -> None:
+        self.world.metrics.fetched_payload()
+        node.held_payloads.add(payload)
+        self._have(node, payload)
+
+    def _have(self, node: SimNode, payload: bytes) -> None:
+        held = self.world.payloads.by_name[payload]
+        self.give(node, ev.PayloadArrived(payload, held.good, held.author, held.payload_bytes))

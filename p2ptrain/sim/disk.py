@@ -43,11 +43,6 @@ class Disk(Journal):
 
     def saved(self) -> Saved:
         """Returns the saved state that a process starts from."""
-        checkpoint = self._newest_checkpoint()
-        return self.saved_at(checkpoint.round, checkpoint.root)
-
-    def _newest_checkpoint(self) -> SavedState:
-        for checkpoint in reversed(self.checkpoints):
-            if self.judge(checkpoint.round, checkpoint.head, checkpoint.root).is_on_history:
-                return checkpoint
-        return self.first
+        judged = ((each, self.judge(each.round, each.head, each.root)) for each in reversed(self.checkpoints))
+        newest = next((each for each, verdict in judged if verdict.is_on_history), self.first)
+        return self.saved_at(newest.round, newest.root)

@@ -1,31 +1,30 @@
 """The executor of simulated nodes: carries out effects, as the daemon does with the real world.
 
 The effect queue decides the order and what waits for the disk, here as there (core/effect_queue.py). Effects that
-need the device or move payloads are in devices.py and payload_exchange.py.
+take their time are in devices.py.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import History, decode_history, encode_answer
 from p2ptrain.core.messages import Message
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.sim.calendar import Gossiped
-from p2ptrain.sim.checkers import Violation
 from p2ptrain.sim.devices import Devices
-from p2ptrain.sim.liars import ToSome
-from p2ptrain.sim.machine import SimNode
-from p2ptrain.sim.payload_exchange import PayloadExchange
-from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES
-
-if TYPE_CHECKING:
-    from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.ledger import Violation
+from p2ptrain.sim.machine import SimNode, ToSome
+from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES, Topology
+from p2ptrain.sim.watch import Watch
+from p2ptrain.sim.world import SimWorld
 
 HISTORY_SECONDS = 8.0  # how long to wait for an answer
+FORGET_ROUNDS = 64  # between two times that old rounds are forgotten
 REDIAL_SECONDS = 20.0  # until a disconnected peer is connected again
 Actions = dict[type, Callable[[SimNode, Any], None]]
 
@@ -33,11 +32,20 @@ Actions = dict[type, Callable[[SimNode, Any], None]]
 class Executor:
     """Carries out the effects of all nodes."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.rng = cluster.setup.stream("driver")  # the saved seeds depend on this name
-        self.payloads = PayloadExchange(cluster)
-        self.devices = Devices(cluster, self.payloads, self.rng)
+    def __init__(
+        self,
+        world: SimWorld,
+        watch: Watch,
+        topology: Topology,
+        give: Callable[[SimNode, ev.Event], None],
+        kill: Callable[[SimNode], None],
+        stop: Callable[[SimNode], None],
+    ) -> None:
+        self.world, self.watch, self.topology = world, watch, topology
+        self.give, self.kill = give, kill
+        self.rng = world.setup.stream("driver")  # the saved seeds depend on this name
+        self.devices = Devices(world, self.rng, give)
+        self._forgets_at = FORGET_ROUNDS  # the round
         self._slow_disks: dict[int, float] = {}  # by node: mean seconds of an fsync
         self._questions = count()
         self._actions: Actions = {
@@ -45,18 +53,18 @@ class Executor:
             ToSome: self._publish_to_some,
             ev.Send: self._send,
             ev.Ask: self._ask,
-            ev.Fetch: self.payloads.fetch,
+            ev.Fetch: self.devices.fetch,
             ev.Train: self.devices.train,
             ev.Pace: self.devices.keep_pace,
             ev.Apply: self.devices.apply,
-            ev.Return: self._return,
+            ev.Return: lambda node, effect: world.metrics.returned.update([node.index]),
             ev.Persist: lambda node, effect: None,  # already written by the queue
-            ev.NoteWrongState: self._note_wrong_state,
+            ev.NoteWrongState: lambda node, effect: world.metrics.mismatches.update([node.index]),
             ev.CatchUp: self.devices.catch_up,
             ev.AskHistory: self._ask_history,
             ev.SendHistory: self._send_history,
             ev.Disconnect: self._disconnect,
-            ev.Stop: self._stop,
+            ev.Stop: lambda node, effect: stop(node),
         }
 
     # -----------------------------------------------------------------------------------------------
@@ -73,11 +81,11 @@ class Executor:
         def act(effect: ev.Effect | ToSome) -> None:
             self._actions[type(effect)](node, effect)
             if process.fuse is not None and process.burn():
-                self.cluster.kill(node)
+                self.kill(node)
 
         if records := process.queue.carry_out(act):
-            calendar = self.cluster.calendar
-            mean = self._slow_disks.get(node.index, self.cluster.setup.scenario.disk.fsync_seconds)
+            calendar = self.world.calendar
+            mean = self._slow_disks.get(node.index, self.world.setup.scenario.disk.fsync_seconds)
             seconds = self.rng.expovariate(1.0 / mean) if mean else 0.0
             calendar.timer(node, calendar.now + seconds, self._written, node, records)
 
@@ -98,69 +106,81 @@ class Executor:
         for record in records:
             message: Message | None = None
             if type(record) is ev.Said:
-                received = self.cluster.decode(record.envelope)
+                received = self.world.decode(record.envelope)
                 message = received.message if received else None
             members = node.disk.state.members
             node.disk.write(record, message)
             if type(record) is ev.Certified:
                 if node.honest and record.state.members != members:
-                    was_lost = any(map(self._has_lost_the_quorum, self.cluster.honest))
-                    self.cluster.watch.roster_came_into_force(self.cluster, record.state, was_lost)
-                self.cluster.metrics.certified(node, record)
+                    was_lost = any(map(self._has_lost_the_quorum, self.world.honest))
+                    self.watch.roster_came_into_force(self.world, record.state, was_lost)
+                self.world.metrics.certified(node, record)
                 node.held_payloads.turn(record.state.round)
                 if node.honest:
-                    self.cluster.forget_old(record.state.round)
+                    self._forget_old(record.state.round)
 
     def _has_lost_the_quorum(self, node: SimNode) -> bool:
         """Whether the node ever lost the quorum: if so, others may have had reason to follow the remaining members."""
         counters = node.core.view().counters if node.core else {}
-        return bool(self.cluster.metrics.stalls[node.index] or counters.get("calls") or counters.get("regroups"))
+        return bool(self.world.metrics.stalls[node.index] or counters.get("calls") or counters.get("regroups"))
+
+    def _forget_old(self, number: int) -> None:
+        """Forgets, now and then, all rounds that no node can return to: a long simulation needs bounded memory.
+
+        That is a history before the oldest that any disk holds; and processes that have ended, which are cycles.
+        """
+        if number < self._forgets_at:
+            return
+        self._forgets_at = number + FORGET_ROUNDS
+        oldest = min(node.disk.base.round for node in self.world.nodes if not node.is_gone)
+        before = oldest - self.world.setup.run_config.agreement.history_rounds
+        if before > 0:
+            for each in (self.world.payloads, self.devices, self.watch):
+                each.forget(before)
+            gc.collect()
 
     # -----------------------------------------------------------------------------------------------
     # Messages
 
     def _publish(self, node: SimNode, effect: ev.Publish) -> None:
-        self._spread(node, effect.envelope, range(len(self.cluster.nodes)))
+        self._spread(node, effect.envelope, range(len(self.world.nodes)))
 
     def _publish_to_some(self, node: SimNode, effect: ToSome) -> None:
-        cluster = self.cluster
-        self._spread(node, effect.envelope, [cluster.key_index[key] for key in effect.recipients])
+        self._spread(node, effect.envelope, [self.world.key_index[key] for key in effect.recipients])
 
     def _spread(self, node: SimNode, envelope: bytes, targets: Sequence[int]) -> None:
-        cluster = self.cluster
         event, payload = self._event_of(node, envelope)
         if type(event) is ev.MessageReceived:
             message = event.received.message
-            cluster.metrics.published(node, message, len(envelope), len(targets) - 1)
-            if cluster.network.losing and cluster.network.loses(node.index, message):
+            self.world.metrics.published(node, message, len(envelope), len(targets) - 1)
+            if self.world.network.losing and self.world.network.loses(node.index, message):
                 return
-        arrivals = cluster.network.spread(node.index, targets, cluster.calendar.now, len(envelope))
-        cluster.calendar.fly(arrivals, event, payload)
+        arrivals = self.world.network.spread(node.index, targets, self.world.calendar.now, len(envelope))
+        self.world.calendar.fly(arrivals, event, payload)
 
     def _event_of(self, node: SimNode, envelope: bytes) -> tuple[Gossiped, bytes]:
         """Returns the event that a node's message becomes at its receivers, and the digest of the attached payload."""
-        cluster = self.cluster
-        received = cluster.decode(envelope)
+        received = self.world.decode(envelope)
         if received is None:
             if node.honest:
                 raise Violation(f"node {node.index} is honest and said what nobody can decode: {envelope[:80]!r}")
             return ev.MalformedReceived(node.key, "not a message"), b""
         if node.honest and getattr(received.message, "author", node.key) == node.key:
-            cluster.watch.said(cluster, node, envelope)
+            self.watch.said(self.world, node, envelope)
         if not received.attachment:
             return ev.MessageReceived(node.key, received), b""
         name = received.message.payload  # type: ignore[union-attr]
-        return ev.MessageReceived(node.key, received, self.payloads.is_good(name)), name
+        return ev.MessageReceived(node.key, received, self.world.payloads.is_good(name)), name
 
     def _send(self, node: SimNode, effect: ev.Send) -> None:
         size = sum(map(len, effect.envelopes))
         for envelope in effect.envelopes:
-            self.cluster.metrics.sent(node, "sent to one", len(envelope))
-        reached = self.cluster.topology.reach(node, effect.peer, size)
+            self.world.metrics.sent(node, "sent to one", len(envelope))
+        reached = self.world.reach(node, effect.peer, size)
         if reached:
             peer, at = reached
             events = [self._event_of(node, each) for each in effect.envelopes]
-            self.cluster.calendar.timer(peer, at, self._arrive, peer, events)
+            self.world.calendar.timer(peer, at, self._arrive, peer, events)
 
     def _arrive(self, peer: SimNode, events: list[tuple[ev.Event, bytes]]) -> None:
         life = peer.life
@@ -168,38 +188,38 @@ class Executor:
             if peer.life == life:
                 if payload:
                     peer.held_payloads.add(payload)
-                self.cluster.give(peer, event)
+                self.give(peer, event)
 
     def _ask(self, node: SimNode, effect: ev.Ask) -> None:
-        self.cluster.metrics.sent(node, "asked", REQUEST_BYTES + 16 * len(effect.names))
-        self.cluster.topology.tell(node, effect.peer, ev.Asked(node.key, effect.names))
+        self.world.metrics.sent(node, "asked", REQUEST_BYTES + 16 * len(effect.names))
+        self.topology.tell(node, effect.peer, ev.Asked(node.key, effect.names))
 
     # -----------------------------------------------------------------------------------------------
     # Histories
 
     def _ask_history(self, node: SimNode, effect: ev.AskHistory) -> None:
-        cluster = self.cluster
-        cluster.metrics.sent(node, "asked", REQUEST_BYTES)
-        index = cluster.key_index.get(effect.peer, -1)
+        self.world.metrics.sent(node, "asked", REQUEST_BYTES)
+        index = self.world.key_index.get(effect.peer, -1)
         question = node.process.questions[index] = next(self._questions)
-        is_there = self.cluster.topology.tell(node, effect.peer, ev.HistoryAsked(node.key, effect.branch, effect.round))
+        is_there = self.topology.tell(node, effect.peer, ev.HistoryAsked(node.key, effect.branch, effect.round))
         seconds = HISTORY_SECONDS if is_there else DIAL_SECONDS
-        cluster.calendar.timer(node, cluster.calendar.now + seconds, self._give_up, node, index, question, effect.peer)
+        calendar = self.world.calendar
+        calendar.timer(node, calendar.now + seconds, self._give_up, node, index, question, effect.peer)
 
     def _give_up(self, node: SimNode, index: int, question: int, peer: bytes) -> None:
         if node.process.questions.get(index) == question:
             del node.process.questions[index]
-            self.cluster.give(node, ev.HistoryFailed(peer, "no answer"))
+            self.give(node, ev.HistoryFailed(peer, "no answer"))
 
     def _send_history(self, node: SimNode, effect: ev.SendHistory) -> None:
         encoded = encode_answer(effect.history)
         if encoded is None:
             return
-        self.cluster.metrics.sent(node, "history", len(encoded))
-        reached = self.cluster.topology.reach(node, effect.peer, len(encoded))
+        self.world.metrics.sent(node, "history", len(encoded))
+        reached = self.world.reach(node, effect.peer, len(encoded))
         if reached:
             peer, at = reached
-            self.cluster.calendar.timer(peer, at, self._history_came, peer, node, bytes(encoded))
+            self.world.calendar.timer(peer, at, self._history_came, peer, node, bytes(encoded))
 
     def _history_came(self, node: SimNode, peer: SimNode, encoded: bytes) -> None:
         if node.process.questions.pop(peer.index, None) is None:
@@ -210,22 +230,12 @@ class Executor:
             event = ev.HistoryArrived(peer.key, history)
         except RemoteProtocolError as error:
             event = ev.HistoryFailed(peer.key, error.why)
-        self.cluster.give(node, event)
+        self.give(node, event)
 
     # -----------------------------------------------------------------------------------------------
     # The rest
 
-    def _return(self, node: SimNode, effect: ev.Return) -> None:
-        self.cluster.metrics.returned[node.index] += 1
-
-    def _note_wrong_state(self, node: SimNode, effect: ev.NoteWrongState) -> None:
-        self.cluster.metrics.mismatches[node.index] += 1
-
     def _disconnect(self, node: SimNode, effect: ev.Disconnect) -> None:
-        cluster = self.cluster
-        cluster.metrics.disconnects[node.index] += 1
-        peer = cluster.nodes[cluster.key_index[effect.peer]]
-        cluster.calendar.at(cluster.calendar.now, cluster.topology.disconnect, node, peer, REDIAL_SECONDS)
-
-    def _stop(self, node: SimNode, effect: ev.Stop) -> None:
-        self.cluster.stop(node)
+        self.world.metrics.disconnects[node.index] += 1
+        peer, calendar = self.world.node_of(effect.peer), self.world.calendar
+        calendar.at(calendar.now, self.topology.disconnect, node, peer, REDIAL_SECONDS)

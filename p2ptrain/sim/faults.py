@@ -41,25 +41,29 @@ def _picked(cluster: Cluster, nodes: sc.Nodes) -> list[SimNode]:
     return [cluster.nodes[index] for index in cluster.setup.scenario.pick(nodes) if index < len(cluster.nodes)]
 
 
+def _each(cluster: Cluster, at: float, nodes: sc.Nodes, act: Callable[[SimNode], None]) -> None:
+    """Schedules an action on each of these nodes."""
+
+    def act_on_all() -> None:
+        for node in _picked(cluster, nodes):
+            act(node)
+
+    cluster.calendar.at(at, act_on_all)
+
+
 # ---------------------------------------------------------------------------------------------------
 # Processes
 
 
 def _crash(cluster: Cluster, number: int, fault: sc.Crash) -> None:
-    def down() -> None:
-        for node in _picked(cluster, fault.nodes):
-            cluster.kill(node)
-            if fault.until is None:
-                node.die()
+    def down(node: SimNode) -> None:
+        cluster.kill(node)
+        if fault.until is None:
+            node.die()
 
-    cluster.calendar.at(fault.at, down)
+    _each(cluster, fault.at, fault.nodes, down)
     if fault.until is not None:
-        cluster.calendar.at(fault.until, _bring_back, cluster, fault.nodes, fault.forgetful)
-
-
-def _bring_back(cluster: Cluster, nodes: sc.Nodes, forgetful: bool = False) -> None:
-    for node in _picked(cluster, nodes):
-        _restart(cluster, node, forgetful)
+        _each(cluster, fault.until, fault.nodes, lambda node: _restart(cluster, node, fault.forgetful))
 
 
 def _restart(cluster: Cluster, node: SimNode, forgetful: bool = False) -> None:
@@ -114,40 +118,21 @@ def _sleep(cluster: Cluster, number: int, fault: sc.Sleep) -> None:
 
 
 def _clock(cluster: Cluster, number: int, fault: sc.Clock) -> None:
-    def jump() -> None:
-        for node in _picked(cluster, fault.nodes):
-            cluster.set_clock(node, fault.jump_seconds, fault.rate)
-
-    cluster.calendar.at(fault.at, jump)
+    _each(cluster, fault.at, fault.nodes, lambda node: cluster.set_clock(node, fault.jump_seconds, fault.rate))
 
 
 def _stall(cluster: Cluster, number: int, fault: sc.Stall) -> None:
-    def stall() -> None:
-        for node in _picked(cluster, fault.nodes):
-            node.accelerator.stall(fault.until)
-
-    cluster.calendar.at(fault.at, stall)
+    _each(cluster, fault.at, fault.nodes, lambda node: node.accelerator.stall(fault.until))
 
 
 def _flip(cluster: Cluster, number: int, fault: sc.Flip) -> None:
-    def flip() -> None:
-        for node in _picked(cluster, fault.nodes):
-            node.state.flip_a_bit()
-
-    cluster.calendar.at(fault.at, flip)
+    _each(cluster, fault.at, fault.nodes, lambda node: node.state.flip_a_bit())
 
 
 def _slow_disk(cluster: Cluster, number: int, fault: sc.SlowDisk) -> None:
-    def slow() -> None:
-        for node in _picked(cluster, fault.nodes):
-            cluster.executor.slow_disk(node, fault.fsync_seconds)
-
-    def mend() -> None:
-        for node in _picked(cluster, fault.nodes):
-            cluster.executor.mend_disk(node)
-
-    cluster.calendar.at(fault.at, slow)
-    cluster.calendar.at(fault.until, mend)
+    executor = cluster.executor
+    _each(cluster, fault.at, fault.nodes, lambda node: executor.slow_disk(node, fault.fsync_seconds))
+    _each(cluster, fault.until, fault.nodes, executor.mend_disk)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -228,22 +213,18 @@ def _claim(cluster: Cluster, newcomer: FakeSigner, kind: str) -> bytes:
 
 
 def _leave(cluster: Cluster, number: int, fault: sc.Departure) -> None:
-    def leave() -> None:
-        for node in _picked(cluster, fault.nodes):
-            cluster.give(node, StopRequested())
-
-    cluster.calendar.at(fault.at, leave)
+    _each(cluster, fault.at, fault.nodes, lambda node: cluster.give(node, StopRequested()))
 
 
 def _lie(cluster: Cluster, number: int, fault: sc.Lie) -> None:
-    def lie(is_lying: bool) -> None:
-        for node in _picked(cluster, fault.nodes):
-            rng = cluster.setup.stream("liar", node.index)
-            node.lie(liars.make(fault.how, rng, node.signer) if is_lying else None)
+    make = liars.KINDS[fault.how]
 
-    cluster.calendar.at(fault.at, lie, True)
+    def begin_to_lie(node: SimNode) -> None:
+        node.lie(make(cluster.setup.stream("liar", node.index), node.signer, cluster))
+
+    _each(cluster, fault.at, fault.nodes, begin_to_lie)
     if fault.until is not None:
-        cluster.calendar.at(fault.until, lie, False)
+        _each(cluster, fault.until, fault.nodes, lambda node: node.lie(None))
 
 
 _ACTIONS: dict[type, Callable[[Cluster, int, Any], None]] = {

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from blake3 import blake3
 
 from p2ptrain.core.events import Certified, Effect, Event, Persist
-from p2ptrain.core.history import Beginning
+from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.state import AgreedState
 from p2ptrain.sim.keys import sign_as
-
-if TYPE_CHECKING:
-    from p2ptrain.core.state import AgreedState
-    from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.world import SimWorld
 
 Members: TypeAlias = tuple[bytes, ...]
 
@@ -40,16 +38,16 @@ class Checker:
 
     holds_beyond = False  # whether it applies even once a roster has more than f faulty members
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
         """Called after an honest node has handled an event."""
 
-    def said(self, cluster: Cluster, index: int, envelope: bytes) -> None:
+    def said(self, world: SimWorld, index: int, envelope: bytes) -> None:
         """Called after an honest node has sent a message in its own name."""
 
     def forget(self, before: int) -> None:
         """Called now and then: no node can return to a round before this one any more."""
 
-    def at_end(self, cluster: Cluster) -> None:
+    def at_end(self, world: SimWorld) -> None:
         """Called when the simulation is over."""
 
 
@@ -97,23 +95,23 @@ class Ledger(Checker):
         self.decided: dict[tuple[bytes, int], tuple[bytes, int]] = {}  # manifest, and who decided it first
         self._by_members: dict[Members, Guarantee] = {}
 
-    def after(self, cluster: Cluster, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
         if not self.rosters:
-            self._note(cluster, cluster.setup.genesis.head, cluster.setup.genesis.members, b"", 0)
+            self._note(world, world.setup.genesis.head, world.setup.genesis.members, b"", 0)
         for record in certified(effects):
             step = record.step
             if record.trunk is not None and record.trunk.base is not None:
-                self._jumped(cluster, record.trunk.base)
+                self._jumped(world, record.trunk.base)
             if isinstance(step, Beginning):
                 self._known(step.parent, index, f"a branch after round {step.round}")
-                self._note(cluster, step.branch, step.members, step.parent, step.round)
+                self._note(world, step.branch, step.members, step.parent, step.round)
             else:
-                self._entry(cluster, index, step.manifest)
+                self._entry(world, index, step.manifest)
             head = record.state.head
             if record.state.members != self.rosters[head]:
                 raise Violation(f"node {index} has a different roster after round {record.state.round} than was agreed")
 
-    def _entry(self, cluster: Cluster, index: int, manifest: Manifest) -> None:
+    def _entry(self, world: SimWorld, index: int, manifest: Manifest) -> None:
         head = manifest.digest
         self.decided.setdefault((manifest.branch, manifest.round), (head, index))
         if head in self.rosters:
@@ -122,12 +120,12 @@ class Ledger(Checker):
         members = before
         if manifest.seated or manifest.unseated:
             members = tuple(sorted((set(before) | set(manifest.seated)) - set(manifest.unseated)))
-        self._note(cluster, head, members, manifest.parent, manifest.round)
+        self._note(world, head, members, manifest.parent, manifest.round)
 
-    def _jumped(self, cluster: Cluster, base: AgreedState) -> None:
+    def _jumped(self, world: SimWorld, base: AgreedState) -> None:
         """Notes a branch of liars alone, which a node without a seat may follow."""
-        if base.head not in self.rosters and are_liars(cluster, base.members):
-            self._note(cluster, base.head, base.members, b"", base.round)
+        if base.head not in self.rosters and are_liars(world, base.members):
+            self._note(world, base.head, base.members, b"", base.round)
 
     def _known(self, parent: bytes, index: int, what: str) -> Members:
         members = self.rosters.get(parent)
@@ -135,9 +133,9 @@ class Ledger(Checker):
             raise Violation(f"node {index} decided {what}, which follows something that no honest node has decided")
         return members
 
-    def _note(self, cluster: Cluster, head: bytes, members: Members, parent: bytes, number: int) -> None:
+    def _note(self, world: SimWorld, head: bytes, members: Members, parent: bytes, number: int) -> None:
         if members not in self._by_members:
-            self._by_members[members] = _guarantee(cluster, members)
+            self._by_members[members] = _guarantee(world, members)
         self.rosters[head], self.parents[head], self.rounds[head] = members, parent, number
         self.guarantees[head] = min(self._by_members[members], self.guarantees.get(parent, Guarantee.EVERYTHING))
 
@@ -153,16 +151,21 @@ class Ledger(Checker):
         return self.guarantees.get(head, Guarantee.NOTHING)
 
 
-def are_liars(cluster: Cluster, members: Members) -> bool:
+def are_liars(world: SimWorld, members: Members) -> bool:
     """Whether all members are liars: their decisions bind no honest node."""
-    return not any(cluster.nodes[cluster.key_index[key]].honest for key in members)
+    return not any(world.node_of(key).honest for key in members)
 
 
-def _guarantee(cluster: Cluster, members: Members) -> Guarantee:
-    liars = sum(not cluster.nodes[cluster.key_index[key]].honest for key in members)
+def _guarantee(world: SimWorld, members: Members) -> Guarantee:
+    liars = sum(not world.node_of(key).honest for key in members)
     if liars <= may_lie(len(members)):
         return Guarantee.EVERYTHING
     return Guarantee.ONE_HISTORY if liars < 2 * quorum(len(members)) - len(members) else Guarantee.NOTHING
+
+
+def entries(effects: Sequence[Effect]) -> list[Entry]:
+    """Returns the rounds that a node has decided on or adopted."""
+    return [record.step for record in certified(effects) if isinstance(record.step, Entry)]
 
 
 def certified(effects: Sequence[Effect]) -> list[Certified]:

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from msgspec import Struct
 
 from p2ptrain.core.effect_queue import EffectQueue
 from p2ptrain.core.events import CatchUp, Effect, Event, Pace, Train
@@ -17,10 +19,26 @@ from p2ptrain.core.node import Node
 from p2ptrain.digest import digest
 from p2ptrain.sim.disk import Disk
 from p2ptrain.sim.keys import FakeSigner
-from p2ptrain.sim.rewriting import Liar, ToSome
 
 NEVER = float("inf")
 HELD_UP_MAX = 20_000  # events that wait for a sleeping machine: what its connections' buffers hold; a guess
+
+
+class ToSome(Struct, frozen=True):
+    """An effect that only liars have: publishes a message to these nodes and to nobody else."""
+
+    envelope: bytes
+    recipients: tuple[bytes, ...]
+
+
+class Rewriter(Protocol):
+    """Stands between an honest core and the world, which it knows: a liar (rewriting.py)."""
+
+    def rewrite(self, core: Node, effects: Sequence[Effect | ToSome]) -> list[Effect | ToSome]:
+        """Replaces the effects of the honest core."""
+
+    def serves(self, payload: bytes, key: bytes) -> bool:
+        """Whether to serve a payload or a state to this peer."""
 
 
 class HeldPayloads:
@@ -219,7 +237,7 @@ class SimNode:
     accelerator: Accelerator
     process: Lifetime = field(default_factory=Lifetime)
     life: int = 0  # counts its starts and ends
-    liar: Liar | None = None  # rewrites its effects if it lies
+    liar: Rewriter | None = None  # rewrites its effects if it lies
     has_left: bool = False
     is_dead: bool = False  # crashed for good
     has_forgotten: bool = False  # lost its disk
@@ -271,6 +289,6 @@ class SimNode:
         self.disk = Disk(self.disk.first, self.disk.state, self.disk.kept, self.disk.staleness)
         self.held_payloads.keep(())
 
-    def lie(self, liar: Liar | None) -> None:
+    def lie(self, liar: Rewriter | None) -> None:
         """Lets this liar rewrite the node's effects from now on; None ends it."""
         self.liar = liar

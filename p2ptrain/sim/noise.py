@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -32,14 +31,12 @@ from p2ptrain.core.messages import (
     Vote,
     encode,
 )
+from p2ptrain.core.participant import Participant
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.rewriting import Liar, Said, sign_with
-
-if TYPE_CHECKING:
-    from p2ptrain.core.node import Node
-    from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.world import SimWorld
 
 MEMORY_MAX = 400  # old messages that a replaying liar keeps
 WORDS_MAX = 40  # messages kept of one member, to be repeated when it is gone
@@ -49,11 +46,11 @@ FLOOD_A_ROUND = 240
 
 
 class Replays(Liar):
-    def __init__(self, rng: Random, signer: FakeSigner) -> None:
-        super().__init__(rng, signer)
+    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
+        super().__init__(rng, signer, world)
         self.memory: list[bytes] = []
 
-    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
+    def say(self, core: Participant, received: Received) -> list[Said]:
         view = core.here.agreement.views[core.here.agreement.view]
         seen = [received, *core.here.availabilities.values(), *view.prevotes.values(), *view.precommits.values()]
         self.memory += [each.envelope for each in self.rng.sample(seen, min(4, len(seen)))]
@@ -68,18 +65,18 @@ class Unsolicited(Liar):
 
     a_second = FLOOD_A_SECOND
 
-    def __init__(self, rng: Random, signer: FakeSigner) -> None:
-        super().__init__(rng, signer)
+    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
+        super().__init__(rng, signer, world)
         self.last, self.tokens = 0.0, 0.0
 
-    def add(self, cluster: Cluster, core: Node) -> list[Said]:
-        pace = min(float(self.a_second), FLOOD_A_ROUND / max(1.0, cluster.setup.scenario.training.seconds))
-        self.tokens = min(float(self.a_second), self.tokens + (cluster.calendar.now - self.last) * pace)
-        self.last = cluster.calendar.now
+    def add(self, core: Participant) -> list[Said]:
+        pace = min(float(self.a_second), FLOOD_A_ROUND / max(1.0, self.world.setup.scenario.training.seconds))
+        self.tokens = min(float(self.a_second), self.tokens + (self.world.calendar.now - self.last) * pace)
+        self.last = self.world.calendar.now
         count, self.tokens = int(self.tokens), self.tokens % 1.0
-        return [said for _ in range(count) for said in self.thing(cluster, core)]
+        return [said for _ in range(count) for said in self.thing(core)]
 
-    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+    def thing(self, core: Participant) -> list[Said]:
         raise NotImplementedError
 
 
@@ -88,12 +85,12 @@ class KeepsTheDead(Unsolicited):
 
     a_second = 12
 
-    def __init__(self, rng: Random, signer: FakeSigner) -> None:
-        super().__init__(rng, signer)
+    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
+        super().__init__(rng, signer, world)
         self.words: dict[bytes, dict[bytes, bytes]] = {}  # by author, by digest
 
-    def add(self, cluster: Cluster, core: Node) -> list[Said]:
-        here, offers = core.here, core.context.offers.by_author
+    def add(self, core: Participant) -> list[Said]:
+        here, offers = core.here, core.pools.offers.by_author
         view = here.agreement.views[here.agreement.view]
         said = [*here.availabilities.values(), *view.prevotes.values(), *view.precommits.values()]
         said += [each.received for each_of in offers.values() for each in each_of]
@@ -103,10 +100,10 @@ class KeepsTheDead(Unsolicited):
             words[received.digest] = received.envelope
             while len(words) > WORDS_MAX:
                 del words[next(iter(words))]
-        return super().add(cluster, core)
+        return super().add(core)
 
-    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
-        members = [cluster.nodes[cluster.key_index[key]] for key in core.here.roster.members]
+    def thing(self, core: Participant) -> list[Said]:
+        members = [self.world.nodes[self.world.key_index[key]] for key in core.here.roster.members]
         gone = [node.key for node in members if not node.alive and self.words.get(node.key)]
         return [Publish(self.rng.choice(list(self.words[self.rng.choice(gone)].values())))] if gone else []
 
@@ -114,12 +111,12 @@ class KeepsTheDead(Unsolicited):
 class Asks(Unsolicited):
     """Asks one member for messages and histories, without waiting for answers."""
 
-    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+    def thing(self, core: Participant) -> list[Said]:
         rng, here, context = self.rng, core.here, core.context
         victim = next((key for key in here.roster.members if key in context.peers), None)
         if victim is None:
             return []
-        known = [each.name for each in here.availabilities.values()] + list(core.context.offers.by_name)
+        known = [each.name for each in here.availabilities.values()] + list(core.pools.offers.by_name)
         names = known or [rng.randbytes(SHORT_BYTES)]
         ways: tuple[Said, ...] = (
             Ask(victim, tuple(names)),
@@ -133,11 +130,11 @@ class Asks(Unsolicited):
 class Floods(Unsolicited):
     """Floods the others with absurd messages; `quietly`: only with those that are no evidence against the sender."""
 
-    def __init__(self, rng: Random, signer: FakeSigner, quietly: bool = False) -> None:
-        super().__init__(rng, signer)
+    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld, quietly: bool = False) -> None:
+        super().__init__(rng, signer, world)
         self.quietly = quietly
 
-    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+    def thing(self, core: Participant) -> list[Said]:
         rng, here, me = self.rng, core.here, self.me
         branch, head = here.branch, here.state.head
         far = rng.choice((0, 0, 1, 2, 3, 50, 2**40))
@@ -163,29 +160,29 @@ class Floods(Unsolicited):
 class Crowds(Unsolicited):
     """Asks for admission with ever new keys, which then announce others' payloads as their own."""
 
-    def __init__(self, rng: Random, signer: FakeSigner) -> None:
-        super().__init__(rng, signer)
+    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
+        super().__init__(rng, signer, world)
         self.crowd: dict[bytes, FakeSigner] = {}
 
-    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+    def thing(self, core: Participant) -> list[Said]:
         rng, here, run_id = self.rng, core.here, self.signer.run_id
         admitted = [self.crowd[key] for key in here.state.place if key in self.crowd]
-        offers = [each.announcement for each in core.context.offers.by_name.values()]
+        offers = [each.announcement for each in core.pools.offers.by_name.values()]
         if admitted and offers and rng.random() < 0.5:
             one, copied = rng.choice(admitted), rng.choice(offers)
             return [Publish(sign_with(one, replace(copied, author=one.key)).envelope)]
         one = FakeSigner(run_id, digest("simulated crowd", self.me, len(self.crowd).to_bytes(8, "little")))
-        self.crowd[one.key], cluster.key_index[one.key] = one, cluster.key_index[self.me]
+        self.crowd[one.key], self.world.key_index[one.key] = one, self.world.key_index[self.me]
         request = sign_with(one, JoinRequest(here.branch, here.number, b"", one.key))
         with suppress(RemoteProtocolError):
-            core.context.requests.add(request, here.state, asked_for=True)  # so that it attests it, and hands it over
+            core.pools.requests.add(request, here.state, asked_for=True)  # so that it attests it, and hands it over
         return [Publish(request.envelope)]
 
 
 class Forges(Unsolicited):
     a_second = 12
 
-    def thing(self, cluster: Cluster, core: Node) -> list[Said]:
+    def thing(self, core: Participant) -> list[Said]:
         rng, here = self.rng, core.here
         branch, number, long = here.branch, here.number, rng.randbytes(32)
         victim = rng.choice([key for key in here.roster.members if key != self.me] or [bytes(32)])

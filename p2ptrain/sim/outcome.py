@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from p2ptrain.replay import FAILURES
 from p2ptrain.sim import faults
-from p2ptrain.sim.checkers import Checker, Violation
 from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.ledger import Checker, Violation
 from p2ptrain.sim.machine import SimNode, Stretch
 from p2ptrain.sim.measurements import ManifestFacts
 from p2ptrain.sim.scenario import Expect, Links, Scenario, Workload

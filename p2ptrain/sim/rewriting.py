@@ -10,17 +10,17 @@ branch_lies.py, floods and forgeries in noise.py, collusion in collusion.py; lia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 from blake3 import blake3
-from msgspec import Struct
 from msgspec.structs import replace
 
 from p2ptrain.core.events import Effect, Publish, Send, SendHistory
 from p2ptrain.core.manifest import Manifest, Missing, manifest_of
 from p2ptrain.core.messages import (
+    Announcement,
     Authored,
     Availability,
     Proposal,
@@ -30,23 +30,17 @@ from p2ptrain.core.messages import (
     message_digest,
     signed_bytes,
 )
+from p2ptrain.core.node import Node
+from p2ptrain.core.participant import Participant
 from p2ptrain.sim.keys import FakeSigner
-
-if TYPE_CHECKING:
-    from p2ptrain.core.node import Node
-    from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.machine import ToSome
+from p2ptrain.sim.world import SimWorld
 
 TWINS_MAX = 256  # second versions remembered, so that a message sent again is the same
 
 
-class ToSome(Struct, frozen=True):
-    """An effect that only liars have: publishes a message to these nodes and to nobody else."""
-
-    envelope: bytes
-    recipients: tuple[bytes, ...]
-
-
 Said: TypeAlias = Effect | ToSome
+OfRound: TypeAlias = Announcement | Availability | Proposal | Vote
 
 
 def sign_with(signer: FakeSigner, message: Authored, attachment: bytes = b"") -> Received:
@@ -59,56 +53,55 @@ class Liar:
 
     is_two_faced = False  # whether its second versions go to one half of the swarm only
 
-    def __init__(self, rng: Random, signer: FakeSigner) -> None:
-        self.rng, self.signer, self.me = rng, signer, signer.key
+    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
+        self.rng, self.signer, self.me, self.world = rng, signer, signer.key, world
         self.salt = rng.randbytes(16)
         self.twins: dict[bytes, Received] = {}  # by the digest of the first version
 
-    def rewrite(self, cluster: Cluster, index: int, effects: list[Effect]) -> list[Said]:
+    def rewrite(self, node: Node, effects: Sequence[Said]) -> list[Said]:
         """Replaces the effects of the honest core."""
-        core = cluster.nodes[index].core
+        core, said = node.participant, list[Said]()
         assert core is not None, "a node that is down has no effects"
-        said: list[Said] = []
         for effect in effects:
             if isinstance(effect, Publish):
-                received = cluster.decode(effect.envelope)
+                received = self.world.decode(effect.envelope)
                 assert received is not None, "the core inside a liar is honest"
-                said += self.say(cluster, core, received)
+                said += self.say(core, received)
             elif isinstance(effect, Send):
-                said += self.hand_over(cluster, effect)
+                said += self.hand_over(effect)
             elif isinstance(effect, SendHistory):
-                said += self.tell(cluster, core, effect)
+                said += self.tell(core, effect)
             else:
                 said.append(effect)
-        return [*said, *self.add(cluster, core)]
+        return [*said, *self.add(core)]
 
-    def say(self, cluster: Cluster, core: Node, received: Received) -> list[Said]:
+    def say(self, core: Participant, received: Received) -> list[Said]:
         """Replaces the publication of a message."""
         return [Publish(received.envelope)]
 
-    def hand_over(self, cluster: Cluster, effect: Send) -> list[Said]:
+    def hand_over(self, effect: Send) -> list[Said]:
         """Replaces messages to one peer, which gets the version meant for its half of the swarm."""
         if not self.twins:
             return [effect]
-        return [Send(effect.peer, tuple(self._version(cluster, effect.peer, each) for each in effect.envelopes))]
+        return [Send(effect.peer, tuple(self._version(effect.peer, each) for each in effect.envelopes))]
 
-    def _version(self, cluster: Cluster, peer: bytes, envelope: bytes) -> bytes:
-        received = cluster.decode(envelope)
+    def _version(self, peer: bytes, envelope: bytes) -> bytes:
+        received = self.world.decode(envelope)
         twin = self.twins.get(received.digest) if received else None
         if received is None or twin is None:
             return envelope
-        is_first = self.is_two_faced and peer in self.sides(cluster, getattr(received.message, "round", 0))[0]
+        is_first = self.is_two_faced and peer in self.sides(getattr(received.message, "round", 0))[0]
         return envelope if is_first else twin.envelope
 
-    def tell(self, cluster: Cluster, core: Node, effect: SendHistory) -> list[Said]:
+    def tell(self, core: Participant, effect: SendHistory) -> list[Said]:
         """Replaces the answer to a peer that asked for history."""
         return [effect]
 
-    def add(self, cluster: Cluster, core: Node) -> list[Said]:
+    def add(self, core: Participant) -> list[Said]:
         """Returns additional effects, which the honest core did not ask for."""
         return []
 
-    def serves(self, cluster: Cluster, index: int, payload: bytes, key: bytes) -> bool:
+    def serves(self, payload: bytes, key: bytes) -> bool:
         """Whether to serve a payload or a state to this peer."""
         return True
 
@@ -128,18 +121,18 @@ class Liar:
                 del self.twins[next(iter(self.twins))]
         return known
 
-    def sides(self, cluster: Cluster, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    def sides(self, number: int) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Returns two halves of the swarm, drawn afresh for each round."""
-        keys = [node.key for node in cluster.nodes if node.key != self.me]
+        keys = [node.key for node in self.world.nodes if node.key != self.me]
         prefix = self.salt + number.to_bytes(8, "little")
         left = {key for key in keys if blake3(prefix + key).digest()[0] & 1}
         return tuple(key for key in keys if key in left), tuple(key for key in keys if key not in left)
 
-    def two_faced(self, cluster: Cluster, number: int, first: Received, second: Received | None) -> list[Said]:
+    def two_faced(self, number: int, first: Received, second: Received | None) -> list[Said]:
         """Publishes one version to one half of the swarm, and the other to the rest."""
         if second is None:
             return [Publish(first.envelope)]
-        left, right = self.sides(cluster, number)
+        left, right = self.sides(number)
         return [ToSome(first.envelope, left), ToSome(second.envelope, right)]
 
 
@@ -147,7 +140,7 @@ class Liar:
 # Proposals: which availabilities to name
 
 
-def choose(core: Node, pool: Iterable[Received], rank: Callable[[Availability], object]) -> tuple[Received, ...]:
+def choose(core: Participant, pool: Iterable[Received], rank: Callable[[Availability], object]) -> tuple[Received, ...]:
     """Returns the first q availabilities by rank, one from each member, or all if there are fewer."""
     ordered = sorted(pool, key=lambda received: (rank(availability_of(received)), received.digest))
     one_each: dict[bytes, Received] = {}
@@ -156,7 +149,7 @@ def choose(core: Node, pool: Iterable[Received], rank: Callable[[Availability], 
     return tuple(sorted(list(one_each.values())[: core.here.roster.quorum], key=lambda received: received.digest))
 
 
-def manifest_from(core: Node, named: Iterable[Received]) -> Manifest | None:
+def manifest_from(core: Participant, named: Iterable[Received]) -> Manifest | None:
     """Returns the manifest that these availabilities lead to; None if we lack something that they name."""
     context = core.context
     availabilities = [availability_of(received) for received in named]
@@ -166,8 +159,8 @@ def manifest_from(core: Node, named: Iterable[Received]) -> Manifest | None:
         core.here.state,
         context.run,
         availabilities,
-        context.offers.announcement,
-        context.requests.request,
+        core.pools.offers.announcement,
+        core.pools.requests.request,
     )
     return None if isinstance(found, Missing) else found
 
@@ -177,14 +170,47 @@ def availability_of(received: Received) -> Availability:
     return received.message
 
 
-def is_here(core: Node, message: Availability | Proposal | Vote) -> bool:
+def is_here(core: Participant, message: OfRound) -> bool:
     return (message.branch, message.round) == (core.here.branch, core.here.number)
 
 
-class Proposer(Liar):
+def proposal_in(core: Participant, vote: Vote) -> Proposal | None:
+    """Returns the proposal of a vote's view, if it is known."""
+    view = core.here.agreement.views.get(vote.view) if is_here(core, vote) else None
+    message = view.proposal.message if view and view.proposal else None
+    return message if isinstance(message, Proposal) else None
+
+
+class Doubles(Liar):
+    """Base of the liars that replace one kind of message by a `second` version: for all, or for half of the swarm."""
+
+    kind: type[OfRound]
+    is_of_this_round = False  # whether it lies about its core's current round only
+
+    def say(self, core: Participant, received: Received) -> list[Said]:
+        message = received.message
+        if not isinstance(message, self.kind) or (self.is_of_this_round and not is_here(core, message)):
+            return [Publish(received.envelope)]
+        other = self.twin(received, lambda: self.second(core, message))
+        if self.is_two_faced:
+            return self.two_faced(message.round, received, other)
+        return [Publish((other or received).envelope)]
+
+    def second(self, core: Participant, message: Any) -> Received | None:
+        """Makes the second version; None if there is none."""
+        raise NotImplementedError
+
+
+class Proposer(Doubles):
     """Base of the liars that alter proposals: `rank` orders the availabilities to name."""
 
-    def propose(self, core: Node, proposal: Proposal, pool: Iterable[Received]) -> Received | None:
+    kind = Proposal
+    is_of_this_round = True
+
+    def second(self, core: Participant, message: Proposal) -> Received | None:
+        return self.propose(core, message, core.here.availabilities.values())
+
+    def propose(self, core: Participant, proposal: Proposal, pool: Iterable[Received]) -> Received | None:
         """Returns our proposal with other availabilities; None if there are none."""
         named = choose(core, pool, self.rank)
         manifest = manifest_from(core, named)

@@ -4,7 +4,7 @@ A scenario has a sentence that says what it shows, a swarm, a network, faults an
 It is written as TOML and read strictly, so that a typo is an error and not a fault that never happened. Times are
 virtual seconds since the start. Nodes are numbered from 0; those that join later get the next numbers. A key
 for nodes takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the last f of the founders.
-`links.line` names a line of lines.py, whose values hold where `links` gives none.
+`links.line` names one of LINES, whose values hold where `links` gives none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
@@ -27,8 +28,6 @@ from p2ptrain.config.text import config_error
 from p2ptrain.core.roster import tolerated_by
 from p2ptrain.errors import ConfigError
 from p2ptrain.sim.keys import node_key
-from p2ptrain.sim.liars import KINDS
-from p2ptrain.sim.lines import LINES
 
 FILE_BYTES_MAX = 2**20  # a scenario is a page of text
 NODES_MAX = 4_096  # four times as many as a run admits
@@ -71,6 +70,39 @@ class Links(Struct, frozen=True, forbid_unknown_fields=True):
     duplicate: Share = 0.0
     reorder: Share = 0.0  # share of messages that are delayed
     reorder_seconds: Seconds = 1.0  # mean
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A node's line to all others, which have the same: `links.line` of a scenario, and the benchmarks with daemons.
+
+    Values are what one may expect of such a line, not the best that is sold; all are guesses.
+    """
+
+    down_megabits: float  # a second
+    up_megabits: float
+    delay_seconds: float  # one way, from any node to any other; `ping` shows twice as much
+    jitter_seconds: float = 0.0  # mean of what comes on top
+    loss: float = 0.0  # share of packets
+
+    def as_links(self) -> dict[str, float]:
+        """Returns keys of a scenario's `links`, where messages are lost, that a real line would send again."""
+        return {
+            "latency_seconds": self.delay_seconds,
+            "jitter_seconds": self.jitter_seconds,
+            "bytes_per_second": self.up_megabits * 125_000,
+            "loss": self.loss,
+        }
+
+
+LINES = {
+    "wifi": Line(100.0, 40.0, 0.015, 0.01, 0.005),  # a crowded one, behind a cable
+    "dsl": Line(50.0, 10.0, 0.025, 0.002),
+    "fibre": Line(500.0, 200.0, 0.01, 0.001),
+    "lte": Line(30.0, 10.0, 0.04, 0.015, 0.002),
+    "satellite": Line(50.0, 5.0, 0.3, 0.01, 0.005),  # geostationary
+    "datacentre": Line(10_000.0, 10_000.0, 0.0005, 0.0001),
+}
 
 
 class Durability(Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,8 +224,47 @@ class Departure(Fault, frozen=True, tag="leave"):
     nodes: Nodes
 
 
+LIES = {  # by name: what a liar does (liars.py)
+    "equivocate announcements": "offers half of the swarm a different contribution",
+    "equivocate votes": "votes for a manifest towards one half, and nil towards the other",
+    "equivocate proposals": "proposes different availabilities to each half",
+    "false lengths": "announces payloads, its own and others', with a false length",
+    "withhold": "announces payloads, but serves them to a quarter of the swarm only",
+    "bad payloads": "announces payloads that the strict decoder refuses",
+    "propose the unavailable": "names an availability that nobody else has",
+    "censor": "keeps the first member's contributions out of manifests",
+    "false manifests": "proposes a digest that the availabilities do not lead to",
+    "two-faced availabilities": "tells each half that it holds other contributions",
+    "false roots": "claims a state root that is not its own",
+    "votes for all": "votes for every proposal, whatever it voted for before",
+    "replay": "repeats old messages, its own and others'",
+    "keep the dead": "repeats messages of members that are gone, so that they keep their seats",
+    "ask": "asks one member for messages and histories as often as it can",
+    "flood": "signs messages of all kinds with absurd rounds and views, as many as it can",
+    "flood quietly": "the same, but never two messages for one place",
+    "crowd": "asks for admission with ever new keys, which announce others' payloads",
+    "forge": "sends messages in others' names, and garbage",
+    "silent announce": "announces nothing",
+    "silent avail": "never says what it holds",
+    "silent propose": "proposes nothing when it is its turn",
+    "silent prevote": "never prevotes",
+    "silent precommit": "never precommits",
+    "silent": "listens, sends nothing and serves nobody",
+    "speaks to some": "sends its messages to half of the swarm only",
+    "double calls": "calls for many attempts at once, and signs two sets",
+    "coup": "signs a branch of which it is the only member",
+    "false histories": "answers with histories that are cut, reversed or unsigned",
+    "claim to be ahead": "says that it is ahead, or on another branch, without proof",
+    "endless histories": "answers so that every answer needs another question",
+    "false jumps": "answers with a jump to a branch of its own, which binds nobody",
+    "fork": "proposes two manifests with the other colluders, and votes for each towards a different half",
+    "propose anew": "lets a few decide, and then proposes something else",
+    "collude": "changes its lie every few seconds, together with all colluders",
+}
+
+
 class Lie(Fault, frozen=True, tag="liar"):
-    """These nodes are Byzantine: `how` names one of `liars.KINDS`. They never become honest again."""
+    """These nodes are Byzantine: `how` is one of LIES. They never become honest again."""
 
     nodes: Nodes
     how: str
@@ -379,8 +450,8 @@ def _check_nodes(scenario: Scenario) -> None:
         until = getattr(fault, "until", None)
         if until is not None and until < fault.at:
             raise ConfigError(f"ends at {until}, before it begins", key=f"{key}.until", fix=f"Write {fault.at} or more")
-        if isinstance(fault, Lie) and fault.how not in KINDS:
-            raise ConfigError(f"no liar does {fault.how!r}", key=f"{key}.how", fix=f"Choose {', '.join(KINDS)}")
+        if isinstance(fault, Lie) and fault.how not in LIES:
+            raise ConfigError(f"no liar does {fault.how!r}", key=f"{key}.how", fix=f"Choose {', '.join(LIES)}")
         places += [(f"{key}.nodes", nodes) for nodes in [getattr(fault, "nodes", None)] if nodes is not None]
         places += [(f"{key}.groups", nodes) for nodes in getattr(fault, "groups", [])]
     places += [

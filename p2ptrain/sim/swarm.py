@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from p2ptrain.core.roster import tolerated_by
-from p2ptrain.sim import checkers, liars
+from p2ptrain.sim import checkers
 from p2ptrain.sim import scenario as sc
 from p2ptrain.sim.ledger import TwoHistories
 from p2ptrain.sim.outcome import Outcome, simulate
@@ -30,7 +30,8 @@ NODES = (4, 16)
 ROUNDS = (20, 80)
 RECOVERY_SECONDS = 1_800.0  # after the faults: a few of the longest views, a regroup, and fetching a state
 SHRINK_SECONDS = 120.0  # of real time
-LIAR_KINDS = sorted(liars.KINDS)
+LIAR_KINDS = sorted(sc.LIES)
+Table: TypeAlias = dict[str, Any]  # of a scenario
 
 
 class Failed(Struct, frozen=True):
@@ -167,7 +168,7 @@ class _Draw:
         at = self.start + self.rng.uniform(0.0, 0.8) * length
         return {"at": round(at, 3), "until": round(at + self.rng.uniform(0.02, 1.0) * (self.end - at), 3)}
 
-    def _training(self) -> dict[str, Any]:
+    def _training(self) -> Table:
         slow = self.rng.random() < 0.3
         return {
             "seconds": self.training,
@@ -176,7 +177,7 @@ class _Draw:
             "slow": [{"nodes": self._some(self.others)[:2], "times": self._choice(0.1, 3.0, 10.0)}] if slow else [],
         }
 
-    def _links(self) -> dict[str, Any]:
+    def _links(self) -> Table:
         if self.rng.random() < 0.4:
             return {}
         return {
@@ -188,7 +189,7 @@ class _Draw:
             "bytes_per_second": self._choice(0.0, 1e6),
         }
 
-    def _agreement(self) -> dict[str, Any]:
+    def _agreement(self) -> Table:
         staleness = self._choice(0, 0, 1, 4, 12)
         return {
             "staleness_rounds_max": staleness,
@@ -199,7 +200,7 @@ class _Draw:
             "inline_bytes_max": self._choice(16_384, 16_384, 0),
         }
 
-    def _admission(self) -> dict[str, Any]:
+    def _admission(self) -> Table:
         admission = {"absence_rounds_max": self._choice(3, 10, 10), "probation_rounds": self._choice(0, 2)}
         policy = self._choice("open", "open", "invite", "allowlist")
         if policy == "open":
@@ -209,8 +210,8 @@ class _Draw:
     # -----------------------------------------------------------------------------------------------
     # Faults
 
-    def _faults(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def _faults(self) -> list[Table]:
+        found: list[Table] = []
         if self.liars:
             kinds = self._choice(1, 1, len(self.liars))
             found += [
@@ -227,86 +228,65 @@ class _Draw:
         )  # fmt: skip
         share = self.rng.uniform(0.0, 0.5)
         for make in makers:
-            if self.rng.random() < share:
-                found += make()
+            if self.rng.random() < share and (fault := make()) is not None:
+                found.append(fault)
         return found
 
-    def _crash(self) -> list[dict[str, Any]]:
-        return [{"kind": "crash", **self._span(), "nodes": self._some(self.others)}]
+    def _crash(self) -> Table:
+        return {"kind": "crash", **self._span(), "nodes": self._some(self.others)}
 
-    def _crash_all(self) -> list[dict[str, Any]]:
-        return [{"kind": "crash", **self._span(), "nodes": self.others}]
+    def _crash_all(self) -> Table:
+        return {"kind": "crash", **self._span(), "nodes": self.others}
 
-    def _forget(self) -> list[dict[str, Any]]:
+    def _forget(self) -> Table | None:
         if self.may_forget < 1:
-            return []
+            return None
         nodes = sorted(self.rng.sample(self.others, min(self.may_forget, len(self.others))))
-        return [{"kind": "crash", **self._span(), "nodes": nodes, "forgetful": True}]
+        return {"kind": "crash", **self._span(), "nodes": nodes, "forgetful": True}
 
-    def _storm(self) -> list[dict[str, Any]]:
+    def _storm(self) -> Table:
         every = self._choice(2.0, 10.0, 60.0)
         at_once = self.rng.randint(1, len(self.others))
-        return [{"kind": "storm", **self._span(), "nodes": self.others, "every_seconds": every, "at_once": at_once}]
+        return {"kind": "storm", **self._span(), "nodes": self.others, "every_seconds": every, "at_once": at_once}
 
-    def _partition(self) -> list[dict[str, Any]]:
+    def _partition(self) -> Table:
         order = self.rng.sample(range(self.nodes), self.nodes)
         cuts = sorted(self.rng.sample(range(1, self.nodes), self._choice(1, 1, 2)))
-        bounds = [0, *cuts, self.nodes]
-        groups = [sorted(order[low:high]) for low, high in pairwise(bounds)]
-        return [
-            {
-                "kind": "partition",
-                **self._span(),
-                "groups": groups,
-                "one_way": self.rng.random() < 0.3,
-                "flap_seconds": self._choice(0.0, 0.0, 1.0, 7.0),
-            }
-        ]
+        groups = [sorted(order[low:high]) for low, high in pairwise([0, *cuts, self.nodes])]
+        span, one_way = self._span(), self.rng.random() < 0.3
+        flap_seconds = self._choice(0.0, 0.0, 1.0, 7.0)
+        return {"kind": "partition", **span, "groups": groups, "one_way": one_way, "flap_seconds": flap_seconds}
 
-    def _clog(self) -> list[dict[str, Any]]:
-        return [{"kind": "clog", **self._span(), "nodes": self._some(self.others)}]
+    def _clog(self) -> Table:
+        return {"kind": "clog", **self._span(), "nodes": self._some(self.others)}
 
-    def _lossy(self) -> list[dict[str, Any]]:
-        return [
-            {"kind": "lossy", **self._span(), "loss": self._choice(0.2, 0.5, 0.9), "duplicate": 0.1, "reorder": 0.2}
-        ]
+    def _lossy(self) -> Table:
+        span, loss = self._span(), self._choice(0.2, 0.5, 0.9)
+        return {"kind": "lossy", **span, "loss": loss, "duplicate": 0.1, "reorder": 0.2}
 
-    def _lose(self) -> list[dict[str, Any]]:
+    def _lose(self) -> Table:
         kinds = ["announcement", "availability", "proposal", "prevote", "precommit", "hello"]
         lost = self.rng.sample(kinds, self.rng.randint(1, 3))
-        return [{"kind": "lose", **self._span(), "nodes": self._some(self.others), "messages": lost}]
+        return {"kind": "lose", **self._span(), "nodes": self._some(self.others), "messages": lost}
 
-    def _sleep(self) -> list[dict[str, Any]]:
-        return [{"kind": "sleep", **self._span(), "nodes": self._some(self.others)}]
+    def _sleep(self) -> Table:
+        return {"kind": "sleep", **self._span(), "nodes": self._some(self.others)}
 
-    def _clock(self) -> list[dict[str, Any]]:
+    def _clock(self) -> Table:
         jump, rate = self._choice(0.0, -100.0, 100.0, 3600.0), self._choice(0.9, 1.0, 1.1)
-        return [
-            {
-                "kind": "clock",
-                "at": self._span()["at"],
-                "nodes": self._some(self.others),
-                "jump_seconds": jump,
-                "rate": rate,
-            }
-        ]
+        at, nodes = self._span()["at"], self._some(self.others)
+        return {"kind": "clock", "at": at, "nodes": nodes, "jump_seconds": jump, "rate": rate}
 
-    def _stall(self) -> list[dict[str, Any]]:
-        return [{"kind": "stall", **self._span(), "nodes": self._some(self.others)}]
+    def _stall(self) -> Table:
+        return {"kind": "stall", **self._span(), "nodes": self._some(self.others)}
 
-    def _slow_disk(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "kind": "slow disk",
-                **self._span(),
-                "nodes": self._some(self.others),
-                "fsync_seconds": self._choice(0.5, 3.0),
-            }
-        ]
+    def _slow_disk(self) -> Table:
+        span, nodes = self._span(), self._some(self.others)
+        return {"kind": "slow disk", **span, "nodes": nodes, "fsync_seconds": self._choice(0.5, 3.0)}
 
-    def _join(self) -> list[dict[str, Any]]:
+    def _join(self) -> Table:
         ticket = self._choice("none", "new", "new", "spent", "stolen", "expired", "false")
-        return [{"kind": "join", "at": self._span()["at"], "count": self.rng.randint(1, 3), "ticket": ticket}]
+        return {"kind": "join", "at": self._span()["at"], "count": self.rng.randint(1, 3), "ticket": ticket}
 
 
 # ---------------------------------------------------------------------------------------------------

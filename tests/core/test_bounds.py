@@ -6,14 +6,15 @@ from random import Random
 
 import pytest
 
-from p2ptrain.core import context as context_module
 from p2ptrain.core import events as ev
 from p2ptrain.core import questions as questions_module
 from p2ptrain.core import round as round_module
-from p2ptrain.core.context import BACKING_BYTES_MAX, PLACES_MAX, SAID_MAX, SILENT_BRANCHES_MAX, Context
+from p2ptrain.core import voice as voice_module
+from p2ptrain.core.context import Context
 from p2ptrain.core.messages import NOTHING, Authored, Ballot, Call, message_digest
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.round import OF_MEMBER_MAX
+from p2ptrain.core.voice import BACKING_BYTES_MAX, PLACES_MAX, SAID_MAX, SILENT_BRANCHES_MAX, Voice
 from p2ptrain.digest import digest
 from tests.helpers.core import (
     KEYS,
@@ -35,13 +36,13 @@ A, B = digest("core test", b"a"), digest("core test", b"b")
 BACKING = (b"proposal", b"availabilities")
 
 
-def context(branch: bytes = RUN, number: int = 1) -> Context:
-    made = Context(run_of(), RUN, ME, FakeSigner(ME), Random(0))
+def voice(branch: bytes = RUN, number: int = 1) -> Voice:
+    made = Context(run_of(), RUN, ME, FakeSigner(ME), Random(0)).voice
     made.enter(branch, number)
     return made
 
 
-def say(made: Context, message: Authored, backing: tuple[bytes, ...] = ()) -> None:
+def say(made: Voice, message: Authored, backing: tuple[bytes, ...] = ()) -> None:
     received = signed(message)
     made.remember(received, ev.Said(received.envelope, backing, (A,)))
 
@@ -59,7 +60,7 @@ def branch(number: int) -> bytes:
 
 
 def test_what_backs_our_words_is_dropped_when_their_round_is_certified() -> None:
-    made = context()
+    made = voice()
     lock = voted(ME, PRECOMMIT, A)
     say(made, lock, BACKING)
     assert made.remembered(RUN, 1) == [ev.Said(signed(lock).envelope, BACKING)]
@@ -71,7 +72,7 @@ def test_what_backs_our_words_is_dropped_when_their_round_is_certified() -> None
 
 
 def test_only_the_newest_lock_of_a_round_keeps_what_backs_it() -> None:
-    made = context()
+    made = voice()
     first, second = voted(ME, PRECOMMIT, A), voted(ME, PRECOMMIT, B, view=1)
     say(made, first, BACKING)
     say(made, second, BACKING)
@@ -79,7 +80,7 @@ def test_only_the_newest_lock_of_a_round_keeps_what_backs_it() -> None:
 
 
 def test_of_a_long_round_the_newest_words_are_remembered_and_the_lock() -> None:
-    made = context()
+    made = voice()
     lock = voted(ME, PRECOMMIT, A, view=1)
     say(made, lock, BACKING)
     votes = [voted(ME, PRECOMMIT, NOTHING, view=view) for view in range(2, SAID_MAX + 100)]
@@ -91,7 +92,7 @@ def test_of_a_long_round_the_newest_words_are_remembered_and_the_lock() -> None:
 
 
 def test_the_bytes_that_back_our_words_are_counted_as_they_come_and_go() -> None:
-    made, name = context(), "bytes that back what we said"
+    made, name = voice(), "bytes that back what we said"
     for view, manifest in enumerate((A, B)):
         say(made, voted(ME, PRECOMMIT, manifest, view=view), BACKING)
     for view in range(2, SAID_MAX + 100):
@@ -104,8 +105,8 @@ def test_the_bytes_that_back_our_words_are_counted_as_they_come_and_go() -> None
 
 
 def test_what_backs_the_words_of_left_branches_has_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_module, "BACKING_BYTES_MAX", 2_500)
-    made = context()
+    monkeypatch.setattr(voice_module, "BACKING_BYTES_MAX", 2_500)
+    made = voice()
     for number in range(10):
         made.enter(branch(number), 1)
         say(made, voted(ME, PRECOMMIT, A, branch=branch(number)), (bytes(1_000),))
@@ -117,7 +118,7 @@ def test_what_backs_the_words_of_left_branches_has_a_bound_in_bytes(monkeypatch:
 
 
 def test_of_many_attempts_to_regroup_only_the_newest_is_remembered() -> None:
-    made = context()
+    made = voice()
     say(made, voted(ME, PREVOTE, A))
     for attempt in range(2 * PLACES_MAX):
         say(made, signed_set((ME, KEYS[2]), ME, attempt))
@@ -128,7 +129,7 @@ def test_of_many_attempts_to_regroup_only_the_newest_is_remembered() -> None:
 
 
 def test_a_node_is_never_silenced_where_it_is_by_all_that_it_said_elsewhere() -> None:
-    made = context(RUN, 2)
+    made = voice(RUN, 2)
     for number in (1, 2):
         say(made, voted(ME, PREVOTE, A, number=number))
     for number in range(PLACES_MAX + 10):
@@ -142,7 +143,7 @@ def test_a_node_is_never_silenced_where_it_is_by_all_that_it_said_elsewhere() ->
 def test_a_branch_that_a_node_left_is_not_forgotten_over_the_many_rounds_of_the_next() -> None:
     """From a simulated swarm: one of seven went on elsewhere for 80 rounds, came back, and could not vote where it
     had left."""
-    made = context(branch(1), 5)
+    made = voice(branch(1), 5)
     for number in (4, 5):
         say(made, voted(ME, PREVOTE, A, branch=branch(1), number=number))
     for number in range(5, 5 + 2 * PLACES_MAX):
@@ -156,7 +157,7 @@ def test_a_branch_that_a_node_left_is_not_forgotten_over_the_many_rounds_of_the_
 
 
 def test_where_a_node_is_silent_it_stays_so_however_many_branches_there_are() -> None:
-    made = context(RUN, 2)
+    made = voice(RUN, 2)
     made.keep_silent(RUN, 3)
     for number in range(2 * SILENT_BRANCHES_MAX):
         made.keep_silent(branch(number), 1)
@@ -172,10 +173,10 @@ def test_a_member_that_is_called_for_days_may_still_speak_in_its_round() -> None
     attempt = -1
     while attempt < PLACES_MAX + 10:
         bench.tick()
-        if bench.node.regrouping.attempt > attempt:  # one calls along, and never signs
-            attempt = bench.node.regrouping.attempt
+        if bench.parts.regrouping.attempt > attempt:  # one calls along, and never signs
+            attempt = bench.parts.regrouping.attempt
             bench.hear(Call(bench.state.branch, bench.state.head, attempt, bench.others[2]))
-    assert bench.node.context.may_speak(bench.state.branch, bench.state.round + 1)
+    assert bench.node.context.voice.may_speak(bench.state.branch, bench.state.round + 1)
     assert within_bounds(bench.node.limits())
 
 
@@ -188,7 +189,7 @@ def test_what_proposals_name_of_one_member_has_a_bound_and_the_present_ones_stay
     offers = bench.collect()
     named = [bench.available(key, offers) for key in bench.founders]
     bench.hear_all(named[0], named[2])
-    here, liar = bench.node.here, KEYS[3]
+    here, liar = bench.parts.here, KEYS[3]
     lies = [bench.available(liar, offers, root=digest("core test", bytes([each]))) for each in range(40)]
     for lie in lies:
         here.questions.ask([name_of(lie)], [liar], is_needed=True)
@@ -208,7 +209,7 @@ def test_manifests_that_nothing_stands_for_any_more_are_forgotten(monkeypatch: p
     monkeypatch.setattr(round_module, "MANIFESTS_MAX", 3)
     bench = Bench(4, me=1)
     offers = bench.collect()
-    here = bench.node.here
+    here = bench.parts.here
     named = [bench.available(key, offers) for key in bench.founders]
     bench.hear_all(named[0], named[2], named[3])
     for seat in range(8):

@@ -53,7 +53,7 @@ def test_a_newcomer_asks_a_member_that_is_ahead_at_once_and_anyone_else_after_a_
     bench.do(ev.PeerSeen(KEYS[0]))
     bench.do(ev.PeerSeen(KEYS[8]))
     assert not of_kind(bench.hear(bench.hello(KEYS[8], round=2)), ev.AskHistory)
-    assert bench.node.catching_up.deadline == PATIENCE_SECONDS
+    assert bench.parts.catching_up.deadline == PATIENCE_SECONDS
     assert of_kind(bench.hear(bench.hello(KEYS[0], round=2)), ev.AskHistory) == [ev.AskHistory(KEYS[0], RUN, 0)]
 
 
@@ -64,7 +64,7 @@ def test_whom_a_manifest_admits_is_told_where_the_round_is_and_nobody_else() -> 
     for newcomer in (stranger, KEYS[8]):
         bench.do(ev.PeerSeen(newcomer))
     bench.hear(request)
-    asked = {name_of(request): bench.node.context.requests.request(name_of(request))}
+    asked = {name_of(request): bench.parts.pools.requests.request(name_of(request))}
     offers = bench.collect()
     named = [bench.available(key, offers, requests=(name_of(request),)) for key in KEYS[:3]]
     proposal, manifest = bench.proposed(named, offers, asked=asked)
@@ -86,7 +86,7 @@ def test_a_certificate_that_comes_by_itself_in_the_meantime_is_enough() -> None:
     for ballot in Ballot:
         bench.hear_all(*(voted(key, ballot, manifest.digest) for key in (KEYS[0], KEYS[2])))
     assert bench.state.round == 1
-    assert not bench.node.catching_up.is_behind
+    assert not bench.parts.catching_up.is_behind
     assert not [effect for _ in range(5) for effect in bench.tick() if isinstance(effect, ev.AskHistory)]
 
 
@@ -133,8 +133,8 @@ def test_an_answer_that_nobody_asked_for_is_ignored() -> None:
 def test_a_crowd_that_claims_to_be_ahead_stays_within_its_bounds() -> None:
     bench = Bench(4, me=1)
     for number in range(AHEAD_MAX + 50):
-        bench.node.catching_up.notice(digest("core test", bytes([number])), RUN, 5)
-    assert bench.node.catching_up.limits()["peers ahead"] == (AHEAD_MAX, AHEAD_MAX)
+        bench.parts.catching_up.notice(digest("core test", bytes([number])), RUN, 5)
+    assert bench.parts.catching_up.limits()["peers ahead"] == (AHEAD_MAX, AHEAD_MAX)
 
 
 def test_who_only_claims_to_be_ahead_is_asked_once() -> None:
@@ -142,10 +142,10 @@ def test_who_only_claims_to_be_ahead_is_asked_once() -> None:
     bench.decide()
     bench.decide()
     line = Chain(bench.genesis, RUN, 64)
-    first = bench.node.chain.steps[0]
+    first = bench.parts.chain.steps[0]
     line.append(first.step, first.state)
     assert answered(bench, line.answer(RUN, 2)) == []
-    assert not bench.node.catching_up.is_behind
+    assert not bench.parts.catching_up.is_behind
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_what_follows_a_gap_is_not_followed() -> None:
 
 def answered(bench: Bench, history: History, peer: bytes = KEYS[0]) -> list[ev.Effect]:
     """The answer of a peer that was one round ahead."""
-    while bench.node.catching_up.asked is None:  # perhaps it has to wait, because it was asked in vain before
+    while bench.parts.catching_up.asked is None:  # perhaps it has to wait, because it was asked in vain before
         bench.hear(bench.hello(peer, round=bench.state.round + 2))
         bench.tick()
     return bench.do(ev.HistoryArrived(peer, history))
@@ -249,22 +249,22 @@ def test_a_branch_of_which_the_old_quorum_knows_nothing_gives_way_to_it() -> Non
     assert bench.state == line.state
     silences = [effect.record for effect in effects if isinstance(effect, ev.Persist)][:1]
     assert silences == [ev.Silence(mine.branch, mine.round + 1)]
-    assert bench.node.chain.lineage == line.lineage
+    assert bench.parts.chain.lineage == line.lineage
     assert bench.node.context.counters["branches left"] == 1
 
 
 def test_a_parting_older_than_the_kept_rounds_leaves_a_store_from_which_one_can_start() -> None:
     bench = on_own_branch(rounds=9, history_rounds=4)
-    store = Store(bench.node.chain.base, 4)
-    store.history = list(bench.node.chain.steps)
-    line = Chain(next(iter(bench.node.chain.forks.values())), RUN, 64)
+    store = Store(bench.parts.chain.base, 4)
+    store.history = list(bench.parts.chain.steps)
+    line = Chain(next(iter(bench.parts.chain.forks.values())), RUN, 64)
     extend(bench, line, 2)
     store.keep(meet(bench, line))
     assert bench.state == line.state
     assert (store.state, [each.step for each in store.history]) == (line.state, [each.step for each in line.steps])
     again = bench.make()
     again.handle(ev.Started(store.saved()), bench.now)
-    assert (again.chain.state, again.chain.lineage) == (line.state, line.lineage)
+    assert (again.participant.chain.state, again.participant.chain.lineage) == (line.state, line.lineage)
 
 
 def test_what_was_applied_on_a_branch_that_lost_is_fetched_anew() -> None:
@@ -290,7 +290,7 @@ def test_a_branch_of_more_members_is_followed_however_short_it_is() -> None:
     effects = meet(bench, line)
     assert followed(effects) == steps(line, 1)
     assert (bench.state.branch, bench.state.round) == (beginning.branch, 1)
-    assert not bench.node.here.is_member
+    assert not bench.parts.here.is_member
 
 
 def test_a_branch_of_fewer_members_is_not_followed_however_long_it_is() -> None:
@@ -304,7 +304,7 @@ def test_a_branch_of_fewer_members_is_not_followed_however_long_it_is() -> None:
     extend(bench, line, 9)
     effects = meet(bench, line)
     assert (followed(effects), bench.state.branch) == ([], mine.branch)
-    assert bench.node.catching_up.has_lost(line.state.branch)
+    assert bench.parts.catching_up.has_lost(line.state.branch)
 
 
 def test_a_branch_that_lost_is_told_where_we_are_and_not_looked_at_for_a_while() -> None:
@@ -313,14 +313,14 @@ def test_a_branch_that_lost_is_told_where_we_are_and_not_looked_at_for_a_while()
     line = shared(bench)
     regroup(line, (KEYS[0],))
     extend(bench, line, 2)
-    bench.node.catching_up.lost[line.state.branch] = bench.now
+    bench.parts.catching_up.lost[line.state.branch] = bench.now
     bench.now += 1.0
     hello = bench.hello(KEYS[0], branch=line.state.branch, round=4)
     assert [type(message) for _, message in sent(bench.hear(hello))] == [Hello]
-    assert not bench.node.catching_up.is_behind
+    assert not bench.parts.catching_up.is_behind
     bench.wait(LOST_SECONDS)
     bench.hear(hello)
-    assert bench.node.catching_up.is_behind
+    assert bench.parts.catching_up.is_behind
 
 
 def test_a_lone_beginning_from_our_own_head_is_not_followed_while_all_is_well() -> None:
@@ -336,20 +336,20 @@ def test_a_lone_beginning_from_our_own_head_is_not_followed_while_all_is_well() 
 def test_a_branch_that_began_too_long_ago_and_is_level_waits_for_an_operator() -> None:
     bench = on_own_branch(rounds=9, history_rounds=4)
     other = Chain(bench.genesis, RUN, 64)
-    fork = next(iter(bench.node.chain.forks.values()))
+    fork = next(iter(bench.parts.chain.forks.values()))
     other.base = fork
     beginning = regroup(other, (KEYS[2],))
     extend(bench, other, 12)
     mine = bench.state
     meet(bench, other, KEYS[2])
     assert beginning.branch != mine.branch
-    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+    assert (bench.state, bench.parts.catching_up.is_split) == (mine, True)
     assert "split: another branch diverged too long ago, and an operator has to choose" in bench.health
 
 
 def parted(bench: Bench, rounds: int, *members: bytes) -> Chain:
     """The chain of others that keep only a few rounds, from where the node's branch began."""
-    line = Chain(next(iter(bench.node.chain.forks.values())), RUN, 4)
+    line = Chain(next(iter(bench.parts.chain.forks.values())), RUN, 4)
     if members:
         regroup(line, members)
     extend(bench, line, rounds)
@@ -361,7 +361,7 @@ def test_a_branch_of_more_members_is_followed_over_a_jump() -> None:
     line = parted(bench, 20, KEYS[0], KEYS[2], KEYS[3])
     assert isinstance(line.answer(RUN, 1).changes[0], Beginning)
     meet(bench, line)
-    assert (bench.state, bench.node.chain.lineage[1:]) == (line.state, line.lineage[1:])
+    assert (bench.state, bench.parts.chain.lineage[1:]) == (line.state, line.lineage[1:])
 
 
 def test_a_branch_that_began_later_is_followed_over_a_jump() -> None:
@@ -372,14 +372,14 @@ def test_a_branch_that_began_later_is_followed_over_a_jump() -> None:
     extend(bench, line, 20)
     assert isinstance(line.answer(RUN, 1).changes[0], Entry)
     meet(bench, line)
-    assert (bench.state, bench.node.chain.lineage[1:]) == (line.state, line.lineage[1:])
+    assert (bench.state, bench.parts.chain.lineage[1:]) == (line.state, line.lineage[1:])
 
 
 def test_a_level_branch_that_began_too_long_ago_waits_for_an_operator_over_a_jump_too() -> None:
     bench = on_own_branch(rounds=9, history_rounds=4)
     mine = bench.state
     meet(bench, parted(bench, 20, KEYS[2]), KEYS[2])
-    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+    assert (bench.state, bench.parts.catching_up.is_split) == (mine, True)
 
 
 def test_after_a_jump_a_smaller_branch_from_the_same_round_still_loses() -> None:
@@ -387,8 +387,8 @@ def test_after_a_jump_a_smaller_branch_from_the_same_round_still_loses() -> None
     lines = [parted(bench, 20, *members) for members in ((KEYS[0], KEYS[2]), (KEYS[3],))]
     for line in lines:
         meet(bench, line, KEYS[3])
-    assert (bench.state, bench.node.catching_up.is_split) == (lines[0].state, False)
-    assert bench.node.catching_up.has_lost(lines[1].state.branch)
+    assert (bench.state, bench.parts.catching_up.is_split) == (lines[0].state, False)
+    assert bench.parts.catching_up.has_lost(lines[1].state.branch)
 
 
 def test_a_jump_that_beats_us_but_binds_nobody_waits_for_an_operator() -> None:
@@ -398,15 +398,15 @@ def test_a_jump_that_beats_us_but_binds_nobody_waits_for_an_operator() -> None:
     regroup(line, (KEYS[2],))
     extend(bench, line, 20)
     meet(bench, line, KEYS[2])
-    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+    assert (bench.state, bench.parts.catching_up.is_split) == (mine, True)
 
 
 def test_a_parting_of_which_no_state_is_left_waits_for_an_operator() -> None:
     bench = on_own_branch(rounds=9, history_rounds=4)
     mine, line = bench.state, parted(bench, 20, KEYS[0], KEYS[2], KEYS[3])
-    bench.node.chain.forks.clear()
+    bench.parts.chain.forks.clear()
     meet(bench, line)
-    assert (bench.state, bench.node.catching_up.is_split) == (mine, True)
+    assert (bench.state, bench.parts.catching_up.is_split) == (mine, True)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -421,10 +421,10 @@ def test_two_certificates_for_one_round_stop_the_node() -> None:
     history = line.answer(RUN, 1)
     effects = answered(bench, history)
     assert followed(effects) == []
-    proof = bench.node.catching_up.proof_of_lies
+    proof = bench.parts.catching_up.proof_of_lies
     assert proof is not None
-    assert ev.Persist(ev.Halted(*proof)) in effects
-    assert proof == (bench.node.chain.steps[0].step, line.steps[1].step)
+    assert ev.Persist(proof) in effects
+    assert proof == ev.Halted(bench.parts.chain.steps[0].step, line.steps[1].step)
     assert bench.health[0] == "halted: two certificates exist for one round, so more than f members lie"
     bench.now += 10.0
     assert [effect for effect in bench.train(2) if not isinstance(effect, ev.Send)] == [ev.Return(2)]
@@ -437,5 +437,5 @@ def test_a_round_that_follows_another_head_but_proves_nothing_is_no_proof_of_lie
     forged = certified(plain_manifest(other, bench.run, [announced(KEYS[0], 2)]), other, signers=KEYS[2:4])
     history = History((BranchStart(RUN, 0),), 2, (), None, (forged,))
     assert followed(answered(bench, history)) == []
-    assert bench.node.catching_up.proof_of_lies is None
-    assert not bench.node.context.is_halted
+    assert bench.parts.catching_up.proof_of_lies is None
+    assert not bench.node.context.voice.is_halted

@@ -47,7 +47,7 @@ def on_second_branch() -> tuple[Bench, tuple[BranchStart, ...]]:
     regroup(line, members)
     meet(bench, line, KEYS[1])
     assert bench.state.members == members
-    return bench, tuple(bench.node.chain.lineage)
+    return bench, tuple(bench.parts.chain.lineage)
 
 
 def claim(bench: Bench, peer: bytes) -> list[bytes]:
@@ -65,7 +65,7 @@ def test_a_liar_whose_lineage_changes_from_answer_to_answer_is_asked_twice_and_a
     assert asked(bench.do(ev.HistoryArrived(liar, short))) == [liar]
     assert asked(bench.do(ev.HistoryArrived(liar, History(lineage, NUMBER_MAX - 1, (), None, ())))) == [honest]
     assert bench.node.context.reputation.records[liar].counters == {Reason.UNFETCHABLE: 1}
-    assert not bench.node.catching_up.has_lost(bench.state.branch)
+    assert not bench.parts.catching_up.has_lost(bench.state.branch)
 
 
 def decide_at_once(bench: Bench) -> None:
@@ -82,7 +82,7 @@ def test_a_peer_is_not_to_blame_if_it_is_we_who_went_on_between_two_questions() 
     assert asked(bench.do(ev.HistoryArrived(HONEST, history))) == [HONEST]
     decide_at_once(bench)
     assert asked(bench.do(ev.HistoryArrived(HONEST, history))) == []
-    assert (bench.node.context.reputation.records, bench.node.catching_up.retries) == ({}, {})
+    assert (bench.node.context.reputation.records, bench.parts.catching_up.retries) == ({}, {})
     assert claim(bench, HONEST) == [HONEST]
 
 
@@ -104,11 +104,11 @@ def test_who_answers_in_the_end_is_not_made_to_wait_any_more() -> None:
     bench.hear(bench.hello(KEYS[0], round=2))
     bench.tick()
     bench.do(ev.HistoryFailed(KEYS[0], "gone"))
-    assert bench.node.catching_up.retries == {KEYS[0]: (1, bench.now + RETRY_SECONDS)}
+    assert bench.parts.catching_up.retries == {KEYS[0]: (1, bench.now + RETRY_SECONDS)}
     bench.wait(RETRY_SECONDS)
     line = other_line(bench, 3)
     assert followed(meet(bench, line)) == steps(line)
-    assert bench.node.catching_up.retries == {}
+    assert bench.parts.catching_up.retries == {}
 
 
 def test_who_is_not_ahead_on_our_branch_and_says_so_again_has_to_wait() -> None:
@@ -129,7 +129,7 @@ def test_who_is_not_ahead_on_our_branch_and_says_so_again_has_to_wait() -> None:
 
 def test_strangers_never_push_out_members() -> None:
     bench = Bench(4, me=1)
-    catching_up = bench.node.catching_up
+    catching_up = bench.parts.catching_up
     catching_up.notice(HONEST, RUN, 5)
     for key in strangers(2 * AHEAD_MAX):
         catching_up.notice(key, RUN, 5)
@@ -139,7 +139,7 @@ def test_strangers_never_push_out_members() -> None:
 
 def test_strangers_never_make_a_member_that_was_asked_in_vain_forgotten() -> None:
     bench = Bench(4, me=1)
-    catching_up = bench.node.catching_up
+    catching_up = bench.parts.catching_up
     for key in (LIAR, *strangers(RETRIES_MAX + 9)):
         catching_up.ask_at = bench.now
         catching_up.notice(key, RUN, 5)
@@ -220,7 +220,7 @@ def test_a_newcomer_that_lags_first_looks_at_what_a_stranger_may_prove() -> None
     (stranger,) = strangers(1)
     effects = bench.hear(bench.hello(stranger, round=9), sender=stranger) + bench.do(ev.PeerSeen(stranger))
     effects += bench.hear(bench.hello(stranger, round=9)) + bench.wait(0.4)
-    assert bench.node.catching_up.is_behind
+    assert bench.parts.catching_up.is_behind
 
 
 def test_a_member_that_is_ahead_is_asked_instead_of_a_stranger_that_keeps_us_waiting() -> None:
@@ -229,9 +229,9 @@ def test_a_member_that_is_ahead_is_asked_instead_of_a_stranger_that_keeps_us_wai
     bench.do(ev.PeerSeen(stranger))
     assert claim(bench, stranger) == [stranger]
     bench.hear(bench.hello(HONEST, round=9))
-    assert bench.node.catching_up.deadline == bench.now + PATIENCE_SECONDS
+    assert bench.parts.catching_up.deadline == bench.now + PATIENCE_SECONDS
     assert asked(bench.wait(0.6)) == [HONEST]
-    assert (stranger in bench.node.catching_up.ahead, bench.node.context.reputation.records) == (True, {})
+    assert (stranger in bench.parts.catching_up.ahead, bench.node.context.reputation.records) == (True, {})
 
 
 def test_members_do_not_keep_a_stranger_from_answering_for_ever() -> None:
@@ -259,7 +259,7 @@ def test_a_member_that_is_asked_is_not_replaced_by_another() -> None:
 def answer(bench: Bench, history: History) -> list[ev.Effect]:
     """Answers every request for history in the same way."""
     effects: list[ev.Effect] = []
-    while (question := bench.node.catching_up.asked) is not None:
+    while (question := bench.parts.catching_up.asked) is not None:
         effects += bench.do(ev.HistoryArrived(question.peer, history))
     return effects
 
@@ -273,7 +273,7 @@ def test_a_lineage_that_nobody_has_verified_does_not_make_a_branch_one_that_lost
         bench.hear(bench.hello(LIAR, branch=line.state.branch, round=2))
         assert asked(bench.wait(0.6)) == [LIAR]
         answer(bench, invented)
-        assert not bench.node.catching_up.has_lost(line.state.branch)
+        assert not bench.parts.catching_up.has_lost(line.state.branch)
         assert followed(meet(bench, line, HONEST)) == steps(line, 1)
 
 
@@ -282,7 +282,7 @@ def test_a_branch_that_we_left_is_not_one_that_lost_because_somebody_is_not_on_i
     bench.hear(bench.hello(LIAR, branch=RUN, round=50))
     assert asked(bench.wait(0.6)) == [LIAR]
     answer(bench, History((BranchStart(RUN, 0),), 1, (), None, ()))
-    assert not bench.node.catching_up.has_lost(RUN)
+    assert not bench.parts.catching_up.has_lost(RUN)
 
 
 def after_us(bench: Bench, *founders: bytes) -> Chain:
@@ -299,7 +299,7 @@ def test_a_branch_that_shows_that_it_began_before_our_quorum_went_on_has_lost() 
     bench = Bench(4, me=1)
     line = after_us(bench, KEYS[0], HONEST)
     assert followed(meet(bench, line)) == []
-    assert bench.node.catching_up.has_lost(line.state.branch)
+    assert bench.parts.catching_up.has_lost(line.state.branch)
     assert (bench.state.branch, bench.node.context.reputation.records) == (RUN, {})
 
 
@@ -313,10 +313,10 @@ def test_a_branch_that_began_from_one_that_lost_has_lost_too_and_another_has_not
         line.lineage[-1] = BranchStart(claimed, line.lineage[-1].start)
         bench.hear(bench.hello(LIAR, branch=claimed, round=9))
         bench.wait(0.6)
-        while (question := bench.node.catching_up.asked) is not None:
+        while (question := bench.parts.catching_up.asked) is not None:
             bench.do(ev.HistoryArrived(question.peer, line.answer(question.branch, question.round)))
-        assert bench.node.catching_up.has_lost(first)
-        assert bench.node.catching_up.has_lost(claimed) == is_one_of_them
+        assert bench.parts.catching_up.has_lost(first)
+        assert bench.parts.catching_up.has_lost(claimed) == is_one_of_them
 
 
 def test_a_beginning_that_nobody_signed_makes_no_branch_one_that_lost() -> None:
@@ -329,13 +329,13 @@ def test_a_beginning_that_nobody_signed_makes_no_branch_one_that_lost() -> None:
     bench.hear(bench.hello(LIAR, branch=line.state.branch, round=9))
     bench.wait(0.6)
     answer(bench, msgspec.structs.replace(history, steps=(forged,)))
-    assert not bench.node.catching_up.has_lost(line.state.branch)
+    assert not bench.parts.catching_up.has_lost(line.state.branch)
     assert bench.node.context.reputation.records[LIAR].counters == {Reason.MALFORMED: 1}
 
 
 def split_from(bench: Bench) -> Chain:
     """A chain that parted from ours too long ago to be settled, though we still have the state at its beginning."""
-    line = Chain(next(iter(bench.node.chain.forks.values())), RUN, 64)
+    line = Chain(next(iter(bench.parts.chain.forks.values())), RUN, 64)
     regroup(line, (HONEST,))
     extend(bench, line, 12)
     return line
@@ -346,24 +346,24 @@ def test_a_split_is_over_when_nobody_is_found_on_the_other_side_any_more() -> No
     line = split_from(bench)
     for _ in range(8):
         meet(bench, line, HONEST)
-        assert bench.node.catching_up.is_split
+        assert bench.parts.catching_up.is_split
         bench.wait(30.0)
-        assert bench.node.catching_up.is_split
+        assert bench.parts.catching_up.is_split
     bench.wait(SPLIT_SECONDS)
-    assert not bench.node.catching_up.is_split
+    assert not bench.parts.catching_up.is_split
     assert not [why for why in bench.health if why.startswith("split")]
 
 
 def test_a_split_is_over_when_we_follow_another_line() -> None:
     bench = on_own_branch(rounds=9, history_rounds=4)
-    fork = next(iter(bench.node.chain.forks.values()))
+    fork = next(iter(bench.parts.chain.forks.values()))
     meet(bench, split_from(bench), HONEST)
-    assert bench.node.catching_up.is_split
+    assert bench.parts.catching_up.is_split
     line = Chain(fork, RUN, 64)
     regroup(line, (KEYS[0], HONEST, KEYS[3]))
     extend(bench, line, 2)
     meet(bench, line)
-    assert (bench.state, bench.node.catching_up.is_split) == (line.state, False)
+    assert (bench.state, bench.parts.catching_up.is_split) == (line.state, False)
 
 
 def test_a_stranger_cannot_invent_a_split() -> None:
@@ -371,10 +371,10 @@ def test_a_stranger_cannot_invent_a_split() -> None:
     for peer, is_split in ((stranger, False), (HONEST, True)):
         bench = on_own_branch(rounds=9, history_rounds=4)
         line = split_from(bench)
-        bench.node.chain.forks.clear()
+        bench.parts.chain.forks.clear()
         bench.do(ev.PeerSeen(peer))
         meet(bench, line, peer)
-        assert bench.node.catching_up.is_split == is_split
+        assert bench.parts.catching_up.is_split == is_split
 
 
 # ---------------------------------------------------------------------------------------------------

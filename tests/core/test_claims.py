@@ -86,7 +86,7 @@ def test_of_two_the_lower_is_shown_once_the_next_measurement_begins_and_of_one_n
     bench = measuring(every_rounds=1)
     honest, liar, *_ = drawn_others(bench)
     say(bench, honest, 3_000_000)
-    bench.node.context.claims.begin(bench.state, bench.node.context.offers)
+    bench.parts.pools.claims.begin(bench.state, bench.parts.pools.offers)
     assert bench.node.view().held_out is None
     say(bench, liar, lie)
     assert bench.node.view().held_out is None
@@ -96,9 +96,8 @@ def test_of_two_the_lower_is_shown_once_the_next_measurement_begins_and_of_one_n
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_fewer_members_all_have_to_speak(size: int) -> None:
-    bench = measuring(size=size, start=False)
-    claims = bench.node.context.claims
-    claims.begin(bench.genesis, bench.node.context.offers)
+    bench = measuring(size=size)
+    claims = bench.parts.pools.claims
     shown = []
     for place, key in enumerate(bench.founders):
         claims.hear(announced(key, held_out=1_000_000 * (place + 2)))
@@ -115,7 +114,7 @@ def test_nobody_else_is_heard_and_nobody_twice_nor_of_another_base() -> None:
     say(bench, first, 3_000_000)
     say(bench, first, 1_000_000)
     say(bench, first, 1_000_000, number=2)  # of round 1
-    assert bench.node.context.claims.limits()["held-out losses"] == (1, DRAWN)
+    assert bench.parts.pools.claims.limits()["held-out losses"] == (1, DRAWN)
     for key in drawn_others(bench)[1:]:
         say(bench, key, 2_000_000)
     if bench.me in drawn(bench.genesis):
@@ -151,7 +150,7 @@ def test_what_is_claimed_of_a_rounds_training_is_weighted_by_steps_that_the_run_
     unheard = announced(bench.me)
     for also, loss in (([], 3.0), ([unheard], None)):  # what is heard of a part may be a liar's word alone
         entry = certified(plain_manifest(state, run, [*offers, *also]), state)
-        bench.node.context.claims.take(entry.manifest, bench.node.context.offers)
+        bench.parts.pools.claims.take(entry.manifest, bench.parts.pools.offers)
         assert bench.node.view().training_of(1) == TrainingClaims(steps=3, loss=loss)
     assert bench.node.view().training_of(2) == TrainingClaims(steps=0, loss=None)
 
@@ -165,7 +164,7 @@ def test_one_of_three_cannot_move_the_swarms_training_loss_beyond_the_others(lie
         offers.append(announced(key, inline=True, steps=count, loss=loss))
         bench.hear_offer(offers[-1])
     entry = certified(plain_manifest(state, bench.run, offers), state)
-    bench.node._follow(entry, state.after(entry.manifest, bench.run))
+    bench.parts._follow(entry, state.after(entry.manifest, bench.run))
     shown = bench.node.view().training_of(1).loss
     assert shown is not None
     assert 2.4 <= shown <= 2.6

@@ -24,7 +24,7 @@ def contribute(bench: Bench, *authors: bytes) -> None:
 
 
 def is_collecting(bench: Bench) -> bool:
-    return bench.node.here.mine is None
+    return bench.parts.here.mine is None
 
 
 def after_rounds(size: int = 4, rounds: int = 2) -> Bench:
@@ -44,7 +44,7 @@ def test_the_fastest_of_the_first_round_is_not_alone_in_it(size: int) -> None:
     bench.wait(TRAINED)
     assert is_collecting(bench)
     contribute(bench, *bench.others[len(liars) :], bench.me)
-    mine = bench.node.here.mine
+    mine = bench.parts.here.mine
     assert mine is not None
     assert isinstance(mine.message, Availability)
     assert len(mine.message.held) == size

@@ -33,7 +33,7 @@ def one_vote_before_it_is_out() -> tuple[Bench, Manifest, Vote]:
     bench = Bench(4, me=1)
     leave = Leave(RUN, 1, ME)
     bench.do(ev.StopRequested())
-    asked = {name_of(leave): bench.node.context.requests.request(name_of(leave))}
+    asked = {name_of(leave): bench.parts.pools.requests.request(name_of(leave))}
     offers = bench.collect()
     named = [bench.available(key, offers, requests=(name_of(leave),)) for key in KEYS[:3]]
     proposal, manifest = bench.proposed(named, offers, asked=asked)
@@ -70,11 +70,11 @@ def test_a_leaver_votes_until_a_manifest_carries_its_leave() -> None:
     leave = Leave(RUN, 1, ME)
     bench.now = 1.0
     assert bench.do(ev.StopRequested()) == [ev.Publish(*envelopes(leave))]
-    asked = {name_of(leave): bench.node.context.requests.request(name_of(leave))}
+    asked = {name_of(leave): bench.parts.pools.requests.request(name_of(leave))}
     bench.now = 9.0
     offers = bench.collect()
     named = [bench.available(key, offers, requests=(name_of(leave),)) for key in KEYS[:3]]
-    assert bench.node.here.mine == signed(named[1])
+    assert bench.parts.here.mine == signed(named[1])
     proposal, manifest = bench.proposed(named, offers, asked=asked)
     assert manifest.leaves == (ME,)
     assert bench.hear_all(named[0], named[2], proposal) == bench.said(
@@ -156,7 +156,7 @@ def test_a_leaver_that_cannot_apply_the_last_round_ends_all_the_same() -> None:
 @pytest.mark.parametrize("trouble", ["is_quarantined", "is_astray"])
 def test_a_leaver_whose_state_is_wrong_waits_for_nothing(trouble: str) -> None:
     bench, _, vote = one_vote_before_it_is_out()
-    setattr(bench.node.work, trouble, True)
+    setattr(bench.parts.work, trouble, True)
     assert ev.Stop("left") in bench.hear(vote)
 
 
@@ -183,7 +183,7 @@ def test_a_leaver_that_lacks_many_rounds_fetches_a_state_before_it_ends() -> Non
     named = [
         Availability(RUN, 41, 40, root_of(40), (), (), (leave,), bitmap(range(4)), key) for key in state.members[:3]
     ]
-    asked = {leave: bench.node.context.requests.request(leave)}
+    asked = {leave: bench.parts.pools.requests.request(leave)}
     manifest = manifest_of(state, bench.run, named, lambda name: None, asked.get)
     assert isinstance(manifest, Manifest)
     asks_for_the_history(bench, 43)

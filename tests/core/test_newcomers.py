@@ -39,7 +39,7 @@ def train(bench: Bench) -> None:
 
 
 def is_collecting(bench: Bench) -> bool:
-    return bench.node.here.mine is None
+    return bench.parts.here.mine is None
 
 
 @pytest.mark.parametrize("size", [2, 4])

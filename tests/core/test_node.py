@@ -134,13 +134,13 @@ def test_a_large_payload_is_fetched_from_its_author() -> None:
     assert bench.hear(offer) == [ev.Fetch(offer.payload, BYTES, (KEYS[2],))]
     assert bench.hear(offer) == []
     assert bench.arrives(offer.payload) == []
-    assert bench.node.context.payloads.held == {offer.payload: True}
+    assert bench.parts.pools.payloads.held == {offer.payload: True}
 
 
 def test_a_payload_that_nobody_wanted_is_not_taken_for_held() -> None:
     bench = Bench(4, me=1)
     assert bench.arrives(announced(KEYS[2]).payload) == []
-    assert bench.node.context.payloads.held == {}
+    assert bench.parts.pools.payloads.held == {}
 
 
 def test_whoever_holds_a_payload_is_asked_when_its_author_fails() -> None:
@@ -196,7 +196,7 @@ def test_collecting_ends_at_a_multiple_of_the_median_though_somebody_is_silent()
     bench.now = 11.0
     bench.train()
     bench.do(ev.Tick(), 20.0)
-    assert bench.node.here.closed_at is None  # of a stranger we wait three times the median
+    assert bench.parts.here.closed_at is None  # of a stranger we wait three times the median
     bench.now = 26.0
     assert bench.node.deadline == 30.0
     heard = bitmap((0, 1, 2))
@@ -218,7 +218,7 @@ def test_collecting_ends_when_an_honest_member_has_ended_it() -> None:
 def test_an_availability_of_one_liar_ends_nothing() -> None:
     bench = Bench(4, me=1)
     assert bench.hear_all(*(bench.available(KEYS[0], heard=bitmap(range(each))) for each in (1, 2, 3))) == []
-    assert bench.node.here.closed_at is None
+    assert bench.parts.here.closed_at is None
 
 
 def test_a_round_without_a_contribution_waits() -> None:
@@ -248,7 +248,7 @@ def test_an_availability_says_whom_we_heard_in_this_round_and_the_last() -> None
     heard = []
     for _ in range(3):
         offers = bench.collect()
-        while (mine := bench.node.here.mine) is None:
+        while (mine := bench.parts.here.mine) is None:
             bench.tick()
         assert isinstance(mine.message, Availability)
         heard.append(mine.message.heard)
@@ -374,7 +374,7 @@ def test_without_a_proposal_nothing_is_prevoted_when_the_view_ends() -> None:
     bench, _, named, _, _ = proposed()
     bench.hear_all(named[0], named[2], named[3])
     bench.do(ev.Tick(), 11.9)
-    assert bench.node.here.agreement.said == {}
+    assert bench.parts.here.agreement.said == {}
     assert bench.do(ev.Tick(), 12.0)[:2] == bench.said(voted(ME, PREVOTE, NOTHING))
 
 
@@ -431,7 +431,7 @@ def test_messages_of_the_next_round_wait_for_it() -> None:
     assert bench.hear(early) == []
     bench.hear_all(*(voted(key, PRECOMMIT, manifest.digest) for key in bench.others[:2]))
     assert bench.state == after
-    assert list(bench.node.here.available) == [KEYS[0]]
+    assert list(bench.parts.here.available) == [KEYS[0]]
 
 
 def test_rounds_follow_one_another() -> None:

@@ -54,7 +54,7 @@ def test_an_early_message_is_kept_once() -> None:
     for _ in range(9):
         bench.hear(vote, sender=STRANGER)
     bench.hear(bench.available(KEYS[0], round=2))
-    assert len(bench.node.inbox.early[KEYS[0]]) == 2
+    assert len(bench.parts.inbox.early[KEYS[0]]) == 2
 
 
 def test_a_liar_that_votes_again_and_again_is_no_longer_heard() -> None:
@@ -85,9 +85,9 @@ def test_an_offer_that_changes_how_long_we_wait_sets_the_deadline() -> None:
     bench.now = 2.0
     for key in bench.others[:2]:
         bench.hear_offer(announced(key, 1, inline=True))
-        assert bench.node.here.collecting.at is not None
+        assert bench.parts.here.collecting.at is not None
         assert bench.node.deadline is not None
-        assert bench.node.deadline <= bench.node.here.collecting.at
+        assert bench.node.deadline <= bench.parts.here.collecting.at
 
 
 def test_the_last_availability_that_a_decision_waits_for_decides_at_once() -> None:
@@ -100,7 +100,7 @@ def test_the_last_availability_that_a_decision_waits_for_decides_at_once() -> No
     bench.hear(proposal, sender=proposal.author)
     for ballot in Ballot:
         bench.hear_all(*(voted(key, ballot, manifest.digest) for key in bench.others[:quorum]))
-    assert (bench.node.here.agreement.decided is not None, bench.state.round) == (True, 0)
+    assert (bench.parts.here.agreement.decided is not None, bench.state.round) == (True, 0)
     bench.hear_all(*named[:2])
     assert bench.state.round == 1
 
@@ -149,11 +149,11 @@ def test_what_is_being_applied_when_the_branch_is_left_is_not_built_upon() -> No
     bench.wait(1.0)
     history = History((BranchStart(RUN, 0),), 1, (), None, steps)
     effects = []
-    while bench.state.branch != RUN and (asked := bench.node.catching_up.asked) is not None:
+    while bench.state.branch != RUN and (asked := bench.parts.catching_up.asked) is not None:
         effects = bench.do(ev.HistoryArrived(asked.peer, history))
     assert bench.state.branch == RUN
     assert [type(effect) for effect in effects if isinstance(effect, ev.Apply | ev.CatchUp)] == [ev.CatchUp]
-    assert bench.node.work.is_astray
+    assert bench.parts.work.is_astray
 
 
 def test_a_restart_after_the_contribution_was_announced_does_not_wait_for_ever() -> None:
@@ -166,28 +166,28 @@ def test_a_restart_after_the_contribution_was_announced_does_not_wait_for_ever()
 def test_after_a_restart_nobody_waits_for_what_it_has_announced_itself() -> None:
     """Each of two members waited for both: the round stood still until the quorum counted as lost."""
     bench = started_again(Bench(2), 10.0)
-    assert bench.node.here.closed_at is None
+    assert bench.parts.here.closed_at is None
     bench.hear_offer(announced(bench.others[0], 1, inline=True))
-    assert bench.node.here.closed_at is not None
+    assert bench.parts.here.closed_at is not None
 
 
 @pytest.mark.parametrize(("names_its_own", "closes"), [(False, True), (True, False)])
 def test_after_a_restart_nobody_waits_for_who_lets_the_round_pass(names_its_own: bool, closes: bool) -> None:
     """The other's availability names only our contribution, or also its own, which is yet to come."""
     bench = started_again(Bench(2), 10.0)
-    (mine,) = [offer.announcement for offer in bench.node.context.offers.by_name.values()]
+    (mine,) = [offer.announcement for offer in bench.parts.pools.offers.by_name.values()]
     other = bench.others[0]
     bench.hear(bench.available(other, (mine, announced(other, 1)) if names_its_own else (mine,)))
-    assert (bench.node.here.closed_at is not None) is closes
+    assert (bench.parts.here.closed_at is not None) is closes
 
 
 def test_whoever_may_not_speak_does_not_call_in_a_loop() -> None:
     bench = Bench(4, me=1, agreement={"stall_seconds": 10, "settle_seconds": 2})
     bench.collect()
-    while bench.node.regrouping.attempt < 0:
+    while bench.parts.regrouping.attempt < 0:
         bench.tick()
     bench.hear(Call(RUN, bench.state.head, 0, KEYS[3]))  # and never signs
-    bench.node.context.keep_silent(RUN, 5)
+    bench.node.context.voice.keep_silent(RUN, 5)
     began, ticks = bench.now, 0
     while bench.now < began + 3_600.0:
         bench.tick()
@@ -202,7 +202,7 @@ def test_lies_about_where_the_swarm_is_do_not_silence_one_that_has_lost_its_memo
     for key, number in ((KEYS[0], 2**40), (KEYS[2], 9), (KEYS[3], 4)):
         bench.hear(bench.hello(key, round=number))
     kept = bench.run.agreement.history_rounds
-    assert 9 < bench.node.context.silent_everywhere <= 9 + kept + 2
+    assert 9 < bench.node.context.voice.silent_everywhere <= 9 + kept + 2
 
 
 def test_a_halt_outlives_a_restart() -> None:
@@ -210,10 +210,10 @@ def test_a_halt_outlives_a_restart() -> None:
     (first, _), *_ = line_of(bench.genesis, bench.run, 1)
     (second, _), *_ = line_of(bench.genesis, bench.run, 1, which=b"other")
     bench.start(halted=ev.Halted(first, second))
-    assert bench.node.context.is_halted
-    assert bench.node.catching_up.proof_of_lies == (first, second)
+    assert bench.node.context.voice.is_halted
+    assert bench.parts.catching_up.proof_of_lies == ev.Halted(first, second)
     assert "halted: two certificates exist for one round, so more than f members lie" in bench.health
-    assert not bench.node.context.may_speak(RUN, 1)
+    assert not bench.node.context.voice.may_speak(RUN, 1)
 
 
 def test_whoever_asks_for_histories_without_end_gets_a_few() -> None:

@@ -20,9 +20,10 @@ from p2ptrain.core.messages import (
     Vote,
     message_digest,
 )
-from p2ptrain.core.node import GAP_SECONDS, RECALL_MARGIN
+from p2ptrain.core.node import GAP_SECONDS
 from p2ptrain.core.reputation import BURST, prove
 from p2ptrain.core.roster import bitmap
+from p2ptrain.core.voice import RECALL_MARGIN
 from p2ptrain.digest import digest
 from tests.helpers.core import (
     KEYS,
@@ -68,7 +69,7 @@ def test_two_announcements_for_one_round_are_told_to_everyone_once() -> None:
     )
     assert bench.hear(offers[1], attachment=payload(KEYS[2], 1, b"\1"), good=True) == [ev.Publish(*envelopes(proof))]
     assert bench.hear(offers[2], attachment=payload(KEYS[2], 1, b"\2"), good=True) == []
-    assert list(bench.node.context.requests.by_name) == [name_of(proof)]
+    assert list(bench.parts.pools.requests.by_name) == [name_of(proof)]
 
 
 def test_two_votes_for_one_place_are_told_to_everyone() -> None:
@@ -93,9 +94,9 @@ def test_evidence_goes_into_the_availability_and_the_manifest_bans() -> None:
     assert bench.hear(proof) == []
     offers = bench.collect()
     named = [bench.available(key, offers, requests=(name_of(proof),)) for key in KEYS[:3]]
-    assert bench.node.here.mine == signed(named[1])
+    assert bench.parts.here.mine == signed(named[1])
     proposal, manifest = bench.proposed(
-        named, offers, asked={name_of(proof): bench.node.context.requests.request(name_of(proof))}
+        named, offers, asked={name_of(proof): bench.parts.pools.requests.request(name_of(proof))}
     )
     assert (manifest.evidence, manifest.banned, manifest.unseated) == ((name_of(proof),), (KEYS[3],), (KEYS[3],))
     bench.hear_all(named[0], named[2], proposal)
@@ -127,7 +128,7 @@ def test_messages_of_keys_that_are_not_admitted_are_dropped_unread() -> None:
 def test_a_member_without_a_seat_is_heard_only_for_what_it_offers() -> None:
     bench = Bench(4, me=1, admission={"seats_max": 4})
     assert bench.hear(voted(KEYS[5], PREVOTE, ROOT0)) == []
-    assert bench.node.here.agreement.views[0].prevotes == {}
+    assert bench.parts.here.agreement.views[0].prevotes == {}
 
 
 def test_a_flood_costs_the_flooder_its_connection_and_nobody_else_anything() -> None:
@@ -149,7 +150,7 @@ def test_a_flood_costs_the_flooder_its_connection_and_nobody_else_anything() -> 
     for offer in (offers[0], offers[2]):
         bench.hear_offer(offer)
     bench.train()
-    while bench.node.here.mine is None:
+    while bench.parts.here.mine is None:
         bench.tick()
     named = [bench.available(key, offers) for key in KEYS[:3]]
     proposal, manifest = bench.proposed(named, offers)
@@ -222,7 +223,7 @@ def test_a_newcomer_is_admitted_contributes_and_gets_a_seat() -> None:
     bench = Bench(4, me=1, admission={"probation_rounds": 1})
     request = JoinRequest(RUN, 1, b"", STRANGER)
     assert bench.hear(request) == []
-    named_requests = {name_of(request): bench.node.context.requests.request(name_of(request))}
+    named_requests = {name_of(request): bench.parts.pools.requests.request(name_of(request))}
     offers = bench.collect()
     named = [bench.available(key, offers, requests=(name_of(request),)) for key in KEYS[:3]]
     proposal, manifest = bench.proposed(named, offers, asked=named_requests)
@@ -230,7 +231,7 @@ def test_a_newcomer_is_admitted_contributes_and_gets_a_seat() -> None:
     for ballot in Ballot:
         bench.hear_all(*(voted(key, ballot, manifest.digest) for key in (KEYS[0], KEYS[2])))
     assert [entry.key for entry in bench.state.admitted] == sorted((*KEYS[:4], STRANGER))
-    assert bench.node.context.requests.by_name == {}
+    assert bench.parts.pools.requests.by_name == {}
     bench.do(ev.Applied(RUN, 1, root_of(1)))
     theirs = announced(STRANGER, 2, inline=True)
     bench.hear_offer(theirs)
@@ -238,7 +239,7 @@ def test_a_newcomer_is_admitted_contributes_and_gets_a_seat() -> None:
     named = [bench.available(key, offers) for key in KEYS[:3]]
     proposal, manifest = bench.proposed(named, offers)
     assert manifest.seated == (STRANGER,)
-    assert bench.node.here.mine == signed(named[1])
+    assert bench.parts.here.mine == signed(named[1])
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ def test_a_node_that_starts_again_says_the_same_again() -> None:
     others = sorted((offers[place] for place in (0, 2, 3)), key=message_digest)
     assert fetched == [ev.Fetch(each.payload, each.payload_bytes, (each.author,)) for each in others]
     assert [record for record in effects if isinstance(record, ev.Persist) and isinstance(record.record, ev.Said)] == []
-    agreement = again.node.here.agreement
+    agreement = again.parts.here.agreement
     assert (agreement.locked, agreement.locked_view, agreement.valid_view) == (manifest.digest, 0, 0)
     assert again.hear(proposal) == []
 
@@ -320,7 +321,7 @@ def test_an_identity_that_has_lost_its_memory_is_silent_for_the_rounds_in_which_
     assert bench.hear(bench.hello(KEYS[2], round=5)) == []  # one may lie, and one may have slept
     known = ev.Silence(b"", 7 + RECALL_MARGIN)
     assert bench.hear(bench.hello(KEYS[3], round=5))[:1] == [ev.Persist(known)]
-    assert bench.node.context.silent_everywhere == 7 + RECALL_MARGIN
+    assert bench.node.context.voice.silent_everywhere == 7 + RECALL_MARGIN
     assert "silent: it is unknown how this identity has voted before" in bench.health
 
 
@@ -396,7 +397,7 @@ def astray() -> tuple[Bench, list[ev.Effect]]:
     bench.hear(voted(KEYS[0], PREVOTE, ROOT0, number=3))
     asked = [bench.tick() for _ in range(2)]
     assert ev.AskHistory(KEYS[0], RUN, 1) in asked[0] + asked[1]
-    lineage = tuple(bench.node.chain.lineage)
+    lineage = tuple(bench.parts.chain.lineage)
     return bench, bench.do(ev.HistoryArrived(KEYS[0], History(lineage, 2, (), None, (entry,))))
 
 
@@ -419,9 +420,9 @@ def test_in_quarantine_nothing_is_contributed() -> None:
     offers = [announced(key, 3, inline=True) for key in bench.others]
     for offer in offers:
         bench.hear_offer(offer)
-    while bench.node.here.mine is None:
+    while bench.parts.here.mine is None:
         bench.tick()
-    mine = bench.node.here.mine.message
+    mine = bench.parts.here.mine.message
     assert isinstance(mine, Availability)
     assert (mine.root_round, mine.root) == (1, root_of(1))
 

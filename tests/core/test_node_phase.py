@@ -63,7 +63,7 @@ def test_who_is_slow_and_not_late_trains() -> None:
     bench.now += 3 * TRAINED
     offers = (*offers_of_others(bench), announced(bench.me, 1))
     bench.train(1)  # its own training takes as long as everything before
-    bench.node.work.training_seconds = 10 * TRAINED
+    bench.parts.work.training_seconds = 10 * TRAINED
     bench.agree(offers, apply=False)
     bench.wait(LATE)
     assert trains(bench.do(ev.Applied(bench.state.branch, 1, root_of(1)))) == [2]
@@ -72,7 +72,7 @@ def test_who_is_slow_and_not_late_trains() -> None:
 def test_while_nobody_contributes_nobody_lets_pass_for_ever() -> None:
     bench = Bench()
     assert trains(applied_late(bench)) == []
-    assert bench.node.work.deadline == TRAINED + PASSED_TIMES * (1 + SLACK) * TRAINED
+    assert bench.parts.work.deadline == TRAINED + PASSED_TIMES * (1 + SLACK) * TRAINED
     assert trains(bench.wait(3 * TRAINED)) == [2]
 
 
@@ -100,7 +100,7 @@ def test_only_a_pace_that_ends_the_round_lets_it_pass(early: int, trained: list[
     effects = bench.do(ev.CaughtUp(0, ROOT0, 0))
     assert trains(effects) == trained
     bench.wait(1.0)
-    assert (bench.node.here.closed_at is None) is bool(trained)
+    assert (bench.parts.here.closed_at is None) is bool(trained)
 
 
 def test_a_training_is_told_which_contributions_are_not_settled() -> None:
@@ -141,7 +141,7 @@ def test_a_training_in_which_a_round_was_applied_is_announced_with_that_base(sai
     bench.agree((*offers_of_others(bench), announced(bench.me)))
     name = announced(bench.me, 2).payload
     bench.do(ev.TrainingFinished(2, name, BYTES, **said))
-    offer = next(each for each in bench.node.context.offers.by_author[bench.me] if each.announcement.round == 2)
+    offer = next(each for each in bench.parts.pools.offers.by_author[bench.me] if each.announcement.round == 2)
     assert (offer.announcement.base_round, offer.announcement.base_root) == (base, root_of(base))
 
 
@@ -149,10 +149,10 @@ def test_a_base_that_may_be_of_a_state_before_another_was_adopted_is_not_named()
     bench = Bench(agreement=OVERLAP)
     bench.train(1)
     bench.agree((*offers_of_others(bench), announced(bench.me)))
-    bench.node.work.catching = {1: root_of(1)}
-    bench.do(ev.CaughtUp(1, root_of(1), bench.node.work.attempt))
+    bench.parts.work.catching = {1: root_of(1)}
+    bench.do(ev.CaughtUp(1, root_of(1), bench.parts.work.attempt))
     bench.do(ev.TrainingFinished(2, announced(bench.me, 2).payload, BYTES, base_round=1))
-    offer = next(each for each in bench.node.context.offers.by_author[bench.me] if each.announcement.round == 2)
+    offer = next(each for each in bench.parts.pools.offers.by_author[bench.me] if each.announcement.round == 2)
     assert (offer.announcement.base_round, offer.announcement.base_root) == (0, ROOT0)
 
 
@@ -161,7 +161,7 @@ def test_a_base_is_never_later_than_its_round() -> None:
     for _ in range(2):
         bench.agree(offers_of_others(bench))
     bench.do(ev.TrainingFinished(1, announced(bench.me).payload, BYTES, base_round=2))
-    (offer,) = bench.node.context.offers.by_author[bench.me]
+    (offer,) = bench.parts.pools.offers.by_author[bench.me]
     assert (offer.announcement.base_round, offer.announcement.base_root) == (1, root_of(1))
 
 
@@ -180,13 +180,13 @@ def test_who_missed_a_round_by_little_is_waited_for_in_the_next() -> None:
         return offers
 
     offers = bench.collect()
-    bench.node.context.arrivals.missed(late)
+    bench.parts.pools.arrivals.missed(late)
     bench.agree(offers)
     offers = (*others_offer(2), announced(bench.me, 2, branch=bench.state.branch))
     bench.agree(offers)  # at once: nobody waits for it
     bench.wait(SLACK * TRAINED / 2)
     bench.hear(announced(late, 2, branch=bench.state.branch))
     others_offer(3)
-    assert bench.node.here.closed_at is None
+    assert bench.parts.here.closed_at is None
     bench.hear_offer(announced(late, 3, inline=True, branch=bench.state.branch))
-    assert bench.node.here.closed_at == bench.now
+    assert bench.parts.here.closed_at == bench.now

@@ -42,7 +42,7 @@ def test_a_proposer_waits_no_longer_than_the_others_timers_allow() -> None:
     bench.hear(named[1])
     bench.now = 10.9
     assert bench.hear(named[2]) == []
-    while bench.node.here.agreement.views[0].proposal is None:
+    while bench.parts.here.agreement.views[0].proposal is None:
         bench.tick()
     assert bench.now == pytest.approx(10.9 + 2.0 / 4)  # `avail_seconds` and a view are 2 s
 
@@ -52,10 +52,10 @@ def test_a_proposer_does_not_wait_for_a_member_whose_last_word_decided_the_round
     bench.decide()  # with the precommit of the second of the others, which now dies
     bench.others = (bench.others[0], bench.others[2])
     offers = bench.collect()
-    while bench.node.here.mine is None:
+    while bench.parts.here.mine is None:
         bench.tick()
     bench.hear_all(*(bench.available(key, offers) for key in bench.others))
-    assert bench.node.here.agreement.views[0].proposal is not None
+    assert bench.parts.here.agreement.views[0].proposal is not None
 
 
 def test_a_proposer_names_what_members_attest_since_they_restarted() -> None:
@@ -65,10 +65,10 @@ def test_a_proposer_names_what_members_attest_since_they_restarted() -> None:
     lost = announced(KEYS[2], which=b"unknown")
     first = [bench.available(key, (*offers, lost)) for key in sorted(bench.founders[1:])]
     bench.hear_all(*first)
-    assert bench.node.here.agreement.views[0].proposal is None
+    assert bench.parts.here.agreement.views[0].proposal is None
     again = bench.available(first[2].author, offers)
     effects = bench.hear(again)
-    mine = bench.node.here.mine
+    mine = bench.parts.here.mine
     assert mine is not None
     proposal, manifest = bench.proposed([mine.message, again, first[0]], offers)
     assert effects == [*bench.said(proposal), *bench.said(voted(bench.me, PREVOTE, manifest.digest), manifest=manifest)]
@@ -78,7 +78,7 @@ def test_members_that_attest_a_payload_since_they_restarted_are_asked_for_it() -
     bench, offers = collecting(me=0)
     bench.train()
     bench.hear_all(*(bench.available(key) for key in bench.founders[1:]))
-    holders, available = bench.node.context.offers.holders, bench.node.here.available
+    holders, available = bench.parts.pools.offers.holders, bench.parts.here.available
     assert not {*holders(offers[0].payload, available)} - {bench.me}
     bench.hear_all(*(bench.available(key, offers) for key in bench.founders[1:]))
     assert {*holders(offers[0].payload, available)} >= {*bench.founders[1:]}
@@ -91,4 +91,4 @@ def test_a_proposer_names_only_what_it_can_work_out() -> None:
     named = [bench.available(key, (*offers, unknown)) for key in bench.founders[1:]]
     effects = bench.hear_all(*named)
     assert effects == [ev.Ask(KEYS[1], (name_of(unknown),))]
-    assert bench.node.here.agreement.views[0].proposal is None
+    assert bench.parts.here.agreement.views[0].proposal is None

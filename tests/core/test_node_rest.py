@@ -10,6 +10,7 @@ import pytest
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.node import Node
+from p2ptrain.core.participant import Participant
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.machine import SimNode
@@ -90,13 +91,13 @@ def test_a_node_that_rests_does_what_one_that_never_rests_does(name: str) -> Non
 
 
 def test_a_node_rests_most_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    went_on, go_on = Counter[str](), Node._go_on
+    went_on, go_on = Counter[str](), Participant.go_on
 
-    def count(self: Node) -> None:
+    def count(self: Participant) -> float:
         went_on["calls"] += 1
-        go_on(self)
+        return go_on(self)
 
-    monkeypatch.setattr(Node, "_go_on", count)
+    monkeypatch.setattr(Participant, "go_on", count)
     outcome = simulate(scenario_of({"sentence": "Clean.", "nodes": 20, "rounds": 5}), 1)
     assert outcome.failures == []
     assert went_on["calls"] < outcome.cluster.metrics.heard_messages / 4

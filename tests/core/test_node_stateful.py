@@ -163,7 +163,7 @@ class Anyone(RuleBasedStateMachine):
     @invariant()
     def rounds_never_go_back(self) -> None:
         if hasattr(self, "bench"):
-            here = self.node.here
+            here = self.parts.here
             assert here.number >= self.rounds.get(here.branch, 0)
             self.rounds[here.branch] = here.number
             self.node.view().complaints  # noqa: B018  # it can be asked at any time
@@ -176,6 +176,10 @@ class Anyone(RuleBasedStateMachine):
         return self.bench.node
 
     @property
+    def parts(self) -> Any:
+        return self.bench.parts
+
+    @property
     def state(self) -> AgreedState:
         return self.bench.state
 
@@ -184,12 +188,14 @@ class Anyone(RuleBasedStateMachine):
         return [key for key in PEERS if key != self.bench.me][peer - 1]
 
     def branch(self, pick: int) -> bytes:
-        lineage = [stage.branch for stage in self.node.chain.lineage]
+        lineage = [stage.branch for stage in self.parts.chain.lineage]
         return {5: RUN, 6: NOWHERE, 7: lineage[-2] if len(lineage) > 1 else RUN}.get(pick, self.state.branch)
 
     def manifest(self, pick: int) -> bytes:
-        proposed = [view.proposal.message.manifest for view in self.node.here.agreement.views.values() if view.proposal]
-        known: list[bytes] = [*proposed, *self.node.here.manifests, NOWHERE, NOTHING]
+        proposed = [
+            view.proposal.message.manifest for view in self.parts.here.agreement.views.values() if view.proposal
+        ]
+        known: list[bytes] = [*proposed, *self.parts.here.manifests, NOWHERE, NOTHING]
         return known[pick % len(known)]
 
     def hear(self, message: Message, sender: bytes = b"", attachment: bytes = b"", good: bool | None = None) -> None:
@@ -222,7 +228,7 @@ class Anyone(RuleBasedStateMachine):
 
     @rule(peer=peers, shift=shifts, pick=picks, root=st.integers(0, 3), heard=st.integers(0, 255))
     def somebody_holds(self, peer: int, shift: int, pick: int, root: int, heard: int) -> None:
-        offers, requests = sorted(self.node.context.offers.by_name), sorted(self.node.context.requests.by_name)
+        offers, requests = sorted(self.parts.pools.offers.by_name), sorted(self.parts.pools.requests.by_name)
         odd = (digest("core test", bytes([pick]))[:16],)
         held = {0: (), 1: odd, 2: tuple(sorted({*offers[:1], *odd}))}.get(pick, tuple(offers))
         refused = odd if pick == 3 else tuple(offers[:1]) if pick == 4 else ()
@@ -236,12 +242,12 @@ class Anyone(RuleBasedStateMachine):
 
     @rule(view=views, shift=shifts, pick=picks, backing=st.integers(-1, 3), is_right=st.booleans(), peer=peers)
     def somebody_proposes(self, view: int, shift: int, pick: int, backing: int, is_right: bool, peer: int) -> None:
-        here = self.node.here
+        here = self.parts.here
         names = sorted(each[0].digest for each in here.available.values())[: here.roster.quorum - (pick == 0)]
         names = sorted({*names, NOWHERE}) if pick == 1 or not names else names
         found = None
         for node in (self.node, self.twin) if is_right and NOWHERE not in names else ():
-            found = node.here._manifest(tuple(names))  # each remembers what it has worked out
+            found = node.participant.here._manifest(tuple(names))  # each remembers what it has worked out
             node.context.effects.clear()  # what that has asked for
         proposer = here.agreement.proposer(view)
         author = self.author(peer) if pick == 2 or proposer == self.bench.me else proposer
@@ -327,13 +333,13 @@ class Anyone(RuleBasedStateMachine):
                     offer = announced(key, at.round + 1, inline=True, branch=at.branch)
                     self.hear(offer, attachment=payload(key, at.round + 1), good=True)
             self.training_ends(True, 1)
-            offers = self.node.context.offers.attestable(at)[0]
+            offers = self.parts.pools.offers.attestable(at)[0]
             for key in at.members:
                 if key != self.bench.me and self.state is at:
                     self.hear(self.bench.available(key, held=offers))
-            self.somebody_proposes(self.node.here.agreement.view, 0, 3, -1, True, 1)
+            self.somebody_proposes(self.parts.here.agreement.view, 0, 3, -1, True, 1)
             for ballot in Ballot:
-                self.all_others_vote(self.node.here.agreement.view, ballot, 0)
+                self.all_others_vote(self.parts.here.agreement.view, ballot, 0)
             self.a_round_is_applied(True, 0)
 
     @rule(is_asked=st.booleans(), which=st.integers(0, 9))
@@ -360,7 +366,7 @@ class Anyone(RuleBasedStateMachine):
     @rule(is_asked=st.booleans(), good=st.sampled_from((True, True, False)), which=picks)
     def a_payload_arrives(self, is_asked: bool, good: bool, which: int) -> None:
         wanted = self.fetches.pop(0)[0] if is_asked and self.fetches else digest("core test", bytes([which]))
-        known = self.node.context.payloads.wanted.get(wanted)
+        known = self.parts.pools.payloads.wanted.get(wanted)
         author, size = next(iter(known.claims.items())) if known else (self.author(0), which)
         self.do(ev.PayloadArrived(wanted, good, author, size))
 
@@ -376,8 +382,8 @@ class Anyone(RuleBasedStateMachine):
     @rule(names=st.integers(0, 3), peer=peers, pick=picks, back=st.integers(0, 4))
     def somebody_asks(self, names: int, peer: int, pick: int, back: int) -> None:
         known = [
-            *self.node.context.offers.by_name,
-            *(each[:16] for each in self.node.here.availabilities),
+            *self.parts.pools.offers.by_name,
+            *(each[:16] for each in self.parts.here.availabilities),
             NOWHERE[:16],
         ]
         self.do(ev.Asked(self.author(peer), tuple(known[: names * 3])))
@@ -390,7 +396,7 @@ class Anyone(RuleBasedStateMachine):
         if wrong == 0:
             self.do(ev.HistoryFailed(peer_asked, "no"))
             return
-        line = self.node.chain
+        line = self.parts.chain
         states = [*line.forks.values(), line.base, *(certified.state for certified in line.steps)]
         start = states[max(0, len(states) - 1 - back)]
         lineage = list(line.lineage)

@@ -172,6 +172,6 @@ def test_fewer_steps_are_announced_as_they_were_taken() -> None:
     bench = paced()
     bench.now += TRAINED
     bench.do(ev.TrainingFinished(1, bytes(32), 20_000, b"", 3, 2_500_000))
-    mine = bench.node.work.outstanding[1].message
+    mine = bench.parts.work.outstanding[1].message
     assert getattr(mine, "steps", None) == 3
-    assert bench.node.work.training_seconds == pytest.approx(TRAINED / 3), "what the next one takes at least"
+    assert bench.parts.work.training_seconds == pytest.approx(TRAINED / 3), "what the next one takes at least"

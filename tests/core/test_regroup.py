@@ -45,7 +45,7 @@ def alone(size: int = 4, **settings: object) -> Bench:
     bench = Bench(size, me=1, agreement=SETTINGS | settings)
     bench.now = 10.0
     bench.train()
-    while bench.node.here.closed_at is None:
+    while bench.parts.here.closed_at is None:
         bench.tick()
     assert bench.now == CLOSED
     return bench
@@ -138,7 +138,7 @@ def test_as_long_as_a_quorum_is_heard_it_is_only_slow() -> None:
         bench.now = CLOSED + 20.0 * minute
         bench.hear_all(bench.hello(KEYS[0]), bench.hello(KEYS[2]))
         assert until(bench, bench.now + 20.0) == []
-    assert not bench.node.regrouping.is_stalled
+    assert not bench.parts.regrouping.is_stalled
 
 
 def test_before_the_own_availability_no_clock_runs() -> None:
@@ -179,7 +179,7 @@ def test_who_is_called_waits_only_half_as_long() -> None:
     bench.hear(call(KEYS[2]))
     assert until(bench, CLOSED + 14.9) == []
     bench.do(ev.Tick(), CLOSED + 15.0)
-    assert bench.node.regrouping.attempt == 0
+    assert bench.parts.regrouping.attempt == 0
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_a_training_ahead_is_not_for_a_branch_that_begins_before_its_round() -> 
     until(bench, LOST)
     bench.hear(call(KEYS[2]))
     until(bench, LOST + 3.0)
-    assert bench.node.work.training is not None and bench.node.work.training.round == 2
+    assert bench.parts.work.training is not None and bench.parts.work.training.round == 2
     bench.hear(signed_set((ME, KEYS[2]), KEYS[2]))
     assert bench.state.branch != RUN
     assert essential(bench.train(2)) == [ev.Return(2), ev.Train(round=1, base_round=0, place=1, places=4)]
@@ -226,8 +226,8 @@ def test_a_training_ahead_is_not_for_a_branch_that_begins_before_its_round() -> 
 
 def test_a_training_ahead_ends_with_a_step_back() -> None:
     bench = alone(overlap_rounds=1, staleness_rounds_max=1)
-    bench.node.work.rewound(0)
-    assert bench.node.work.training is not None and not bench.node.work.training.is_useful
+    bench.parts.work.rewound(0)
+    assert bench.parts.work.training is not None and not bench.parts.work.training.is_useful
 
 
 def test_the_last_one_goes_on_alone() -> None:
@@ -261,11 +261,11 @@ def test_attempts_follow_after_twice_the_time_up_to_a_cap() -> None:
     bench.hear_all(call(KEYS[2]), call(KEYS[0]))  # who then say nothing
     began = [bench.now]
     while len(began) < 6:
-        attempt = bench.node.regrouping.attempt
+        attempt = bench.parts.regrouping.attempt
         bench.tick()
-        if bench.node.regrouping.attempt != attempt:
+        if bench.parts.regrouping.attempt != attempt:
             began.append(bench.now)
-            bench.hear_all(*(call(key, bench.node.regrouping.attempt) for key in (KEYS[0], KEYS[2])))
+            bench.hear_all(*(call(key, bench.parts.regrouping.attempt) for key in (KEYS[0], KEYS[2])))
     waits = [later - earlier for earlier, later in pairwise(began)]
     assert waits == [60.0, 120.0, 240.0, 30.0 * PATIENCE_MAX, 30.0 * PATIENCE_MAX]
 
@@ -274,14 +274,14 @@ def test_a_round_that_is_decided_after_all_ends_the_regroup() -> None:
     bench = called()
     offers = (announced(ME),)
     named = [bench.available(key, offers) for key in bench.founders]
-    mine = bench.node.here.mine
+    mine = bench.parts.here.mine
     assert mine is not None
     bench.hear_all(*(each for each in named if each.author != ME))
     proposal, manifest = bench.proposed([named[0], named[2], named[3]], offers)
     bench.hear(proposal)
     bench.hear_all(*(voted(key, Ballot.PRECOMMIT, manifest.digest) for key in bench.others))
     assert bench.state.head == manifest.digest
-    assert not bench.node.regrouping.is_stalled
+    assert not bench.parts.regrouping.is_stalled
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_a_set_that_an_honest_member_signed_binds_whoever_sees_it() -> None:
         ev.Persist(ev.Silence(RUN, 1)),
         ev.Persist(ev.Certified(beginning, after, trunk_of(bench, beginning))),
     ]
-    assert not bench.node.here.is_member
+    assert not bench.parts.here.is_member
 
 
 def test_with_halt_no_set_binds() -> None:
@@ -409,7 +409,7 @@ def test_after_a_restart_a_set_that_was_signed_stays_signed() -> None:
     until(bench, LOST + 3.0)
     again = Bench(4, me=1, agreement=SETTINGS, start=False)
     again.start(said=(ev.Said(envelopes(mine)[0]),))
-    assert again.node.regrouping.attempt == 0
-    assert again.node.regrouping.signed == {0: {ME: signed(mine)}}
+    assert again.parts.regrouping.attempt == 0
+    assert again.parts.regrouping.signed == {0: {ME: signed(mine)}}
     again.hear(signed_set((ME, KEYS[2]), KEYS[2]))
     assert again.state.members == (ME, KEYS[2])

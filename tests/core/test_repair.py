@@ -148,7 +148,7 @@ def test_a_peer_in_an_earlier_view_gets_the_votes_of_ours() -> None:
     bench, _ = voting()
     votes = [voted(key, PRECOMMIT, NOTHING, view=1) for key in (KEYS[0], KEYS[2])]
     bench.hear_all(*votes)
-    assert bench.node.here.agreement.view == 1
+    assert bench.parts.here.agreement.view == 1
     got = [message for _, message in sent(bench.hear(bench.hello(KEYS[3], announced=ALL, available=ALL, prevoted=ALL)))]
     assert [message for message in got if message in votes] == votes
 
@@ -169,7 +169,7 @@ def test_at_a_change_of_view_our_own_messages_are_said_again() -> None:
     bench, messages = voting()
     prevote = messages[-1]
     effects = bench.hear_all(*(voted(key, PRECOMMIT, NOTHING, view=1) for key in (KEYS[0], KEYS[2])))
-    mine = bench.node.here.mine
+    mine = bench.parts.here.mine
     assert mine is not None
     assert published(effects)[:2] == [mine.message, prevote]
 
@@ -224,8 +224,8 @@ def test_what_is_handed_over_comes_out_of_the_same_budget() -> None:
     hello = bench.hello(KEYS[3])
     bench.do(ev.Tick(), bench.now + 1.0)
     (handed,) = [effect for effect in bench.hear(hello) if isinstance(effect, ev.Send)]
-    assert bench.node.repair.budgets[KEYS[3]].size == BURST_BYTES - sum(map(len, handed.envelopes))
-    bench.node.repair.budgets[KEYS[3]].size = -REFILL_BYTES_A_SECOND * 1.0
+    assert bench.parts.repair.budgets[KEYS[3]].size == BURST_BYTES - sum(map(len, handed.envelopes))
+    bench.parts.repair.budgets[KEYS[3]].size = -REFILL_BYTES_A_SECOND * 1.0
     bench.do(ev.Tick(), bench.now + 0.5)
     assert handed not in bench.hear(hello)
     bench.do(ev.Tick(), bench.now + 4.0)
@@ -234,7 +234,7 @@ def test_what_is_handed_over_comes_out_of_the_same_budget() -> None:
 
 def test_budgets_are_remembered_of_so_many_peers() -> None:
     bench, _ = voting()
-    repair = bench.node.repair
+    repair = bench.parts.repair
     for number in range(ANSWERS_MAX + 10):
         assert repair.may_send(digest("core test", number.to_bytes(4, "big")), 1)
     assert repair.limits()["peers with a budget"] == (ANSWERS_MAX, ANSWERS_MAX)
@@ -242,7 +242,7 @@ def test_budgets_are_remembered_of_so_many_peers() -> None:
 
 def test_histories_are_told_a_few_a_second_and_not_to_the_greylisted() -> None:
     bench, _ = voting()
-    repair, context = bench.node.repair, bench.node.context
+    repair, context = bench.parts.repair, bench.node.context
     assert sum(repair.may_tell_history(KEYS[3]) for _ in range(200)) == HISTORIES_BURST
     assert repair.may_tell_history(KEYS[2])
     context.now += 1.0
@@ -340,7 +340,7 @@ def test_what_has_come_by_itself_is_asked_no_more() -> None:
     made = questions()
     made.ask(NAMES, [KEYS[2]])
     emitted(made)
-    made.answered(NAMES[3])
+    made.close(NAMES[3])
     made.context.now = 1.0
     made.tick(lambda name: name == NAMES[0])
     assert emitted(made) == [ev.Ask(KEYS[2], NAMES[1:3])]
@@ -370,7 +370,7 @@ def test_what_nobody_needs_leaves_room_for_what_a_proposal_needs() -> None:
     assert (list(made.open), made.unneeded) == (invented[:UNNEEDED_MAX], UNNEEDED_MAX)
     made.ask(NAMES[1:2], [KEYS[3]], is_needed=True)
     assert emitted(made) == [ev.Ask(KEYS[3], NAMES[1:2])]
-    made.answered(invented[0])
+    made.close(invented[0])
     made.context.now = 1.0
     made.tick(lambda name: name == invented[1])
     assert made.unneeded == UNNEEDED_MAX - 2

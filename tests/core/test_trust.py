@@ -130,7 +130,7 @@ def test_with_trust_it_is_not_and_the_honest_one_is() -> None:
     assert [effect for effect in done if not isinstance(effect, ev.AskHistory)] == []
     meet(bench, honest=honest)
     assert bench.state.head == honest.state.head
-    assert bench.node.trust is None
+    assert bench.parts.trust is None
     records = bench.node.context.reputation.records
     assert HONEST not in records
     assert bench.node.context.counters["histories without the trusted head"] == 1
@@ -143,8 +143,8 @@ def test_a_history_that_is_longer_than_an_answer_is_followed_to_its_head() -> No
     done = meet(bench, honest=honest)
     assert [number for _, number in asked(done)][:4] == [0, 64, 128, 192]
     assert bench.state == honest.state
-    assert list(bench.node.chain.lineage) == list(honest.lineage)
-    assert bench.node.chain.changes == honest.changes
+    assert list(bench.parts.chain.lineage) == list(honest.lineage)
+    assert bench.parts.chain.changes == honest.changes
     assert len([effect for effect in done if isinstance(effect, ev.Persist)]) == rounds + 7
 
 
@@ -154,7 +154,7 @@ def test_a_history_of_which_peers_keep_the_end_alone_is_adopted_with_what_proves
     bench = newcomer(honest.steps[-2].state.head, kept)
     done = meet(bench, honest=honest)
     assert bench.state == honest.state
-    assert bench.node.chain.changes == honest.changes
+    assert bench.parts.chain.changes == honest.changes
     persisted = [effect.record for effect in done if isinstance(effect, ev.Persist)]
     first = next(record for record in persisted if isinstance(record, ev.Certified))
     assert first.trunk is not None
@@ -162,8 +162,8 @@ def test_a_history_of_which_peers_keep_the_end_alone_is_adopted_with_what_proves
     again = bench.make()
     again.handle(ev.Started(bench.saved(base=first.trunk.base, history=tuple(
         record for record in persisted if isinstance(record, ev.Certified)), trunk=first.trunk)), 0.0)  # fmt: skip
-    assert again.chain.state == honest.state
-    assert again.trust is None
+    assert again.participant.chain.state == honest.state
+    assert again.participant.trust is None
 
 
 def test_a_branch_that_the_head_names_is_adopted_when_its_members_have_certified_a_round() -> None:
@@ -212,7 +212,7 @@ def test_a_forger_who_names_the_head_in_a_state_that_he_jumps_to_is_refused() ->
     assert asked(bench.do(ev.PeerSeen(FORGER))) == [(FORGER, 0)]
     bench.do(ev.HistoryArrived(FORGER, history))
     assert bench.state == bench.genesis
-    assert bench.node.trust is not None
+    assert bench.parts.trust is not None
     plain.do(ev.PeerSeen(FORGER))
     plain.hear(plain.hello(FORGER, round=base.round + 4))
     plain.wait(0.9)
@@ -234,7 +234,7 @@ def test_a_forger_who_signs_the_right_manifest_in_a_wrong_place_is_refused() -> 
     bench.do(ev.PeerSeen(FORGER))
     bench.do(ev.HistoryArrived(FORGER, History((BranchStart(RUN, 0),), 10, (change,), base, steps)))
     assert bench.state == bench.genesis
-    assert bench.node.trust is not None
+    assert bench.parts.trust is not None
 
 
 def test_a_state_root_that_others_have_is_no_head() -> None:
@@ -256,8 +256,8 @@ def test_one_who_leads_on_for_ever_is_left_alone(monkeypatch: pytest.MonkeyPatch
     bench = newcomer(STRANGER, kept)
     done = meet(bench, forger=forged_line(3 * ENTRIES_MAX + 60, kept=1_000))
     assert [number for _, number in asked(done)] == [0, 64, 128]
-    assert bench.node.trust is not None
-    assert len(bench.node.trust.trial.steps) <= kept
+    assert bench.parts.trust is not None
+    assert len(bench.parts.trust.trial.steps) <= kept
 
 
 def test_a_history_that_does_not_hold_is_held_against_who_showed_it_and_the_next_is_asked() -> None:
@@ -334,7 +334,7 @@ def until_trusted(bench: Bench, lines: dict[bytes, Chain], seconds_of: dict[byte
     for peer in lines:
         note(bench.do(ev.PeerSeen(peer)))
     began = bench.now
-    while bench.node.trust is not None and bench.now < began + 3_600:
+    while bench.parts.trust is not None and bench.now < began + 3_600:
         note(bench.wait(0.5))
         for peer, (question, at) in list(open_since.items()):
             if bench.now - at >= seconds_of[peer][0]:

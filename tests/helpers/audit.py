@@ -123,7 +123,7 @@ def make_history(root: Path, **changes: Any) -> tuple[RunConfig, list[Path]]:
     newcomer = IDENTITIES[FOUNDERS].key
 
     def ready(daemons: list[Any]) -> bool:
-        lines = [daemon.driver.node.chain for daemon in daemons]
+        lines = [daemon.driver.node.participant.chain for daemon in daemons]
         if not all(newcomer in line.state.members for line in lines):
             return False
         return _applied(daemons) >= max(line.changes[-1].manifest.round for line in lines) + SINCE

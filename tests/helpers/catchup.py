@@ -59,7 +59,7 @@ def on_own_branch(rounds: int = 2, **settings: object) -> Bench:
     bench = Bench(4, me=1, agreement={"stall_seconds": 30, "settle_seconds": 3} | settings)
     bench.decide()
     while bench.state.branch == RUN:
-        if bench.node.work.training is not None:
+        if bench.parts.work.training is not None:
             bench.train(2)
         bench.tick()
     assert bench.state.members == (ME,)
@@ -75,6 +75,6 @@ def on_own_branch(rounds: int = 2, **settings: object) -> Bench:
 def shared(bench: Bench) -> Chain:
     """The others' chain at the time when the node was last among them."""
     line = Chain(bench.genesis, RUN, 64)
-    first = bench.node.chain.steps[0]
+    first = bench.parts.chain.steps[0]
     line.append(first.step, first.state)
     return line

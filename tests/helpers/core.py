@@ -32,6 +32,7 @@ from p2ptrain.core.messages import (
     signed_bytes,
 )
 from p2ptrain.core.node import Node
+from p2ptrain.core.participant import Participant
 from p2ptrain.core.roster import bitmap, proposers
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.digest import digest
@@ -248,7 +249,7 @@ class Bench:
 
     def arrives(self, payload: bytes, good: bool = True) -> list[ev.Effect]:
         """Delivers a payload that was fetched, of the author and length that were announced first."""
-        wanted = self.node.context.payloads.wanted.get(payload)
+        wanted = self.parts.pools.payloads.wanted.get(payload)
         author, size = next(iter(wanted.claims.items())) if wanted else (self.founders[-1], BYTES)
         return self.do(ev.PayloadArrived(payload, good, author, size))
 
@@ -266,8 +267,13 @@ class Bench:
         return tuple(each.text for each in self.node.view().complaints)
 
     @property
+    def parts(self) -> Participant:
+        assert self.node.participant is not None
+        return self.node.participant
+
+    @property
     def state(self) -> AgreedState:
-        return self.node.chain.state
+        return self.parts.chain.state
 
     def said(self, message: Authored, *backing: Message, manifest: Manifest | None = None) -> list[ev.Effect]:
         """The effects of a message that may be sent only once; a prevote comes with the payloads that have to be on
@@ -345,19 +351,19 @@ class Bench:
 
     def agree(self, offers: tuple[Announcement, ...], apply: bool = True) -> list[ev.Effect]:
         """Plays the rest of a round after the node has published its availability."""
-        at, mine = self.state, self.node.here.mine
+        at, mine = self.state, self.parts.here.mine
         number = at.round + 1
         assert mine is not None
         assert isinstance(mine.message, Availability)
         named = [mine.message, *(self.available(key, offers) for key in self.others)]
         self.hear_all(*named[1:])
-        received = self.node.here.agreement.views[0].proposal
+        received = self.parts.here.agreement.views[0].proposal
         if received is None:
             proposal, manifest = self.proposed(named[: at.roster.quorum], offers)
             self.hear(proposal)
         else:
             assert isinstance(received.message, Proposal)
-            manifest = self.node.here.manifests[received.message.manifest]
+            manifest = self.parts.here.manifests[received.message.manifest]
         effects: list[ev.Effect] = []
         for ballot in Ballot:
             for key in self.others:
@@ -489,5 +495,6 @@ def sent(effects: list[ev.Effect]) -> list[tuple[bytes, Message]]:
 class Restless(Node):
     """A node that never rests."""
 
-    def _may_rest(self) -> bool:
-        return False
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        self._rested = None
+        return super().handle(event, now)

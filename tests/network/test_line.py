@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.sim.lines import Line
+from p2ptrain.sim.scenario import Line
 from tests.helpers.benchmarks import load
 from tests.helpers.daemons import TINY_MODEL
 

@@ -15,7 +15,7 @@ def test_what_the_core_forgets_of_a_peer_is_not_taken_from_what_was_counted(tmp_
     watched = Watched(tmp_path)
     bench, gone = watched.bench, KEYS[9]
     bench.do(ev.PeerSeen(gone))
-    tallies = bench.node.context.tallies
+    tallies = bench.parts.pools.tallies
     known = tallies.of(gone)
     known.offered, known.applied, known.late, known.refused = 7, 6, 3, {"bad payload": 2}
     bench.do(ev.PeerSeen(KEYS[10]))

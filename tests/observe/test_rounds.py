@@ -46,7 +46,7 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
     watched.figures.steps, watched.figures.own_drift = 3, 0.02
     watched.figures.gradient_norm, watched.worker.drift = 0.75, 0.001
     watched.round()
-    entry = watched.bench.node.chain.entry(1)
+    entry = watched.bench.parts.chain.entry(1)
     assert entry is not None
     (record,) = watched.rounds.last()
     assert record == lived(
@@ -109,7 +109,7 @@ def test_of_a_script_that_reads_data_of_its_own_all_is_recorded_but_tokens(tmp_p
 
 def test_a_held_out_loss_is_recorded_once_and_known_after_a_restart(tmp_path: Path) -> None:
     watched = Watched(tmp_path, every_rounds=2)
-    claims = watched.bench.node.context.claims
+    claims = watched.bench.parts.pools.claims
     for author, loss in zip(drawn(watched.bench.state), (3_000_000, 51_500_000, 2_900_000), strict=True):
         assert claims.held_out is None, "a record keeps what it had first"
         claims.hear(announced(author, 1, held_out=loss))
@@ -284,20 +284,20 @@ def test_an_author_of_too_many_rounds_at_once_is_refused_what_is_too_much() -> N
     bench.agree((*offers, announced(ME)))
     for number in (1, 2, 3, 4):
         bench.hear(announced(C, number, base_round=0, base_root=bytes(32)))
-    tally = bench.node.context.tallies.by_author[C]
+    tally = bench.parts.pools.tallies.by_author[C]
     assert (tally.offered, tally.refused) == (3, {"too many at once": 1})
 
 
 def test_what_was_counted_before_a_restart_is_not_counted_again() -> None:
     bench = Bench(4)
-    bench.node.inbox.announcement(ME, signed(announced(A)), asked_for=True)  # from what backs a vote of ours
-    assert [*bench.node.context.offers.by_author] == [A]
-    assert bench.node.context.tallies.by_author == {}
+    bench.parts.inbox.announcement(ME, signed(announced(A)), asked_for=True)  # from what backs a vote of ours
+    assert [*bench.parts.pools.offers.by_author] == [A]
+    assert bench.parts.pools.tallies.by_author == {}
 
 
 def test_a_round_lets_go_of_authors_who_are_gone_when_there_are_many() -> None:
     bench = Bench(4)
-    tallies = bench.node.context.tallies
+    tallies = bench.parts.pools.tallies
     bench.decide()
     for number in range(AUTHORS_MAX - 4):
         tallies.of(number.to_bytes(32, "big"))

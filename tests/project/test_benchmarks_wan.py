@@ -16,7 +16,7 @@ import torch
 
 from p2ptrain.config import ModelConfig, RecipeConfig
 from p2ptrain.models.built_in import Transformer, initialise
-from p2ptrain.sim.lines import LINES, Line
+from p2ptrain.sim.scenario import LINES, Line
 from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel
 from tests.helpers.benchmarks import load

@@ -14,10 +14,10 @@ import pytest
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import NOTHING, Announcement, Ballot, Call, Vote, encode, signed_bytes
 from p2ptrain.core.node import Node
-from p2ptrain.sim.checkers import OneHistory, Violation, standard
+from p2ptrain.sim.checkers import OneHistory, standard
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.keys import FakeSigner, node_key
-from p2ptrain.sim.ledger import Ledger
+from p2ptrain.sim.ledger import Ledger, Violation
 from p2ptrain.sim.network import FANOUT, LinkModel, bits
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.report import summary
@@ -218,8 +218,8 @@ def test_questions_arrive_as_events() -> None:
 
 def test_an_attachment_is_held_by_whoever_receives_it() -> None:
     cluster, scripts = scripted()
-    name, payload = cluster.executor.payloads.make(cluster.nodes[0], 1, 0)
-    bad, bad_payload = cluster.executor.payloads.make(cluster.nodes[0], 1, 0, good=False)
+    name, payload = cluster.payloads.make(cluster.nodes[0], 1, 0)
+    bad, bad_payload = cluster.payloads.make(cluster.nodes[0], 1, 0, good=False)
     for each, content in ((name, payload), (bad, bad_payload)):
         message = Announcement(cluster.setup.run_id, 1, 0, bytes(32), each, 40, 1, 2, 0, cluster.nodes[0].key)
         signature = cluster.nodes[0].signer.sign(signed_bytes(cluster.setup.run_id, message))

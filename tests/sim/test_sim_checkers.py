@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from p2ptrain.core import events, history, regroup, roster
 from p2ptrain.core.agreement import Agreement
-from p2ptrain.core.context import Context
 from p2ptrain.core.events import Applied, Apply, CaughtUp, Certified, Effect, Event, Persist, Publish, Started, Tick
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.messages import NOTHING, Announcement, Availability, Ballot, Received, Vote, encode, signed_bytes
 from p2ptrain.core.node import Node
+from p2ptrain.core.voice import Voice
 from p2ptrain.sim import checkers as ck
 from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import FAILURES, Cluster
@@ -46,7 +46,7 @@ class Ran:
         self.cluster.run()
         self.node = self.cluster.nodes[0]
         assert self.node.core is not None
-        self.history = list(self.node.core.chain.steps)  # its disk may be behind
+        self.history = list(self.node.core.participant.chain.steps)  # its disk may be behind
         self.last = self.history[-1]
         assert isinstance(self.last.step, Entry)
         self.entry = self.last.step
@@ -407,15 +407,15 @@ def among_forgers(seed: int) -> Table:
 
 def without_persistence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Votes are sent but never saved."""
-    once = Context.publish_once
+    once = Voice.publish_once
 
-    def publish(self: Context, message: Received, *more: Any, **named: Any) -> None:
+    def publish(self: Voice, message: Received, *more: Any, **named: Any) -> None:
         if isinstance(message.message, Vote):
-            self.publish(message)
+            self._publish(message)
         else:
             once(self, message, *more, **named)
 
-    monkeypatch.setattr(Context, "publish_once", publish)
+    monkeypatch.setattr(Voice, "publish_once", publish)
 
 
 def in_a_storm(seed: int) -> Table:

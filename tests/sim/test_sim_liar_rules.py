@@ -18,9 +18,9 @@ from p2ptrain.core.events import Certified, MessageReceived, Persist, Tick, Trun
 from p2ptrain.core.inbox import Inbox
 from p2ptrain.core.repair import Repair
 from p2ptrain.sim.branch_lies import FalseJumps
-from p2ptrain.sim.checkers import Violation, standard
+from p2ptrain.sim.checkers import standard
 from p2ptrain.sim.cluster import Cluster
-from p2ptrain.sim.ledger import Guarantee, Ledger
+from p2ptrain.sim.ledger import Guarantee, Ledger, Violation
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import load_scenario, scenario_of
 
@@ -35,7 +35,7 @@ def whoever_is_quoted_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def taking(self: Inbox, event: MessageReceived) -> Any:
         author = getattr(event.received.message, "author", b"")
-        if author in self.node.chain.state.place:
+        if author in self.chain.state.place:
             self.context.heard_at[author] = self.context.now
         return take(self, event)
 
@@ -105,7 +105,7 @@ def test_one_who_believes_in_a_jump_to_liars_alone_has_broken_nothing() -> None:
     for is_liar in (True, False):
         ledger, author = Ledger(), cluster.nodes[5 if is_liar else 0]
         base = replace(cluster.setup.genesis, branch=bytes(32), head=bytes(32), round=20, members=(author.key,))
-        liar = FalseJumps(Random(SEED), author.signer)
+        liar = FalseJumps(Random(SEED), author.signer, cluster)
         entry, state = liar._alone(base, cluster.setup.run_config)
         record = Certified(entry, state, Trunk((), (), (), base))
         if is_liar:

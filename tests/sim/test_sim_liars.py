@@ -11,15 +11,17 @@ import pytest
 
 from p2ptrain.core.events import Effect, Publish, Send, SendHistory
 from p2ptrain.core.messages import Evidence, Message, Proposal, Received, Vote
+from p2ptrain.core.node import Node
 from p2ptrain.sim import checkers as ck
 from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.collusion import MOOD_SECONDS, Schedule
 from p2ptrain.sim.keys import FakeSigner, node_key
 from p2ptrain.sim.ledger import Checker
-from p2ptrain.sim.liars import KINDS, make
-from p2ptrain.sim.rewriting import Liar, Said, ToSome
-from p2ptrain.sim.scenario import scenario_of
+from p2ptrain.sim.liars import KINDS
+from p2ptrain.sim.machine import ToSome
+from p2ptrain.sim.rewriting import Liar, Said
+from p2ptrain.sim.scenario import LIES, scenario_of
 from tests.helpers.sim import Log
 
 Watch = Callable[[Liar, Sequence[Effect], Sequence[Said]], None]
@@ -46,7 +48,7 @@ def swarm(how: str, seed: int = 1, checkers: Sequence[Checker] = (), **changes: 
 
 def watched(cluster: Cluster, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Runs the cluster and records the effects of liars."""
-    for kind in {type(each) for name in KINDS for each in [make(name, Random(0), FakeSigner(b"", b""))]}:
+    for kind in {type(make(Random(0), FakeSigner(b"", b""), cluster)) for make in KINDS.values()}:
         if "rewrite" in vars(kind):
             monkeypatch.setattr(kind, "rewrite", _watching(kind.rewrite, watch))
     monkeypatch.setattr(Liar, "rewrite", _watching(Liar.rewrite, watch))
@@ -56,12 +58,16 @@ def watched(cluster: Cluster, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _watching(rewrite: Callable[..., list[Said]], watch: Watch) -> Callable[..., list[Said]]:
-    def watched_rewrite(self: Liar, cluster: Cluster, index: int, effects: list[Effect]) -> list[Said]:
-        said = rewrite(self, cluster, index, effects)
+    def watched_rewrite(self: Liar, core: Node, effects: Sequence[Effect]) -> list[Said]:
+        said = rewrite(self, core, effects)
         watch(self, effects, said)
         return said
 
     return watched_rewrite
+
+
+def test_every_lie_of_scenarios_has_its_liar() -> None:
+    assert KINDS.keys() == LIES.keys()
 
 
 OCCASIONS: dict[str, list[dict[str, Any]]] = {  # what it takes to make them lie
@@ -96,7 +102,7 @@ OCCASIONS: dict[str, list[dict[str, Any]]] = {  # what it takes to make them lie
 @pytest.mark.parametrize("how", KINDS)
 def test_each_kind_lies_and_the_swarm_bears_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lies = refused = 0
-    kind = type(make(how, Random(0), FakeSigner(b"", b"")))
+    kind = type(KINDS[how](Random(0), FakeSigner(b"", b""), swarm(how)))
     serves = kind.serves
 
     def watch(liar: Liar, effects: Sequence[Effect], said: Sequence[Said]) -> None:
@@ -182,27 +188,29 @@ def test_forkers_propose_two_manifests_and_vote_for_both(monkeypatch: pytest.Mon
 
 def test_colluders_change_their_lie_at_the_same_time() -> None:
     cluster = swarm("collude")
-    liars = [make("collude", Random(seed), FakeSigner(cluster.setup.run_id, node_key(1, seed))) for seed in (5, 6)]
+    liars = [
+        KINDS["collude"](Random(seed), FakeSigner(cluster.setup.run_id, node_key(1, seed)), cluster) for seed in (5, 6)
+    ]
     moods: list[list[str]] = []
     for cluster.calendar.now in (0.0, MOOD_SECONDS - 0.1, MOOD_SECONDS, 5.5 * MOOD_SECONDS):
-        chosen = [liar._mood(cluster) for liar in liars if isinstance(liar, Schedule)]
+        chosen = [liar._mood() for liar in liars if isinstance(liar, Schedule)]
         moods.append([type(mood).__name__ for mood in chosen])
     assert moods == [["Forks"] * 2, ["Forks"] * 2, ["EquivocatesVotes"] * 2, ["TwoFacedAvailabilities"] * 2]
 
 
 def test_halves_are_the_whole_swarm_and_change_with_the_round() -> None:
     cluster = swarm("fork")
-    liar = make("fork", Random(3), FakeSigner(cluster.setup.run_id, cluster.nodes[5].key))
+    liar = KINDS["fork"](Random(3), cluster.nodes[5].signer, cluster)
     others = {node.key for node in cluster.nodes if node.index != 5}
-    halves = [liar.sides(cluster, number) for number in range(8)]
+    halves = [liar.sides(number) for number in range(8)]
     assert all(set(left) | set(right) == others and not set(left) & set(right) for left, right in halves)
     assert any(one != other for one, other in combinations(halves, 2))
-    assert halves == [liar.sides(cluster, number) for number in range(8)]
+    assert halves == [liar.sides(number) for number in range(8)]
 
 
 def test_a_liar_without_a_lie_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The base class passes effects on unchanged."""
-    monkeypatch.setitem(KINDS, "flood", KINDS["flood"]._replace(make=Liar))
+    monkeypatch.setitem(KINDS, "flood", Liar)
     cluster = swarm("flood", fault=[{"kind": "liar", "nodes": "f", "how": "flood", "at": 0.0}])
     changed: list[Sequence[Said]] = []
 

@@ -42,7 +42,7 @@ def ran(rounds: int) -> tuple[Cluster, Ledger, ck.EqualRoots]:
 
 def sizes(cluster: Cluster, ledger: Ledger, roots: ck.EqualRoots) -> list[int]:
     records: tuple[Any, ...] = (
-        cluster.executor.payloads.payloads,
+        cluster.payloads.by_name,
         cluster.executor.devices.states,
         ledger.rosters,
         ledger.parents,

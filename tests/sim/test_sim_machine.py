@@ -13,10 +13,10 @@ from p2ptrain.core.history import BranchStart, Entry, History, encode_history
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Certificate
 from p2ptrain.core.state import AgreedState, Taken
-from p2ptrain.sim.checkers import Violation
 from p2ptrain.sim.cluster import TICKS_MAX, Cluster
 from p2ptrain.sim.disk import Disk, SavedState
 from p2ptrain.sim.executor import DIAL_SECONDS, HISTORY_SECONDS
+from p2ptrain.sim.ledger import Violation
 from p2ptrain.sim.machine import HELD_UP_MAX, HeldPayloads
 from tests.helpers.sim import Script, announcement, begin_faults, do, of_kind, scripted, vote
 
@@ -150,7 +150,7 @@ def test_a_shelf_keeps_payloads_for_so_many_rounds_at_least() -> None:
 def test_a_payload_comes_from_the_first_source_that_has_it() -> None:
     cluster, scripts = scripted(4)
     keys = [node.key for node in cluster.nodes]
-    name, _ = cluster.executor.payloads.make(cluster.nodes[3], 1, 0)
+    name, _ = cluster.payloads.make(cluster.nodes[3], 1, 0)
     cluster.nodes[3].held_payloads.add(name)
     cluster.kill(cluster.nodes[1])
     do(cluster, 0, ev.Fetch(name, 40, (keys[1], keys[2], keys[3])))
@@ -169,7 +169,7 @@ def test_a_payload_comes_from_the_first_source_that_has_it() -> None:
 
 def test_a_bad_payload_arrives_as_bad() -> None:
     cluster, scripts = scripted()
-    name, _ = cluster.executor.payloads.make(cluster.nodes[1], 1, 0, good=False)
+    name, _ = cluster.payloads.make(cluster.nodes[1], 1, 0, good=False)
     cluster.nodes[1].held_payloads.add(name)
     do(cluster, 0, ev.Fetch(name, 40, (cluster.nodes[1].key,)))
     cluster.run()
@@ -179,7 +179,7 @@ def test_a_bad_payload_arrives_as_bad() -> None:
 def test_a_large_payload_takes_its_time() -> None:
     links = {"latency_seconds": 0.01, "jitter_seconds": 0.0, "bytes_per_second": 1e6}
     cluster, scripts = scripted(links=links, training={"payload_bytes": 2_000_000})
-    name, payload = cluster.executor.payloads.make(cluster.nodes[1], 1, 0)
+    name, payload = cluster.payloads.make(cluster.nodes[1], 1, 0)
     assert payload.attachment == b""
     cluster.nodes[1].held_payloads.add(name)
     do(cluster, 0, ev.Fetch(name, 2_000_000, (cluster.nodes[1].key,)))
@@ -285,7 +285,7 @@ def test_the_same_manifest_makes_another_state_of_another_state() -> None:
 
 def test_applying_without_a_payload_is_caught() -> None:
     cluster, _ = scripted()
-    name, _ = cluster.executor.payloads.make(cluster.nodes[1], 1, 0)
+    name, _ = cluster.payloads.make(cluster.nodes[1], 1, 0)
     apply = ev.Apply(manifest(cluster, [Taken(cluster.nodes[1].key, 1, 0, name, 40)]))
     with pytest.raises(Violation, match="node 0 applies round 1 and lacks a payload"):
         do(cluster, 0, apply)

@@ -11,13 +11,14 @@ import pytest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.replay import EventLog, Replayed
 from p2ptrain.replay import replay as replay_any
+from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.outcome import simulate
-from p2ptrain.sim.replay import SIMULATED, signer_of, watch
 from p2ptrain.sim.scenario import load_scenario, scenario_of
+from p2ptrain.sim.watch import SIMULATED
 
 
 def replay(path: Path) -> Replayed:
-    return replay_any(path, {SIMULATED: signer_of})
+    return replay_any(path, {SIMULATED: lambda header: FakeSigner(header.run_id, header.me)})
 
 
 FOLDER = Path(__file__).parents[2] / "scenarios"
@@ -25,7 +26,9 @@ FOLDER = Path(__file__).parents[2] / "scenarios"
 
 def write(path: Path, name: str, index: int, seed: int = 3) -> list[bytes]:
     with path.open("wb") as file:
-        simulate(load_scenario(FOLDER / f"{name}.toml"), seed, (), lambda c: watch(c, index, EventLog(file)))
+        simulate(
+            load_scenario(FOLDER / f"{name}.toml"), seed, (), lambda c: c.watch.log(c.setup, index, EventLog(file))
+        )
     return path.read_bytes().splitlines(keepends=True)
 
 
@@ -88,7 +91,7 @@ def test_an_event_that_a_node_did_not_survive_is_played_again(tmp_path: Path, mo
     monkeypatch.setattr(Node, "handle", fatal)
     scenario = scenario_of({"sentence": "One.", "nodes": 1, "rounds": 5})
     with (tmp_path / "events.jsonl").open("wb") as file:
-        outcome = simulate(scenario, 1, (), lambda c: watch(c, 0, EventLog(file)))
+        outcome = simulate(scenario, 1, (), lambda c: c.watch.log(c.setup, 0, EventLog(file)))
     assert ", AssertionError: round three is too much (test_sim_replay.py, line " in outcome.failures[0]
     assert replay(tmp_path / "events.jsonl").difference.endswith(" s: AssertionError: round three is too much")
     monkeypatch.undo()

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.sim import liars
 from p2ptrain.sim.checkers import standard
-from p2ptrain.sim.lines import LINES
 from p2ptrain.sim.outcome import history, rate, simulate
 from p2ptrain.sim.report import plot, summary
-from p2ptrain.sim.scenario import Expect, Links, Scenario, load_scenario, scenario_of, to_toml
+from p2ptrain.sim.scenario import LIES, LINES, Expect, Links, Scenario, load_scenario, scenario_of, to_toml
 
 FOLDER = Path(__file__).parents[2] / "scenarios"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -59,9 +57,7 @@ def test_there_are_scenarios_for_everything() -> None:
     sentences = [load_scenario(FOLDER / f"{name}.toml").sentence for name in NAMES]
     assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in sentences)
     assert len(set(sentences)) == len(NAMES)
-    assert {name for name in NAMES if name.startswith("liar-")} == {
-        f"liar-{kind.replace(' ', '-')}" for kind in liars.KINDS
-    }
+    assert {name for name in NAMES if name.startswith("liar-")} == {f"liar-{kind.replace(' ', '-')}" for kind in LIES}
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def what_came_in_time_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[tuple[bytes, int], set[bytes]] = {}
 
     def closing(self: core_round.Round) -> None:
-        held[self.context.me, self.number] = {name for name, good in self.context.payloads.held.items() if good}
+        held[self.context.me, self.number] = {name for name, good in self.pools.payloads.held.items() if good}
         close(self)
 
     def apply_next(self: LocalWork) -> None:
@@ -227,10 +227,10 @@ def test_nothing_that_is_contributed_changes_who_proposes(monkeypatch: pytest.Mo
     begin, order = core_round.Round.__init__, roster.proposers
     head = b""
 
-    def keyed_by_head(self: core_round.Round, context: Any, state: Any) -> None:
+    def keyed_by_head(self: core_round.Round, context: Any, pools: Any, state: Any, *more: Any) -> None:
         nonlocal head
         head = state.head
-        begin(self, context, state)
+        begin(self, context, pools, state, *more)
 
     monkeypatch.setattr(core_round.Round, "__init__", keyed_by_head)
     monkeypatch.setattr(core_round, "proposers", lambda run_id, branch, *rest: order(run_id, head, *rest))

@@ -40,6 +40,10 @@ class Shadow:
             assert replay.effects_digest(self.node.handle(event, now)) == effects
         return self.node.view().phase
 
+    @property
+    def number(self) -> int:
+        return self.node.view().state.round + 1
+
     def close(self) -> None:
         self._file.close()
 
@@ -48,8 +52,8 @@ def killed_in(phase: str, victim: Daemon) -> bool:
     """Kills a member as soon as it is in this phase. Returns whether it still was."""
     with closing(Shadow(victim)) as shadow:
         shadow.phase()
-        number = shadow.node.here.number  # not in this round: what a start brings about is another matter
-        victim.until(lambda: shadow.phase() == phase and shadow.node.here.number > number, PHASE_SECONDS, look=0.001)
+        number = shadow.number  # not in this round: what a start brings about is another matter
+        victim.until(lambda: shadow.phase() == phase and shadow.number > number, PHASE_SECONDS, look=0.001)
         victim.kill()
         return shadow.phase() == phase
 

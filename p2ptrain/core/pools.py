@@ -1,0 +1,52 @@
+"""The pools: what a node takes in from others and keeps from round to round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from p2ptrain.core.arrivals import Arrivals
+from p2ptrain.core.claims import Claims
+from p2ptrain.core.context import Context
+from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.newcomers import NewcomerTime
+from p2ptrain.core.offers import Offers
+from p2ptrain.core.payloads import Payloads
+from p2ptrain.core.requests import Requests
+from p2ptrain.core.state import AgreedState
+from p2ptrain.core.tally import Tallies
+
+
+class Pools:
+    """Contributions, requests, and figures of their authors."""
+
+    def __init__(self, context: Context) -> None:
+        self.payloads = Payloads(context)
+        self.offers = Offers(context.run.agreement.staleness_rounds_max, self.payloads)
+        self.requests = Requests(context)
+        self.arrivals = Arrivals()
+        self.newcomers = NewcomerTime()
+        self.tallies = Tallies()  # counts of contributions, only shown
+        self.claims = Claims(context.run)  # only shown, too
+
+    def take(self, manifest: Manifest) -> None:
+        """Counts the contributions that a manifest takes."""
+        self.tallies.take(manifest)
+        self.claims.take(manifest, self.offers)
+
+    def begin_round(self, state: AgreedState, recent: Iterable[Manifest]) -> None:
+        """Forgets what no longer counts after this state; `recent` are the manifests that led to it."""
+        self.offers.prune(state)
+        self.claims.begin(state, self.offers)
+        self.requests.prune(state, recent)
+        self.arrivals.forget(state.place)
+        self.tallies.forget(state.place)
+
+    @property
+    def counted(self) -> tuple[object, ...]:
+        """What may let the node advance, as far as a message changes it without an effect."""
+        return len(self.requests.by_name), self.payloads.deadline
+
+    def limits(self) -> dict[str, tuple[int, int]]:
+        """Returns the size and bound of each buffer."""
+        pools = (self.offers, self.payloads, self.requests, self.arrivals, self.tallies, self.claims)
+        return {name: limit for pool in pools for name, limit in pool.limits().items()}
