@@ -7,7 +7,10 @@ from typing import Annotated, Literal
 import typer
 
 from p2ptrain.cli.node import DataDir, NodeFile, data_dir_of
+from p2ptrain.config import LimitsConfig
 from p2ptrain.errors import ConfigError
+from p2ptrain.node.control import ask
+from p2ptrain.node.limits import changed
 
 RATE_MAX = 10**12  # bytes per second, as in the config
 Rate = Annotated[
@@ -21,8 +24,6 @@ def pause(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
     The local daemon keeps voting and applying rounds.
     """
-    from p2ptrain.node.control import ask
-
     ask(data_dir_of(data_dir, config), {"do": "pause"})
     typer.echo("paused: the current training is finished first; `p2ptrain resume` or a restart continues training")
 
@@ -32,8 +33,6 @@ def resume(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
     The local daemon may still be paused by its hours, on battery, or because other programs use the GPU.
     """
-    from p2ptrain.node.control import ask
-
     left = ask(data_dir_of(data_dir, config), {"do": "resume"})["pauses"]
     typer.echo("\n".join(left) if left else "resumed: training starts with the next round at the latest")
 
@@ -70,15 +69,11 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has many options
 
     A restart returns to the limits in the config.
     """
-    from p2ptrain.node.control import ask
-
     order: dict[str, object] = {"upload": upload, "download": download, "hours": hours}
     order |= {"percent": percent, "threads": threads, "memory": memory, "battery": battery, "gpu": gpu}
     if off and any(each is not None for each in order.values()):
         raise ConfigError("cannot be combined with a limit", key="--off", fix="Give one or the other")
     order = {**NO_LIMITS} if off else order
-    from p2ptrain.config import LimitsConfig
-    from p2ptrain.node.limits import changed
 
     changed(LimitsConfig(), order)  # reports a user's mistake even if no daemon is running
     limits = ask(data_dir_of(data_dir, config), {"do": "limit", **order})
@@ -98,14 +93,3 @@ def limit(  # noqa: PLR0913, PLR0917  # a command has many options
 
 def _rate(rate: int) -> str:
     return f"{rate:,} bytes/s" if rate else "no limit"
-
-
-def checkpoint_now(config: NodeFile = None, data_dir: DataDir = None) -> None:
-    """Save the state now, after the current training.
-
-    The local daemon does it; see `checkpoint list`.
-    """
-    from p2ptrain.node.control import ask
-
-    saved = ask(data_dir_of(data_dir, config), {"do": "checkpoint"})
-    typer.echo(f"saved the state after round {saved['round']}")

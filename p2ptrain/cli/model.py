@@ -12,18 +12,23 @@ from tempfile import TemporaryDirectory
 from time import time
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
+from p2ptrain.config import NodeConfig
 from p2ptrain.errors import ConfigError, NoDaemonError, SilentDaemonError
-from p2ptrain.visible import visible
+from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest, check, sample
+from p2ptrain.node.control import ask
+from p2ptrain.node.directories import data_directory
+from p2ptrain.visible import duration, visible
 
 if TYPE_CHECKING:
     import torch
 
-    from p2ptrain.config import NodeConfig
     from p2ptrain.models.built_in import Model
-    from p2ptrain.models.sample import SampleRequest
     from p2ptrain.node.saved import SavedModel
 
 STDIN = "-"
@@ -88,8 +93,6 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has many options
 
     Uses the local daemon's model, or that of the newest certified checkpoint if no daemon is running.
     """
-    from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest, check
-
     if prompt == STDIN:
         prompt = _text(sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1))
     request = SampleRequest(prompt, tokens, seed, temperature)
@@ -187,9 +190,6 @@ def _run_tasks(
 @contextmanager
 def _measuring() -> Iterator[Callable[[int, int], None]]:
     """Shows a progress bar, if stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     terminal = Console(stderr=True)
     with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
         task = bar.add_task("measuring", total=None)
@@ -198,8 +198,6 @@ def _measuring() -> Iterator[Callable[[int, int], None]]:
 
 def _text(content: bytes) -> str:
     """Decodes a prompt. One over the limit may have been cut within a character; its length is refused later."""
-    from p2ptrain.models.sample import PROMPT_BYTES_MAX
-
     try:
         return content.decode(errors="strict" if len(content) <= PROMPT_BYTES_MAX else "replace")
     except UnicodeDecodeError as error:
@@ -211,11 +209,6 @@ def _from_daemon(node: NodeConfig, run: str | None, request: SampleRequest) -> t
 
     The reason is empty if no daemon is running, or if it takes part in another run.
     """
-    import msgspec
-
-    from p2ptrain.node.control import ask
-    from p2ptrain.node.directories import data_directory
-
     place = data_directory(node)
     try:
         status = ask(place, {"do": "status"})
@@ -236,9 +229,7 @@ def _from_checkpoint(
     request: SampleRequest,
     why_no_daemon: str,
 ) -> str:
-    from p2ptrain.models.sample import sample
     from p2ptrain.train.learner import open_device
-    from p2ptrain.visible import duration
 
     device, _ = open_device(node.device)  # the daemon's device, for identical results
     found, model, saved_at = _loaded(node, run, number, directory, device)

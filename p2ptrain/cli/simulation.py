@@ -5,16 +5,22 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from p2ptrain.sim.outcome import Outcome
-    from p2ptrain.sim.scenario import Scenario
+from p2ptrain.replay import EventLog
+from p2ptrain.replay import replay as replay_file
+from p2ptrain.sim.checkers import standard
+from p2ptrain.sim.outcome import Outcome
+from p2ptrain.sim.outcome import simulate as run_scenario
+from p2ptrain.sim.replay import SIMULATED, signer_of, watch
+from p2ptrain.sim.report import check_plot, summary
+from p2ptrain.sim.report import plot as draw
+from p2ptrain.sim.scenario import Scenario, load_scenario
+from p2ptrain.sim.swarm import SwarmSummary, swarm
 
 TELL_SECONDS = 60.0  # between progress lines in a log
 
@@ -55,9 +61,6 @@ def simulate(
         raise typer.BadParameter("only works with --swarm; a scenario has its own duration", param_hint="--seconds")
     if (trace_node is None) != (events is None):
         raise typer.BadParameter("--trace-node and --events must be given together", param_hint="--events")
-    from p2ptrain.sim.report import check_plot, summary
-    from p2ptrain.sim.report import plot as draw
-    from p2ptrain.sim.scenario import load_scenario
 
     scenario, seed = load_scenario(file, nodes), seed or 0
     if plot is not None:
@@ -71,18 +74,13 @@ def simulate(
 
 
 def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events: Path | None) -> Outcome:
-    from p2ptrain.replay import EventLog
-    from p2ptrain.sim.checkers import standard
-    from p2ptrain.sim.outcome import simulate as run
-    from p2ptrain.sim.replay import watch
-
     if trace_node is None or events is None:
-        return run(scenario, seed, standard())
+        return run_scenario(scenario, seed, standard())
     if trace_node >= scenario.size:
         raise typer.BadParameter(f"the scenario has no node {trace_node}", param_hint="--trace-node")
     try:
         with events.open("wb") as log:
-            return run(scenario, seed, standard(), lambda cluster: watch(cluster, trace_node, EventLog(log)))
+            return run_scenario(scenario, seed, standard(), lambda cluster: watch(cluster, trace_node, EventLog(log)))
     except OSError as error:
         raise ConfigError(
             f"cannot be written: {error.strerror}", source=str(events), fix="Choose another file"
@@ -90,8 +88,6 @@ def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events
 
 
 def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
-    from p2ptrain.sim.swarm import SwarmSummary, swarm
-
     done = SwarmSummary()
     terminal, told = sys.stderr.isatty(), 0.0
     typer.echo(f"seed {seed}")
@@ -120,10 +116,7 @@ def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
 
 def replay(file: Annotated[Path, typer.Argument(help="A node's events, as JSON lines.")]) -> None:
     """Replay a node's events, and compare the effects."""
-    from p2ptrain.replay import replay as run
-    from p2ptrain.sim.replay import SIMULATED, signer_of
-
-    replayed = run(file, {SIMULATED: signer_of})
+    replayed = replay_file(file, {SIMULATED: signer_of})
     if replayed.unrepeated:
         typer.echo(
             f"begins at round {replayed.begins_at} of a process whose start is gone: "

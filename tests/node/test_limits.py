@@ -373,7 +373,7 @@ def test_the_command_orders_limits_and_tells_what_holds(
         orders.append(order)
         return held if order["do"] == "limit" else {"pauses": ["paused on battery: because"]}
 
-    monkeypatch.setattr("p2ptrain.node.control.ask", ask)
+    monkeypatch.setattr("p2ptrain.cli.control.ask", ask)
     status, out, err = p2ptrain(
         capsys, "limit", "--data-dir", tmp_path, "--hours", "22:00-07:00", "--percent", "25", "--battery", "pause"
     )
