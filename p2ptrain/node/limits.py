@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from pydantic import ValidationError
 
-from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config.node import OPTIONS, ChangeableLimits, Limits
 from p2ptrain.config.text import allowed
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import ConfigError, TooLargeError
@@ -51,11 +52,6 @@ LESS_DISK = (
     "Make room, keep fewer checkpoints (storage.checkpoints_kept), choose another disk with --data-dir, "
     "or allow it with limits.disk_bytes"
 )
-# The options of `p2ptrain limit` that this module handles, and the config keys that they change.
-KEYS = {
-    "hours": "hours", "percent": "device_percent", "memory": "memory_bytes",
-    "battery": "on_battery", "gpu": "on_gpu_busy",
-}  # fmt: skip
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -74,7 +70,7 @@ def is_within(hours: str, now: datetime) -> bool:
 
 
 def reasons_to_pause(
-    limits: LimitsConfig, now: datetime, is_on_battery: bool, is_gpu_busy: bool = False
+    limits: ChangeableLimits, now: datetime, is_on_battery: bool, is_gpu_busy: bool = False
 ) -> list[Complaint]:
     found = []
     if not is_within(limits.hours, now):
@@ -91,26 +87,22 @@ def rest_seconds(worked: float, percent: int) -> float:
     return worked * (100 - percent) / percent
 
 
-def over_memory(limits: LimitsConfig, resident: int) -> Complaint | None:
+def over_memory(limits: ChangeableLimits, resident: int) -> Complaint | None:
     if not limits.memory_bytes or resident <= limits.memory_bytes:
         return None
     return complaint(Code.OVER_MEMORY, used_bytes=resident, limit_bytes=limits.memory_bytes)
 
 
-def _changes(order: dict[str, Any]) -> dict[str, Any]:
-    return {key: order[option] for option, key in KEYS.items() if order.get(option) is not None}
-
-
-def changed(limits: LimitsConfig, order: dict[str, Any]) -> LimitsConfig:
+def changed(limits: Limits, order: dict[str, Any]) -> Limits:
     """Returns the limits after an order of `p2ptrain limit`. Raises ConfigError for an invalid value."""
+    given = {name: order[option.name] for name, option in OPTIONS.items() if order.get(option.name) is not None}
     try:
-        return LimitsConfig.model_validate({**limits.model_dump(), **_changes(order)})
+        return Limits.model_validate({**dict(limits), **given})
     except ValidationError as error:
         place = error.errors(include_url=False)[0]["loc"]
         key = str(place[0]) if place else "hours"  # the only check of the whole section is about hours
-        option = next(option for option, name in KEYS.items() if name == key)
-        fix = f"Give {allowed(LimitsConfig.model_fields[key])}"
-        raise ConfigError(f"{order[option]!r} is not valid", key=f"--{option}", fix=fix) from error
+        fix = f"Give {allowed(Limits.model_fields[key])}"
+        raise ConfigError(f"{given[key]!r} is not valid", key=f"--{OPTIONS[key].name}", fix=fix) from error
 
 
 def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
@@ -256,7 +248,7 @@ class MachineLimits:
 
     def __init__(
         self,
-        limits: LimitsConfig,
+        limits: ChangeableLimits,
         pauses: Pauses,
         worker: Worker,
         clock: Callable[[], datetime] = datetime.now,
@@ -267,18 +259,18 @@ class MachineLimits:
         self.over_memory: Complaint | None = None
         self._pauses, self._worker = pauses, worker
         self._clock, self._battery, self._resident, self._gpu = clock, battery, resident, gpu
-        self._set(limits)
-
-    def _set(self, limits: LimitsConfig) -> None:
-        self.limits = limits
-        self._worker.set_percent(limits.device_percent)
+        at_start = {name: getattr(limits, name) for name in ChangeableLimits.model_fields}
+        self.limits = Limits(**at_start, threads=max(1, worker.threads))
+        worker.set_percent(limits.device_percent)
 
     def change(self, order: dict[str, Any]) -> None:
         """Applies an order of `p2ptrain limit`. Raises ConfigError for an invalid value, and then changes nothing."""
-        changes = _changes(order)
+        before, self.limits = self.limits, changed(self.limits, order)
+        changes = {key: value for key, value in self.limits if value != getattr(before, key)}
         if not changes:
             return
-        self._set(changed(self.limits, order))
+        self._worker.set_percent(self.limits.device_percent)
+        self._worker.set_threads(self.limits.threads)
         log.info("limits: %s", ", ".join(f"{key} = {value!r}" for key, value in changes.items()))
         self.look()
 

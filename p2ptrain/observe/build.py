@@ -7,6 +7,7 @@ from typing import Protocol
 
 from p2ptrain import __version__
 from p2ptrain.config import RunConfig
+from p2ptrain.config.node import Limits
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.view import PeerView
 from p2ptrain.identity import peer_id_of
@@ -19,7 +20,6 @@ from p2ptrain.node.limits import MachineLimits
 from p2ptrain.observe.rounds import Recorder
 from p2ptrain.observe.schema import (
     FaultTolerance,
-    Limits,
     Peer,
     PeerList,
     PeerRecord,
@@ -175,17 +175,7 @@ def unreadiness_of(daemon: Running) -> list[str]:
 
 
 def limits_of(daemon: Running) -> Limits:
-    limits = daemon.machine_limits.limits
-    return Limits(
-        upload_bytes_per_second=daemon.edges.upload.rate,
-        download_bytes_per_second=daemon.edges.download.rate,
-        memory_bytes=limits.memory_bytes,
-        hours=limits.hours,
-        device_percent=limits.device_percent,
-        threads=daemon.driver.worker.threads,
-        on_battery=limits.on_battery,
-        on_gpu_busy=limits.on_gpu_busy,
-    )
+    return daemon.machine_limits.limits
 
 
 def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:

@@ -17,6 +17,7 @@ from pydantic import (
     computed_field,
 )
 
+from p2ptrain.config.node import Limits
 from p2ptrain.core.complaints import Code, Complaint
 from p2ptrain.core.reputation import Reason
 from p2ptrain.identity import peer_id_of
@@ -69,26 +70,6 @@ class Traffic(Part):
     received: Annotated[Count, Figure("received", "bytes", "traffic_bytes", "counter", labels=RECEIVED)] = Field(
         description="bytes"
     )
-
-
-class Limits(Part):
-    """The owner's limits on bandwidth (for payloads, states, data and histories) and on the use of the machine."""
-
-    upload_bytes_per_second: Annotated[
-        Count,
-        Figure(
-            "upload limit", "bytes/s", "limit_bytes_per_second", text="The owner's limit; 0: no limit.", labels=SENT
-        ),
-    ] = Field(description="0: no limit")
-    download_bytes_per_second: Annotated[
-        Count, Figure("download limit", "bytes/s", "limit_bytes_per_second", labels=RECEIVED)
-    ] = Field(description="0: no limit")
-    memory_bytes: Count = Field(description="of main memory; 0: no limit")
-    hours: str = Field(description="when it trains, in the machine's local time, such as 22:00-07:00; empty: always")
-    device_percent: int = Field(ge=1, le=100, description="share of the time in which the device may work")
-    threads: Count = Field(description="torch's threads for training; 0: unknown")
-    on_battery: Literal["pause", "train"] = Field(description="what to do while the machine runs on battery")
-    on_gpu_busy: Literal["pause", "ignore"] = Field(description="what to do while other programs use the GPU")
 
 
 class Mine(Stored):
@@ -229,7 +210,16 @@ class Status(Answer, LearningFigures):
     traffic: Annotated[dict[Purpose, Traffic], Figure("traffic", label="purpose")] = Field(
         description="bytes by purpose, since this start"
     )
-    limits: Limits
+    limits: Annotated[
+        Limits,
+        Figure(
+            "upload limit", "bytes/s", "limit_bytes_per_second", key="upload_bytes_per_second",
+            text="The owner's limit; 0: no limit.", labels=SENT
+        ),
+        Figure(
+            "download limit", "bytes/s", "limit_bytes_per_second", key="download_bytes_per_second", labels=RECEIVED
+        ),
+    ]  # fmt: skip
     queued_frames: Annotated[Count, Figure("queued frames")] = Field(
         description="messages waiting to be sent over streams"
     )
