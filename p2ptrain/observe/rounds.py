@@ -27,9 +27,8 @@ from p2ptrain.core.node import Node
 from p2ptrain.errors import DataError
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.work import Worker
-from p2ptrain.observe.parts import Stored
 from p2ptrain.observe.peer_history import PeerHistory
-from p2ptrain.observe.schema import PHASES, Mine, RoundRecord
+from p2ptrain.observe.schema import PHASES, Mine, RoundRecord, Stored
 from p2ptrain.store.records import Batch, Row, SavedRows, read_rounds
 
 ROUNDS_KEPT = 1_000  # in memory, as many as a page shows; with 1,024 contributors each they take 10 MB
