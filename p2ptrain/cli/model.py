@@ -10,7 +10,7 @@ from math import isnan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 import typer
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from p2ptrain.node.saved import SavedModel
 
 STDIN = "-"
+T = TypeVar("T")
 
 Directory = Annotated[
     Path | None,
@@ -60,19 +61,14 @@ def export(
     """
     from p2ptrain.models.export import check_target
     from p2ptrain.models.export import export as write
-    from p2ptrain.node.saved import find_model, reading, though_pruned  # torch takes two seconds
 
-    check_target(out)
-
-    def look() -> SavedModel:
-        found = find_model(node_config(config, data_dir), run, number, checkpoint, needs_base=not adapter)
+    def use(found: SavedModel) -> None:
         if adapter and not found.run.adapt.is_on:
             raise ConfigError(f"{found.run.name} trains whole weights", key="--adapter", fix="Leave it out")
-        with reading(found.checkpoint):
-            write(out, found.weights, found.tokenizer, found.members, only_adapters=adapter)
-        return found
+        write(out, found.weights, found.tokenizer, found.members, only_adapters=adapter)
 
-    found = though_pruned(look)
+    check_target(out)
+    found, _ = _used(use, node_config(config, data_dir), run, number, checkpoint, needs_base=not adapter)
     typer.echo(f"{_which(found)}: {out}")
 
 
@@ -165,7 +161,6 @@ def _run_tasks(
 ) -> None:
     """Exports the model to a temporary directory, and runs the tasks on it."""
     from p2ptrain.models.export import export as write
-    from p2ptrain.node.saved import find_model, reading, though_pruned
     from p2ptrain.train.evaluate import check_tasks, run_tasks
     from p2ptrain.train.learner import open_device
 
@@ -174,15 +169,12 @@ def _run_tasks(
     with TemporaryDirectory() as place:
         out = Path(place) / "model"
 
-        def look() -> SavedModel:
-            found = find_model(node, run, number, checkpoint)
+        def use(found: SavedModel) -> None:
             if found.run.model.kind == "plugin":
                 raise ConfigError("the harness cannot load a plug-in's model", key="--tasks", fix="Leave it out")
-            with reading(found.checkpoint):
-                write(out, found.weights, found.tokenizer, found.members)
-            return found
+            write(out, found.weights, found.tokenizer, found.members)
 
-        found = though_pruned(look)
+        found, _ = _used(use, node, run, number, checkpoint)
         typer.echo(_which(found), err=True)
         run_tasks(out, tasks, limit=limit, first_token=found.tokenizer.end_of_document, device=str(device))
 
@@ -245,12 +237,27 @@ def _loaded(
 ) -> tuple[SavedModel, Model, float]:
     """Loads a saved model; returns it with the time when it was saved."""
     from p2ptrain.models.export import load_model
+
+    found, model = _used(lambda found: load_model(found.weights, device), node, run, number, directory)
+    return found, model, found.saved_at
+
+
+def _used(
+    use: Callable[[SavedModel], T],
+    node: NodeConfig,
+    run: str | None,
+    number: int | None,
+    directory: Path | None,
+    *,
+    needs_base: bool = True,
+) -> tuple[SavedModel, T]:
+    """Finds a saved model and uses it, or another one if a running node removes it meanwhile."""
     from p2ptrain.node.saved import find_model, reading, though_pruned
 
-    def look() -> tuple[SavedModel, Model, float]:
-        found = find_model(node, run, number, directory)
+    def look() -> tuple[SavedModel, T]:
+        found = find_model(node, run, number, directory, needs_base=needs_base)
         with reading(found.checkpoint):
-            return found, load_model(found.weights, device), found.saved_at
+            return found, use(found)
 
     return though_pruned(look)
 

@@ -1,13 +1,7 @@
 """Limits on how much of its owner's machine the node uses.
 
-    hours           train only during these hours, by the machine's local clock
-    on_battery      "pause": do not train while the machine runs on battery
-    on_gpu_busy     "pause": do not train while other programs use the GPU that this node trains on (gpu_use.py)
-    device_percent  idle between steps, so that the device works only this share of the time
-    memory_bytes    refuse a run that needs more at the start; afterwards, watch the usage and report it
-    disk_bytes      refuse a run that needs more at the start, and again once it is known how much data a round needs;
-                    afterwards, keep as many pieces of its data as there is room for
-    nice            niceness of the node and its p2pd, set at the start
+config/node.py describes each of them. Memory and disk are checked at the start, before anything is allocated, and disk
+again once it is known how much data a round needs.
 
 Outside its hours, on battery and beside a game, the node behaves as after `p2ptrain pause`: it finishes the current
 training and goes on voting and applying. These reasons and the owner's pause are independent: each holds until it is
