@@ -65,7 +65,7 @@ def limit(
         raise ConfigError("cannot be combined with a limit", key="--off", fix="Give one or the other")
     if off:
         order = {each.name: Limits.model_fields[name].default for name, each in OPTIONS.items() if each.unit}
-    changed(Limits(threads=1), order)  # reports a user's mistake even if no daemon is running
+    changed(Limits(), order)  # reports a user's mistake even if no daemon is running
     limits = ask(data_dir_of(data_dir, config), {"do": "limit", **order})
     for name, option in OPTIONS.items():
         value = limits[name]

@@ -13,7 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -209,7 +209,9 @@ class Limits(ChangeableLimits):
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
-    threads: Annotated[int, Option("threads")] = Field(ge=1, le=1_024, description="torch's threads for training")
+    threads: Annotated[int, Option("threads"), WithJsonSchema({"type": "integer", "minimum": 0})] = Field(
+        0, ge=1, le=1_024, description="torch's threads for training; 0: unknown"
+    )
 
 
 OPTIONS = {

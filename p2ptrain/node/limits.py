@@ -91,7 +91,7 @@ def changed(limits: Limits, order: dict[str, Any]) -> Limits:
     """Returns the limits after an order of `p2ptrain limit`. Raises ConfigError for an invalid value."""
     given = {name: order[option.name] for name, option in OPTIONS.items() if order.get(option.name) is not None}
     try:
-        return Limits.model_validate({**dict(limits), **given})
+        return Limits.model_validate({**limits.model_dump(exclude_unset=True), **given})
     except ValidationError as error:
         place = error.errors(include_url=False)[0]["loc"]
         key = str(place[0]) if place else "hours"  # the only check of the whole section is about hours
@@ -253,18 +253,23 @@ class MachineLimits:
         self.over_memory: Complaint | None = None
         self._pauses, self._worker = pauses, worker
         self._clock, self._battery, self._resident, self._gpu = clock, battery, resident, gpu
-        at_start = {name: getattr(limits, name) for name in ChangeableLimits.model_fields}
-        self.limits = Limits(**at_start, threads=max(1, worker.threads))
+        self._limits = Limits(**{name: getattr(limits, name) for name in ChangeableLimits.model_fields})
         worker.set_percent(limits.device_percent)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits in force, with the worker's threads."""
+        return self._limits.model_copy(update={"threads": self._worker.threads})
 
     def change(self, order: dict[str, Any]) -> None:
         """Applies an order of `p2ptrain limit`. Raises ConfigError for an invalid value, and then changes nothing."""
-        before, self.limits = self.limits, changed(self.limits, order)
-        changes = {key: value for key, value in self.limits if value != getattr(before, key)}
+        before, self._limits = self._limits, changed(self._limits, order)
+        changes = {key: value for key, value in self._limits if value != getattr(before, key)}
         if not changes:
             return
-        self._worker.set_percent(self.limits.device_percent)
-        self._worker.set_threads(self.limits.threads)
+        self._worker.set_percent(self._limits.device_percent)
+        if "threads" in changes:
+            self._worker.set_threads(self._limits.threads)
         log.info("limits: %s", ", ".join(f"{key} = {value!r}" for key, value in changes.items()))
         self.look()
 

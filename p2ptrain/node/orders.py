@@ -16,7 +16,6 @@ from p2ptrain.errors import DataError
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.limits import MachineLimits
 
-
 log = logging.getLogger("p2ptrain.node")
 
 
