@@ -226,7 +226,7 @@ async def test_a_node_beside_a_game_votes_and_applies_and_trains_again_afterward
         daemon = node.daemon
         driver = daemon.driver
         daemon.machine_limits = limits = MachineLimits(
-            LimitsConfig(on_gpu_busy="pause", on_battery="train"), driver.pauses, driver.device, gpu=lambda: is_busy
+            LimitsConfig(on_gpu_busy="pause", on_battery="train"), driver.pauses, driver.worker, gpu=lambda: is_busy
         )
         limits.look()
         await made.reach(made.newest + 6)
