@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain import files, launch
+from p2ptrain import files
 from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.core import events as ev
+from p2ptrain.daemon import launch
 from p2ptrain.errors import DataError, HardwareError
 from p2ptrain.files import DiskError
 from p2ptrain.identity import Identity
