@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from p2ptrain.cli.exits import ExitStatus
-from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
+from p2ptrain.cli.groups import group
+from p2ptrain.cli.node import DataDir, NodeFile, Run, data_dir_of, node_config
+from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.errors import DataError
+from p2ptrain.node.control import ask
+from p2ptrain.node.directories import run_directory
+from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
+from p2ptrain.store.lock import Lock
+from p2ptrain.store.store import CHECKPOINTS_NAME
 
-if TYPE_CHECKING:
-    from p2ptrain.config import NodeConfig, RunConfig
-    from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
-
-app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+app = group("List, check and copy this node's checkpoints.")
 
 
 def _open(config: Path | None, data_dir: Path | None, run: str | None) -> Checkpoints:
@@ -26,10 +29,6 @@ def _open(config: Path | None, data_dir: Path | None, run: str | None) -> Checkp
 
 
 def _checkpoints(node: NodeConfig, run: RunConfig) -> Checkpoints:
-    from p2ptrain.node.directories import run_directory
-    from p2ptrain.store.checkpoints import Checkpoints
-    from p2ptrain.store.store import CHECKPOINTS_NAME
-
     run_id = run.id
     return Checkpoints(run_directory(node, run_id) / CHECKPOINTS_NAME, run_id)
 
@@ -105,7 +104,6 @@ def prune(
     A running node does this by itself. The newest checkpoint that the node's log certifies is always kept.
     """
     from p2ptrain.node.saved import to_keep
-    from p2ptrain.store.lock import Lock
 
     checkpoints = _open(config, data_dir, run)
     with Lock.of_directory(checkpoints.directory.parent):
@@ -115,3 +113,13 @@ def prune(
             typer.echo(f"removed {_line(each.checkpoint)}")
         for each in reversed(kept):
             typer.echo(f"kept    {_line(each.checkpoint)}  {each.judgement}")
+
+
+@app.command()
+def now(config: NodeFile = None, data_dir: DataDir = None) -> None:
+    """Save the state now, after the current training.
+
+    The local daemon does it; see `checkpoint list`.
+    """
+    saved = ask(data_dir_of(data_dir, config), {"do": "checkpoint"})
+    typer.echo(f"saved the state after round {saved['round']}")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.core.admission import encode_invitation, make_ticket
+from p2ptrain.core.messages import NUMBER_MAX
+from p2ptrain.core.state import USES_MAX
 from p2ptrain.errors import ConfigError, P2ptrainError
-
-if TYPE_CHECKING:
-    from p2ptrain.config import NodeConfig, RunConfig
-    from p2ptrain.identity import Identity
+from p2ptrain.identity import KEY_BYTES, Identity
+from p2ptrain.node.control import ask
+from p2ptrain.node.directories import data_directory, identity_file
 
 
 def invite(
@@ -31,11 +34,6 @@ def invite(
     uses. It contains a secret key, so send it where only they can read it. The run's config must have this node's key
     in admission.keys. The node may keep running; nothing is sent to anybody.
     """
-    from p2ptrain.core.admission import encode_invitation, make_ticket
-    from p2ptrain.core.messages import NUMBER_MAX
-    from p2ptrain.core.state import USES_MAX
-    from p2ptrain.identity import KEY_BYTES, Identity
-    from p2ptrain.node.directories import identity_file
     from p2ptrain.node.find import choose_run
 
     node = node_config(config, data_dir)
@@ -69,9 +67,6 @@ def _check_may_invite(run: RunConfig, identity: Identity) -> None:
 
 def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
     """Refuses a last round that a running daemon knows to be over, because members would ignore the invitation."""
-    from p2ptrain.node.control import ask
-    from p2ptrain.node.directories import data_directory
-
     try:
         status = ask(data_directory(node), {"do": "status"})
     except P2ptrainError:  # no daemon is running, or it is starting

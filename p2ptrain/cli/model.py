@@ -10,23 +10,29 @@ from math import isnan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import msgspec
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
+from p2ptrain.config import NodeConfig
 from p2ptrain.errors import ConfigError, NoDaemonError, SilentDaemonError
-from p2ptrain.visible import visible
+from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest, check, sample
+from p2ptrain.node.control import ask
+from p2ptrain.node.directories import data_directory
+from p2ptrain.visible import duration, visible
 
 if TYPE_CHECKING:
     import torch
 
-    from p2ptrain.config import NodeConfig
     from p2ptrain.models.built_in import Model
-    from p2ptrain.models.sample import SampleRequest
     from p2ptrain.node.saved import SavedModel
 
 STDIN = "-"
+T = TypeVar("T")
 
 Directory = Annotated[
     Path | None,
@@ -55,19 +61,14 @@ def export(
     """
     from p2ptrain.models.export import check_target
     from p2ptrain.models.export import export as write
-    from p2ptrain.node.saved import find_model, reading, though_pruned  # torch takes two seconds
 
-    check_target(out)
-
-    def look() -> SavedModel:
-        found = find_model(node_config(config, data_dir), run, number, checkpoint, needs_base=not adapter)
+    def use(found: SavedModel) -> None:
         if adapter and not found.run.adapt.is_on:
             raise ConfigError(f"{found.run.name} trains whole weights", key="--adapter", fix="Leave it out")
-        with reading(found.checkpoint):
-            write(out, found.weights, found.tokenizer, found.members, only_adapters=adapter)
-        return found
+        write(out, found.weights, found.tokenizer, found.members, only_adapters=adapter)
 
-    found = though_pruned(look)
+    check_target(out)
+    found, _ = _used(use, node_config(config, data_dir), run, number, checkpoint, needs_base=not adapter)
     typer.echo(f"{_which(found)}: {out}")
 
 
@@ -88,8 +89,6 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has many options
 
     Uses the local daemon's model, or that of the newest certified checkpoint if no daemon is running.
     """
-    from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest, check
-
     if prompt == STDIN:
         prompt = _text(sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1))
     request = SampleRequest(prompt, tokens, seed, temperature)
@@ -162,7 +161,6 @@ def _run_tasks(
 ) -> None:
     """Exports the model to a temporary directory, and runs the tasks on it."""
     from p2ptrain.models.export import export as write
-    from p2ptrain.node.saved import find_model, reading, though_pruned
     from p2ptrain.train.evaluate import check_tasks, run_tasks
     from p2ptrain.train.learner import open_device
 
@@ -171,15 +169,12 @@ def _run_tasks(
     with TemporaryDirectory() as place:
         out = Path(place) / "model"
 
-        def look() -> SavedModel:
-            found = find_model(node, run, number, checkpoint)
+        def use(found: SavedModel) -> None:
             if found.run.model.kind == "plugin":
                 raise ConfigError("the harness cannot load a plug-in's model", key="--tasks", fix="Leave it out")
-            with reading(found.checkpoint):
-                write(out, found.weights, found.tokenizer, found.members)
-            return found
+            write(out, found.weights, found.tokenizer, found.members)
 
-        found = though_pruned(look)
+        found, _ = _used(use, node, run, number, checkpoint)
         typer.echo(_which(found), err=True)
         run_tasks(out, tasks, limit=limit, first_token=found.tokenizer.end_of_document, device=str(device))
 
@@ -187,9 +182,6 @@ def _run_tasks(
 @contextmanager
 def _measuring() -> Iterator[Callable[[int, int], None]]:
     """Shows a progress bar, if stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     terminal = Console(stderr=True)
     with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
         task = bar.add_task("measuring", total=None)
@@ -198,8 +190,6 @@ def _measuring() -> Iterator[Callable[[int, int], None]]:
 
 def _text(content: bytes) -> str:
     """Decodes a prompt. One over the limit may have been cut within a character; its length is refused later."""
-    from p2ptrain.models.sample import PROMPT_BYTES_MAX
-
     try:
         return content.decode(errors="strict" if len(content) <= PROMPT_BYTES_MAX else "replace")
     except UnicodeDecodeError as error:
@@ -211,11 +201,6 @@ def _from_daemon(node: NodeConfig, run: str | None, request: SampleRequest) -> t
 
     The reason is empty if no daemon is running, or if it takes part in another run.
     """
-    import msgspec
-
-    from p2ptrain.node.control import ask
-    from p2ptrain.node.directories import data_directory
-
     place = data_directory(node)
     try:
         status = ask(place, {"do": "status"})
@@ -236,9 +221,7 @@ def _from_checkpoint(
     request: SampleRequest,
     why_no_daemon: str,
 ) -> str:
-    from p2ptrain.models.sample import sample
     from p2ptrain.train.learner import open_device
-    from p2ptrain.visible import duration
 
     device, _ = open_device(node.device)  # the daemon's device, for identical results
     found, model, saved_at = _loaded(node, run, number, directory, device)
@@ -254,12 +237,27 @@ def _loaded(
 ) -> tuple[SavedModel, Model, float]:
     """Loads a saved model; returns it with the time when it was saved."""
     from p2ptrain.models.export import load_model
+
+    found, model = _used(lambda found: load_model(found.weights, device), node, run, number, directory)
+    return found, model, found.saved_at
+
+
+def _used(
+    use: Callable[[SavedModel], T],
+    node: NodeConfig,
+    run: str | None,
+    number: int | None,
+    directory: Path | None,
+    *,
+    needs_base: bool = True,
+) -> tuple[SavedModel, T]:
+    """Finds a saved model and uses it, or another one if a running node removes it meanwhile."""
     from p2ptrain.node.saved import find_model, reading, though_pruned
 
-    def look() -> tuple[SavedModel, Model, float]:
-        found = find_model(node, run, number, directory)
+    def look() -> tuple[SavedModel, T]:
+        found = find_model(node, run, number, directory, needs_base=needs_base)
         with reading(found.checkpoint):
-            return found, load_model(found.weights, device), found.saved_at
+            return found, use(found)
 
     return though_pruned(look)
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from p2ptrain.cli.exits import ExitStatus
+from p2ptrain.cli.groups import group
+from p2ptrain.config import NodeConfig, load_node_config, load_run_config, read_table, with_options
 from p2ptrain.errors import ConfigError
+from p2ptrain.identity import Identity
+from p2ptrain.models.plugins import allow
+from p2ptrain.node.control import ask
+from p2ptrain.node.directories import data_directory, identity_file
 
-if TYPE_CHECKING:
-    from p2ptrain.config import NodeConfig
-
-identity_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+identity_app = group("Show or create this node's key.")
 
 DataDir = Annotated[
     Path | None, typer.Option("--data-dir", metavar="DIR", help="This node's data; each daemon needs its own.")
@@ -60,9 +63,6 @@ def node_config(
 
     It also lets this process use the plug-ins that the settings allow.
     """
-    from p2ptrain.config import load_node_config, with_options
-    from p2ptrain.models.plugins import allow
-
     options = {
         ("storage", "directory"): str(data_dir) if data_dir else None,
         ("network", "bootstrap"): bootstrap or None,
@@ -77,8 +77,6 @@ def node_config(
 
 
 def data_dir_of(data_dir: Path | None, file: Path | None = None) -> Path:
-    from p2ptrain.node.directories import data_directory
-
     return data_directory(node_config(file, data_dir))
 
 
@@ -112,8 +110,6 @@ def start(  # noqa: PLR0913, PLR0917  # a command has many options
 
     If this node has already started the run, it continues.
     """
-    from p2ptrain.config import load_run_config, read_table
-
     node = node_config(config, data_dir, None, listen, log_level, log_format)
     said = read_table(run)
     if weights is not None and source is not None:
@@ -169,8 +165,6 @@ def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
     In an invitation-only run this gives up the admission, which Ctrl-C does not.
     """
-    from p2ptrain.node.control import ask
-
     ask(data_dir_of(data_dir, config), {"do": "leave"})
     typer.echo("leaving: the daemon tells the others, saves its state and ends")
 
@@ -184,8 +178,6 @@ def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir =
 
     The exit status is 3 if no daemon answers.
     """
-    from p2ptrain.node.control import ask
-
     found = ask(data_dir_of(data_dir, config), {"do": "status"})
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -197,8 +189,6 @@ def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir =
 
 def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
     """List the peers connected to the local daemon."""
-    from p2ptrain.node.control import ask
-
     found = ask(data_dir_of(data_dir, config), {"do": "peers"})
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -233,16 +223,12 @@ def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile 
 
 
 def _identity_file(config: Path | None, data_dir: Path | None) -> Path:
-    from p2ptrain.node.directories import identity_file
-
     return identity_file(node_config(config, data_dir))
 
 
 @identity_app.command("show")
 def show_identity(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Print this node's id and public key."""
-    from p2ptrain.identity import Identity
-
     identity = Identity.load(_identity_file(config, data_dir))
     typer.echo(f"peer id     {identity.peer_id}\npublic key  {identity.key.hex()}")
 
@@ -253,8 +239,6 @@ def new_identity(config: NodeFile = None, data_dir: DataDir = None) -> None:
 
     A node creates its own key when it is first started.
     """
-    from p2ptrain.identity import Identity
-
     path = _identity_file(config, data_dir)
     typer.echo(f"{Identity.make(path).peer_id}\n{path}")
 

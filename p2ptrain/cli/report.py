@@ -8,6 +8,11 @@ from typing import Annotated
 import typer
 
 from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
+from p2ptrain.errors import P2ptrainError
+from p2ptrain.files import replace_file
+from p2ptrain.node.control import ask
+from p2ptrain.node.directories import data_directory, run_directory
+from p2ptrain.observe.tracking import line_of
 
 MODE = 0o644  # the page may be shared
 
@@ -31,13 +36,8 @@ def report(
     The page shows loss, times, contributors and configuration, and needs no other files.
     """
     node = node_config(config, data_dir)
-    from p2ptrain.errors import P2ptrainError
-    from p2ptrain.files import replace_file
-    from p2ptrain.node.control import ask
-    from p2ptrain.node.directories import data_directory, run_directory
     from p2ptrain.node.find import choose_run
     from p2ptrain.observe.export import exported, read_recorded_run
-    from p2ptrain.observe.tracking import line_of
 
     chosen = choose_run(node, run)
     recorded_run = read_recorded_run(chosen, run_directory(node, chosen.id))

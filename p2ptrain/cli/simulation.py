@@ -5,16 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from p2ptrain.sim.outcome import Outcome
-    from p2ptrain.sim.scenario import Scenario
+from p2ptrain.replay import EventLog
+from p2ptrain.replay import replay as replay_file
+from p2ptrain.sim.checkers import standard
+from p2ptrain.sim.keys import FakeSigner
+from p2ptrain.sim.outcome import Outcome
+from p2ptrain.sim.outcome import simulate as run_scenario
+from p2ptrain.sim.report import check_plot, summary
+from p2ptrain.sim.report import plot as draw
+from p2ptrain.sim.scenario import Scenario, load_scenario
+from p2ptrain.sim.swarm import SwarmSummary, swarm
+from p2ptrain.sim.watch import SIMULATED
 
 TELL_SECONDS = 60.0  # between progress lines in a log
 
@@ -55,9 +62,6 @@ def simulate(
         raise typer.BadParameter("only works with --swarm; a scenario has its own duration", param_hint="--seconds")
     if (trace_node is None) != (events is None):
         raise typer.BadParameter("--trace-node and --events must be given together", param_hint="--events")
-    from p2ptrain.sim.report import check_plot, summary
-    from p2ptrain.sim.report import plot as draw
-    from p2ptrain.sim.scenario import load_scenario
 
     scenario, seed = load_scenario(file, nodes), seed or 0
     if plot is not None:
@@ -71,18 +75,14 @@ def simulate(
 
 
 def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events: Path | None) -> Outcome:
-    from p2ptrain.replay import EventLog
-    from p2ptrain.sim.checkers import standard
-    from p2ptrain.sim.outcome import simulate as run
-
     if trace_node is None or events is None:
-        return run(scenario, seed, standard())
+        return run_scenario(scenario, seed, standard())
     if trace_node >= scenario.size:
         raise typer.BadParameter(f"the scenario has no node {trace_node}", param_hint="--trace-node")
     try:
         with events.open("wb") as file:
             log = EventLog(file)
-            return run(scenario, seed, standard(), lambda each: each.watch.log(each.setup, trace_node, log))
+            return run_scenario(scenario, seed, standard(), lambda each: each.watch.log(each.setup, trace_node, log))
     except OSError as error:
         raise ConfigError(
             f"cannot be written: {error.strerror}", source=str(events), fix="Choose another file"
@@ -90,8 +90,6 @@ def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events
 
 
 def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
-    from p2ptrain.sim.swarm import SwarmSummary, swarm
-
     done = SwarmSummary()
     terminal, told = sys.stderr.isatty(), 0.0
     typer.echo(f"seed {seed}")
@@ -120,11 +118,7 @@ def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:
 
 def replay(file: Annotated[Path, typer.Argument(help="A node's events, as JSON lines.")]) -> None:
     """Replay a node's events, and compare the effects."""
-    from p2ptrain.replay import replay as run
-    from p2ptrain.sim.keys import FakeSigner
-    from p2ptrain.sim.watch import SIMULATED
-
-    replayed = run(file, {SIMULATED: lambda header: FakeSigner(header.run_id, header.me)})
+    replayed = replay_file(file, {SIMULATED: lambda header: FakeSigner(header.run_id, header.me)})
     if replayed.unrepeated:
         typer.echo(
             f"begins at round {replayed.begins_at} of a process whose start is gone: "

@@ -6,8 +6,10 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from p2ptrain.cli.node import DataDir, NodeFile, data_dir_of
+from p2ptrain.observe.top import show, show_once
 
 Interval = Annotated[float, typer.Option(metavar="SECONDS", min=0.2, max=3_600, help="Time between updates.")]
 
@@ -23,11 +25,8 @@ def top(
     Shows rounds, loss, whether all nodes have the same model, peers, traffic and health. Press q to quit.
     """
     directory = data_dir_of(data_dir, config)
-    from p2ptrain.observe.top import show, show_once
 
     if once or not sys.stdout.isatty():
-        from rich.console import Console
-
         show_once(directory, Console())
         return
     show(directory, interval)

@@ -36,6 +36,14 @@ class Accepts:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Annotates a limit with its option of `p2ptrain limit`, and what its value counts; a choice counts nothing."""
+
+    name: str
+    unit: str = ""
+
+
 class Section(BaseModel):
     """A table of a config file: immutable, and without unknown keys."""
 

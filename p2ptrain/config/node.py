@@ -13,11 +13,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from p2ptrain.config.fields import Accepts, DigestOrEmpty, FromArray, Plugin, Rational, Section
+from p2ptrain.config.fields import Accepts, DigestOrEmpty, FromArray, Option, Plugin, Rational, Section
 from p2ptrain.errors import SettingError
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
@@ -142,49 +142,40 @@ class DeviceConfig(Section):
     compile: bool = Field(False, description="compile the layers with torch.compile; the first round takes longer")
 
 
-class LimitsConfig(Section):
-    """How much of this machine the node may use."""
+class ChangeableLimits(Section):
+    """The limits that `p2ptrain limit` changes while the node runs; each stands here once, with its option."""
 
-    upload_bytes_per_second: int = Field(
+    upload_bytes_per_second: Annotated[int, Option("upload", "bytes/s")] = Field(
         0, ge=0, le=10**12, description="limit on all uploads but gossip and small messages, on average; 0: none"
     )
-    download_bytes_per_second: int = Field(
+    download_bytes_per_second: Annotated[int, Option("download", "bytes/s")] = Field(
         0, ge=0, le=10**12, description="limit on all downloads but gossip and small messages; 0: none"
     )
-    memory_bytes: int = Field(
-        0, ge=0, le=2**50, description="limit on main memory: a run that needs more is refused; 0: none"
-    )
-    disk_bytes: int = Field(
+    memory_bytes: Annotated[int, Option("memory", "bytes")] = Field(
         0,
         ge=0,
-        le=2**60,
-        description="limit on disk space: a run that needs more, including the data of one round, is refused; as much "
-        "of its data is kept as fits; 0: 95 % of what is free",
+        le=2**50,
+        description="limit on main memory: a run that needs more is refused, and more in use is reported; 0: none",
     )
     hours: Annotated[
         str,
         Field(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9])?$"),
         Accepts('hours such as "22:00-07:00", or nothing'),
+        Option("hours", "hh:mm-hh:mm"),
     ] = Field("", description="hours in which the node may train, local time; empty: always")
-    device_percent: int = Field(
+    device_percent: Annotated[int, Option("percent", "percent")] = Field(
         100,
         ge=1,
         le=100,
         description="percentage of its training time in which the device works; the rest of the time it idles",
     )
-    on_battery: Literal["pause", "train"] = Field(
+    on_battery: Annotated[Literal["pause", "train"], Option("battery")] = Field(
         "pause", description="whether to train while the machine runs on battery"
     )
-    on_gpu_busy: Literal["pause", "ignore"] = Field(
+    on_gpu_busy: Annotated[Literal["pause", "ignore"], Option("gpu")] = Field(
         "ignore",
         description="whether to pause while other programs, such as a game, use the GPU that trains; "
         "not yet tried on a card",
-    )
-    nice: int = Field(
-        0,
-        ge=0,
-        le=19,
-        description="niceness of the node and its p2pd, so that other programs go first; 0: as it was started",
     )
 
     @model_validator(mode="after")
@@ -193,6 +184,39 @@ class LimitsConfig(Section):
         if self.hours and start == end:
             raise SettingError(f'hours = "{self.hours}" leaves no time to train', 'write "" for the whole day')
         return self
+
+
+class LimitsConfig(ChangeableLimits):
+    """How much of this machine the node may use."""
+
+    disk_bytes: int = Field(
+        0,
+        ge=0,
+        le=2**60,
+        description="limit on disk space: a run that needs more, including the data of one round, is refused; as much "
+        "of its data is kept as fits; 0: 95 % of what is free",
+    )
+    nice: int = Field(
+        0,
+        ge=0,
+        le=19,
+        description="niceness of the node and its p2pd, so that other programs go first; 0: as it was started",
+    )
+
+
+class Limits(ChangeableLimits):
+    """The owner's limits that are in force now."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
+    threads: Annotated[int, Option("threads"), WithJsonSchema({"type": "integer", "minimum": 0})] = Field(
+        0, ge=1, le=1_024, description="torch's threads for training; 0: unknown"
+    )
+
+
+OPTIONS = {
+    name: each for name, field in Limits.model_fields.items() for each in field.metadata if isinstance(each, Option)
+}
 
 
 class StorageConfig(Section):

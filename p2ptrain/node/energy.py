@@ -5,19 +5,18 @@
            secrets of other programs (Lipp et al. 2021, PLATYPUS). They have about 32 bits and wrap within the hour
 
 Both include everything that uses the device, and nothing else: not the fans, the main memory or the losses of the
-power supply. Energy is counted only while the node is not paused. NVML is called through its C interface, which comes
-with every driver.
+power supply. Energy is counted only while the node is not paused.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
+import pynvml
 import torch
 
 from p2ptrain.net.tasks import in_daemon_thread
@@ -25,12 +24,12 @@ from p2ptrain.net.tasks import in_daemon_thread
 LOOK_SECONDS = 10.0  # a RAPL counter wraps after 20 minutes at 200 W
 WATTS_MAX = 5_000.0  # of a device: beyond this, the counter was reset, as after a sleep
 POWERCAP = Path("/sys/class/powercap")
-UNTOLD = (OSError, ValueError, AttributeError, RuntimeError)  # no such file, number or function; or CUDA has no meter
-NVML = "libnvidia-ml.so.1"
+# No such file, number or function; or no driver, or CUDA has no meter.
+UNTOLD = (OSError, ValueError, AttributeError, RuntimeError, pynvml.NVMLError)
 
 
 class Meter(Protocol):
-    """An energy meter. Its counters start anywhere and only grow. It raises OSError if it cannot measure at all."""
+    """An energy meter. Its counters start anywhere and only grow. Raises an error of UNTOLD if it cannot measure."""
 
     def read(self) -> list[tuple[float, float]]:
         """Returns each counter's joules and the value at which it wraps, 0 if it does not wrap."""
@@ -56,56 +55,37 @@ class Rapl:
         ]
 
 
-class Card:
-    """One NVIDIA card; `library` is its driver's."""
-
-    def __init__(self, uuid: str, library: Any = None) -> None:
-        self._library = library or ctypes.CDLL(NVML)  # OSError if there is none
-        self.handle = ctypes.c_void_p()
-        self.call("nvmlInit_v2")
-        self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self.handle))
-
-    def call(self, name: str, *arguments: object) -> None:
-        if status := self.status(name, *arguments):
-            raise OSError(f"{name} returned {status}")
-
-    def status(self, name: str, *arguments: object) -> int:
-        return int(getattr(self._library, name)(*arguments))
-
-
-class Nvml(Card):
+class Nvml:
     """The meter of one graphics card."""
 
-    def __init__(self, uuid: str, library: Any = None, clock: Callable[[], float] = monotonic) -> None:
-        super().__init__(uuid, library)
-        self._clock = clock
+    def __init__(self, device: torch.device, clock: Callable[[], float] = monotonic) -> None:
+        self._handle, self._clock = handle_of(device), clock
         self._joules, self._looked_at = 0.0, clock()
 
     def read(self) -> list[tuple[float, float]]:
-        energy, power = ctypes.c_ulonglong(), ctypes.c_uint()
         try:
-            self.call("nvmlDeviceGetTotalEnergyConsumption", self.handle, ctypes.byref(energy))
-        except OSError:  # cards before Volta and MIG slices have no counter
-            self.call("nvmlDeviceGetPowerUsage", self.handle, ctypes.byref(power))
-            now = self._clock()
-            self._joules += power.value / 1e3 * min(now - self._looked_at, 2 * LOOK_SECONDS)
-            self._looked_at = now
-            return [(self._joules, 0.0)]
-        return [(energy.value / 1e3, 0.0)]
+            return [(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3, 0.0)]
+        except pynvml.NVMLError:  # cards before Volta and MIG slices have no counter
+            watts = pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
+        now = self._clock()
+        self._joules += watts * min(now - self._looked_at, 2 * LOOK_SECONDS)
+        self._looked_at = now
+        return [(self._joules, 0.0)]
 
 
-def uuid_of(device: torch.device) -> str:
-    """Returns the name of a CUDA device's card in NVML."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+def handle_of(device: torch.device) -> Any:
+    """Returns NVML's handle of a CUDA device's card. Raises an error of UNTOLD if there is none."""
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def meter_of(device: torch.device) -> Meter:
-    """Returns the meter of a device. Raises OSError if it has none."""
+    """Returns the meter of a device. Raises an error of UNTOLD if it has none."""
     if device.type == "cpu":
         return Rapl()
     if device.type != "cuda":
         raise OSError(f"{device.type} has no energy counter")
-    return Nvml(uuid_of(device))
+    return Nvml(device)
 
 
 class Energy:

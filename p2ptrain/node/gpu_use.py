@@ -10,59 +10,39 @@ None of this has been tried on a card yet: the thresholds are guesses, and the c
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import mean
 from time import monotonic
-from typing import Any
 
+import pynvml
 import torch
 
 from p2ptrain.net.tasks import in_daemon_thread
-from p2ptrain.node.energy import UNTOLD, Card, uuid_of
+from p2ptrain.node.energy import UNTOLD, handle_of
 
 LOOK_SECONDS = 5.0  # a game that has just begun is in no hurry: it loads first
 FREE_SECONDS = 60.0  # without others before training resumes, so that a menu between two games does not count; a guess
 BUSY_PERCENT = 10  # of the card's time, by all others together: a desktop with a browser stays below; a guess
 BUSY_BYTES = 2**30  # of the card's memory, where the time is not told: more than a desktop holds; a guess
-PROGRAMS_MAX = 4_096  # a card has a few dozen
-NOT_SUPPORTED, NOT_FOUND, INSUFFICIENT_SIZE = 3, 6, 7  # NVML's statuses
-HOLDERS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
+# No sample, or more at once than a moment before: the next look has them.
+NOTHING_NEW = (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
 
 log = logging.getLogger("p2ptrain.node")
 
 
-class ProcessMemory(ctypes.Structure):
-    """NVML's nvmlProcessInfo_v1_t, which goes with its functions without a version in their names."""
-
-    _fields_ = (("pid", ctypes.c_uint), ("size", ctypes.c_ulonglong))
-
-
-class ProcessTime(ctypes.Structure):
-    """NVML's nvmlProcessUtilizationSample_t: what one process did since its last sample."""
-
-    _fields_ = (
-        ("pid", ctypes.c_uint),
-        ("at", ctypes.c_ulonglong),  # microseconds
-        ("percent", ctypes.c_uint),  # of the time, on the multiprocessors
-        ("memory_percent", ctypes.c_uint),
-        ("encoder_percent", ctypes.c_uint),
-        ("decoder_percent", ctypes.c_uint),
-    )
-
-
-class CardUse(Card):
+class CardUse:
     """The use of one card by other processes than this one."""
 
-    def __init__(self, uuid: str, library: Any = None) -> None:
-        super().__init__(uuid, library)
+    def __init__(self, device: torch.device) -> None:
+        self._handle = handle_of(device)
         self._seen_until = 0  # the newest sample that was read
 
     def is_by_others(self) -> bool:
-        """Whether other processes use the card now. Raises OSError if it does not tell."""
+        """Whether other processes use the card now. Raises an error of UNTOLD if it does not tell."""
         held = self._held()
         if os.getpid() not in held:
             raise OSError("the driver does not list this process itself")
@@ -74,46 +54,34 @@ class CardUse(Card):
     def _held(self) -> dict[int, int]:
         """Returns the card's memory that each process holds; 0: untold."""
         held: dict[int, int] = {}
-        for function in HOLDERS:
-            for each in self._list(function, ProcessMemory):
-                size = 0 if each.size == 2**64 - 1 else each.size
-                held[each.pid] = max(size, held.get(each.pid, 0))
+        for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
+            with suppress(pynvml.NVMLError_NotSupported):  # a card for computing draws nothing
+                for each in ask(self._handle):
+                    held[each.pid] = max(each.usedGpuMemory or 0, held.get(each.pid, 0))
         return held
 
     def _percents(self) -> dict[int, float] | None:
         """Returns how busy each process kept the card since the last call; None if it does not tell."""
-        since = ctypes.c_ulonglong(self._seen_until)
-        samples = self._list("nvmlDeviceGetProcessUtilization", ProcessTime, since, unsupported=None)
-        if samples is None:
+        try:
+            samples = pynvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_until)
+        except pynvml.NVMLError_NotSupported:
             return None
+        except pynvml.NVMLError as error:
+            if error.value not in NOTHING_NEW:
+                raise
+            return {}
         found = defaultdict(list)
-        for each in samples:
-            if each.at > self._seen_until and each.percent <= 100:  # drivers fill up with old and random ones
-                found[each.pid].append(each.percent)
-        self._seen_until = max([self._seen_until, *(each.at for each in samples if each.percent <= 100)])
+        valid = [each for each in samples if each.smUtil <= 100]  # drivers fill up with old and random ones
+        for each in valid:
+            if each.timeStamp > self._seen_until:
+                found[each.pid].append(each.smUtil)
+        self._seen_until = max([self._seen_until, *(each.timeStamp for each in valid)])
         return {pid: mean(percents) for pid, percents in found.items()}
-
-    def _list(self, name: str, kind: type[Any], *rest: object, unsupported: Any = ()) -> Any:
-        """Returns a list of the driver's, whose length it tells first."""
-        count = ctypes.c_uint(0)
-        status = self.status(name, self.handle, None, ctypes.byref(count), *rest)
-        if status == NOT_SUPPORTED:
-            return unsupported
-        if status in (0, NOT_FOUND):
-            return ()
-        if status != INSUFFICIENT_SIZE or count.value > PROGRAMS_MAX:
-            raise OSError(f"{name} returned {status}")
-        count.value += 8  # for processes that have begun meanwhile
-        found = (kind * count.value)()
-        status = self.status(name, self.handle, found, ctypes.byref(count), *rest)
-        if status not in (0, NOT_FOUND):
-            raise OSError(f"{name} returned {status}")
-        return found[: count.value] if status == 0 else ()
 
 
 def use_of(device: torch.device) -> Callable[[], bool]:
-    """Returns what tells whether others use a CUDA device. Raises OSError if nothing does."""
-    return CardUse(uuid_of(device)).is_by_others
+    """Returns what tells whether others use a CUDA device. Raises an error of UNTOLD if nothing does."""
+    return CardUse(device).is_by_others
 
 
 class GpuWatch:

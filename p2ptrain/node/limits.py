@@ -1,13 +1,7 @@
 """Limits on how much of its owner's machine the node uses.
 
-    hours           train only during these hours, by the machine's local clock
-    on_battery      "pause": do not train while the machine runs on battery
-    on_gpu_busy     "pause": do not train while other programs use the GPU that this node trains on (gpu_use.py)
-    device_percent  idle between steps, so that the device works only this share of the time
-    memory_bytes    refuse a run that needs more at the start; afterwards, watch the usage and report it
-    disk_bytes      refuse a run that needs more at the start, and again once it is known how much data a round needs;
-                    afterwards, keep as many pieces of its data as there is room for
-    nice            niceness of the node and its p2pd, set at the start
+config/node.py describes each of them. Memory and disk are checked at the start, before anything is allocated, and disk
+again once it is known how much data a round needs.
 
 Outside its hours, on battery and beside a game, the node behaves as after `p2ptrain pause`: it finishes the current
 training and goes on voting and applying. These reasons and the owner's pause are independent: each holds until it is
@@ -33,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from pydantic import ValidationError
 
-from p2ptrain.config import LimitsConfig, NodeConfig, RunConfig
+from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config.node import OPTIONS, ChangeableLimits, Limits
 from p2ptrain.config.text import allowed
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import ConfigError, TooLargeError
@@ -51,11 +46,6 @@ LESS_DISK = (
     "Make room, keep fewer checkpoints (storage.checkpoints_kept), choose another disk with --data-dir, "
     "or allow it with limits.disk_bytes"
 )
-# The options of `p2ptrain limit` that this module handles, and the config keys that they change.
-KEYS = {
-    "hours": "hours", "percent": "device_percent", "memory": "memory_bytes",
-    "battery": "on_battery", "gpu": "on_gpu_busy",
-}  # fmt: skip
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -74,7 +64,7 @@ def is_within(hours: str, now: datetime) -> bool:
 
 
 def reasons_to_pause(
-    limits: LimitsConfig, now: datetime, is_on_battery: bool, is_gpu_busy: bool = False
+    limits: ChangeableLimits, now: datetime, is_on_battery: bool, is_gpu_busy: bool = False
 ) -> list[Complaint]:
     found = []
     if not is_within(limits.hours, now):
@@ -91,26 +81,22 @@ def rest_seconds(worked: float, percent: int) -> float:
     return worked * (100 - percent) / percent
 
 
-def over_memory(limits: LimitsConfig, resident: int) -> Complaint | None:
+def over_memory(limits: ChangeableLimits, resident: int) -> Complaint | None:
     if not limits.memory_bytes or resident <= limits.memory_bytes:
         return None
     return complaint(Code.OVER_MEMORY, used_bytes=resident, limit_bytes=limits.memory_bytes)
 
 
-def _changes(order: dict[str, Any]) -> dict[str, Any]:
-    return {key: order[option] for option, key in KEYS.items() if order.get(option) is not None}
-
-
-def changed(limits: LimitsConfig, order: dict[str, Any]) -> LimitsConfig:
+def changed(limits: Limits, order: dict[str, Any]) -> Limits:
     """Returns the limits after an order of `p2ptrain limit`. Raises ConfigError for an invalid value."""
+    given = {name: order[option.name] for name, option in OPTIONS.items() if order.get(option.name) is not None}
     try:
-        return LimitsConfig.model_validate({**limits.model_dump(), **_changes(order)})
+        return Limits.model_validate({**limits.model_dump(exclude_unset=True), **given})
     except ValidationError as error:
         place = error.errors(include_url=False)[0]["loc"]
         key = str(place[0]) if place else "hours"  # the only check of the whole section is about hours
-        option = next(option for option, name in KEYS.items() if name == key)
-        fix = f"Give {allowed(LimitsConfig.model_fields[key])}"
-        raise ConfigError(f"{order[option]!r} is not valid", key=f"--{option}", fix=fix) from error
+        fix = f"Give {allowed(Limits.model_fields[key])}"
+        raise ConfigError(f"{given[key]!r} is not valid", key=f"--{OPTIONS[key].name}", fix=fix) from error
 
 
 def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
@@ -256,7 +242,7 @@ class MachineLimits:
 
     def __init__(
         self,
-        limits: LimitsConfig,
+        limits: ChangeableLimits,
         pauses: Pauses,
         worker: Worker,
         clock: Callable[[], datetime] = datetime.now,
@@ -267,18 +253,23 @@ class MachineLimits:
         self.over_memory: Complaint | None = None
         self._pauses, self._worker = pauses, worker
         self._clock, self._battery, self._resident, self._gpu = clock, battery, resident, gpu
-        self._set(limits)
+        self._limits = Limits(**{name: getattr(limits, name) for name in ChangeableLimits.model_fields})
+        worker.set_percent(limits.device_percent)
 
-    def _set(self, limits: LimitsConfig) -> None:
-        self.limits = limits
-        self._worker.set_percent(limits.device_percent)
+    @property
+    def limits(self) -> Limits:
+        """The limits in force, with the worker's threads."""
+        return self._limits.model_copy(update={"threads": self._worker.threads})
 
     def change(self, order: dict[str, Any]) -> None:
         """Applies an order of `p2ptrain limit`. Raises ConfigError for an invalid value, and then changes nothing."""
-        changes = _changes(order)
+        before, self._limits = self._limits, changed(self._limits, order)
+        changes = {key: value for key, value in self._limits if value != getattr(before, key)}
         if not changes:
             return
-        self._set(changed(self.limits, order))
+        self._worker.set_percent(self._limits.device_percent)
+        if "threads" in changes:
+            self._worker.set_threads(self._limits.threads)
         log.info("limits: %s", ", ".join(f"{key} = {value!r}" for key, value in changes.items()))
         self.look()
 

@@ -12,11 +12,9 @@ import logging
 from typing import Any
 
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.errors import DataError
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.limits import MachineLimits
-
-RATE_MAX = 10**12  # bytes a second, as in the config
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -49,22 +47,9 @@ def _resume(driver: Driver) -> None:
 
 def _limit(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any]) -> None:
     """Changes the limits that the order names."""
-    rates = {name: order[name] for name in ("upload", "download") if order.get(name) is not None}
-    for name, rate in rates.items():
-        if not isinstance(rate, int) or isinstance(rate, bool) or not 0 <= rate <= RATE_MAX:
-            fix = f"Give bytes a second, from 0 (no limit) to {RATE_MAX:,}"
-            raise ConfigError(f"{rate!r} is not valid", key=f"--{name}", fix=fix)
-    threads = order.get("threads")
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= 1_024):
-        raise ConfigError(f"{threads!r} is not valid", key="--threads", fix="Give a number from 1 to 1,024")
     machine_limits.change(order)
-    if threads is not None:
-        driver.worker.set_threads(threads)
-        log.info("threads of the next training: %d", threads)
-    for name, rate in rates.items():
-        bucket = driver.edges.upload if name == "upload" else driver.edges.download
-        bucket.set_rate(rate)
-        log.info("%s limit: %s", name, f"{rate:,} bytes/s" if rate else "none")
+    driver.edges.upload.set_rate(machine_limits.limits.upload_bytes_per_second)
+    driver.edges.download.set_rate(machine_limits.limits.download_bytes_per_second)
 
 
 async def save_now(driver: Driver) -> int:

@@ -1,7 +1,7 @@
 """Everything a node shows: HTTP, metrics, records, logs and the terminal. It only reads, and decides nothing.
 
-`schema` has every figure and answer once, with how it is shown (`parts` are its base classes, `figures` and `learning`
-its numbers); `build` fills it from the node's view and counters, `rounds` and `peer_history` from the records.
+`schema` has every figure and answer once, with how it is shown (`figures`); `build` fills it from the node's view and
+counters, `rounds` and `peer_history` from the records.
 
 It is shown by HTTP (`app`, `http`, `guard`, `sockets`, `events`, `openapi`, the dashboard in `assets/` with
 `plotly_asset`), `metrics` (Prometheus), `top` with `top_frame` (terminal), `tracking` with `tensorboard`, `wandb_run`

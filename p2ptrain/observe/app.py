@@ -8,7 +8,7 @@ from hashlib import sha256
 from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,8 +20,11 @@ from p2ptrain.observe.figures import figures_of
 from p2ptrain.observe.guard import Guard, refusal, secured
 from p2ptrain.observe.metrics import MetricsPage
 from p2ptrain.observe.openapi import ROUNDS_DEFAULT, ROUNDS_MAX, describe
-from p2ptrain.observe.schema import Answer, Health, LogLine, PeerList, Readiness, RoundRecord, Rounds, Status
+from p2ptrain.observe.schema import Answer, Health, Readiness, RoundRecord, Rounds, Status
 from p2ptrain.observe.sockets import Connection, Slots
+
+if TYPE_CHECKING:
+    from p2ptrain.observe.http import HttpFace
 
 ASSETS = Path(str(files("p2ptrain.observe"))) / "assets"
 INDEX, DATA = "index.html", "<!-- data -->"
@@ -39,24 +42,6 @@ KINDS = {  # files of other types are not served
 }
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class StatusSource(Protocol):
-    """The source of everything shown. Methods return at once, on the event loop; None while the node starts."""
-
-    def status(self) -> Status | None: ...
-    def peers(self) -> PeerList | None: ...
-    def rounds(self, last: int) -> list[RoundRecord] | None:
-        """Returns the last rounds, the oldest first."""
-        ...
-
-    def complaints(self) -> list[str]:
-        """Returns why the node does not take part fully; empty if it does."""
-        ...
-
-    def lines(self) -> list[LogLine]:
-        """Returns the latest log lines."""
-        ...
 
 
 def answer(model: Answer, status: HTTPStatus = HTTPStatus.OK) -> web.Response:
@@ -101,7 +86,7 @@ def page_of(index: str, **data: object) -> str:
 class App:
     """The HTTP application of one server."""
 
-    def __init__(self, facts: StatusSource, guard: Guard, release: str, assets: Path = ASSETS) -> None:
+    def __init__(self, facts: HttpFace, guard: Guard, release: str, assets: Path = ASSETS) -> None:
         self.facts, self.guard, self.events = facts, guard, Events()
         self.slots = Slots()
         # Kept in memory (70 kB): aiohttp leaks an open file if the client hangs up while the file is being opened.

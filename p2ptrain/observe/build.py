@@ -7,6 +7,7 @@ from typing import Protocol
 
 from p2ptrain import __version__
 from p2ptrain.config import RunConfig
+from p2ptrain.config.node import Limits
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.view import PeerView
 from p2ptrain.identity import peer_id_of
@@ -16,10 +17,9 @@ from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
-from p2ptrain.observe.rounds import Recorder
+from p2ptrain.observe.rounds import HELD_OUT, Recorder, copied, held_out_of
 from p2ptrain.observe.schema import (
     FaultTolerance,
-    Limits,
     Peer,
     PeerList,
     PeerRecord,
@@ -66,11 +66,15 @@ def status_of(daemon: Running) -> Status:
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
     view, worker, figures = driver.node.view(), driver.worker, driver.worker.figures
     replica, region = driver.replica, worker if isinstance(worker, RegionWorker) else None
-    state, roots = view.state, view.roots
-    speed, held_out, measured = figures.tokens_per_second, view.held_out, records.measured
+    state, roots, roster = view.state, view.roots, view.state.roster
+    speed, complaints = figures.tokens_per_second, complaints_of(daemon)
     swarm = None if speed is None else records.swarm_tokens_per_second  # the others' scripts have loaders, too
-    complaints = complaints_of(daemon)
     return Status(
+        **copied(view, "phase", "view", "applied_round", "is_member", "is_admitted", "held", "waiting_for", "observed"),
+        **copied(figures, "loss", "gradient_norm", "step", "tokens"),
+        **copied(records, "mine", "contribution_tokens"),
+        **copied(driver.progress, "text", "text_round"),
+        **(held_out_of(view.held_out) or copied(records.measured, *HELD_OUT)),
         release=__version__,
         run_id=view.run_id.hex(),
         run_name=daemon.run.name,
@@ -79,47 +83,29 @@ def status_of(daemon: Running) -> Status:
         branch=state.branch.hex(),
         head=state.head.hex(),
         round=state.round + 1,
-        phase=view.phase,
-        view=view.view,
-        applied_round=view.applied_round,
         since_applied_seconds=daemon.since_applied,
         state_root=roots.get(view.applied_round, b"").hex(),
         certified_round=state.root_round,
-        loss=figures.loss,
-        held_out_loss=held_out.loss if held_out else measured.held_out_loss if measured else None,
-        held_out_round=held_out.round if held_out else measured.held_out_round if measured else None,
-        held_out_said=held_out.said if held_out else measured.held_out_said if measured else 0,
         swarm_loss=view.training_of(view.applied_round).loss,
-        gradient_norm=figures.gradient_norm,
         drift=worker.drift,
         compression_ratio=round(
             worker.replica.gradient_bytes / replica.payload_bytes * daemon.run.recipe.local_steps, 1
         ),
-        text=driver.progress.text,
-        text_round=driver.progress.text_round,
-        step=figures.step,
-        tokens=figures.tokens,
         tokens_per_second=None if speed is None else round(speed, 1),
         training_seconds=round(figures.seconds, 3),
         swarm_tokens_per_second=None if swarm is None else round(swarm, 1),
-        contribution_tokens=records.contribution_tokens,
-        mine=records.mine,
         world_round=region.region.world_round if region else None,
         device=str(worker.device),
         is_paused=bool(driver.pauses),
         peers=sorted(peer_id_of(peer) for peer in edges.connections.linked),
         roster=[peer_id_of(key) for key in state.members],
-        quorum=state.roster.quorum,
+        quorum=roster.quorum,
         fault_tolerance=FaultTolerance(
-            liars=state.roster.tolerated,
-            crashes=len(state.members) - state.roster.quorum,
-            mode="byzantine" if state.roster.tolerated else "crash-only",
+            liars=roster.tolerated,
+            crashes=len(state.members) - roster.quorum,
+            mode="byzantine" if roster.tolerated else "crash-only",
         ),
         admitted=len(state.admitted),
-        is_member=view.is_member,
-        is_admitted=view.is_admitted,
-        held=view.held,
-        waiting_for=view.waiting_for,
         health=[each.text for each in complaints],
         complaints=complaints,
         http=daemon.http,
@@ -141,7 +127,6 @@ def status_of(daemon: Running) -> Status:
         | {"trainings not finite": figures.not_finite, "damaged files": edges.persistence.store.damaged_files}
         | ({"contributions for the region": region.contributions} if region else {}),
         staleness={str(rounds): count for rounds, count in view.staleness.items()},
-        observed=view.observed,
     )
 
 
@@ -175,17 +160,7 @@ def unreadiness_of(daemon: Running) -> list[str]:
 
 
 def limits_of(daemon: Running) -> Limits:
-    limits = daemon.machine_limits.limits
-    return Limits(
-        upload_bytes_per_second=daemon.edges.upload.rate,
-        download_bytes_per_second=daemon.edges.download.rate,
-        memory_bytes=limits.memory_bytes,
-        hours=limits.hours,
-        device_percent=limits.device_percent,
-        threads=daemon.driver.worker.threads,
-        on_battery=limits.on_battery,
-        on_gpu_busy=limits.on_gpu_busy,
-    )
+    return daemon.machine_limits.limits
 
 
 def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:

@@ -1,8 +1,7 @@
 """Exports a run, as one node has recorded it, as a single HTML file: the dashboard's page with the data embedded.
 
-The live parts of the page are cut out and replaced by what is on disk besides the rounds. The rounds are merged to a
-few hundred points, as the page itself does it (assets/history.js). Styles, scripts and the chart library (compressed)
-are embedded as well.
+The live parts of the page are cut out and replaced by what is on disk besides the rounds. The rounds, styles, scripts
+and the chart library are embedded; the page merges the rounds to a few hundred points, as it does beside a node.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -39,8 +37,9 @@ from p2ptrain.store.store import CHECKPOINTS_NAME
 
 CONTRIBUTORS_SHOWN = 100
 CHECKPOINTS_SHOWN = 20
-POINTS_MAX, RECENT_MAX = 300, 8  # as in assets/history.js
-SCRIPTS = ("words", "figures", "history", "charts", "panels", "exported")  # each after those that it imports
+RECENT_MAX = 8  # rounds in the page's table, as in assets/history.js
+NOT_SHOWN = {"version", "applied_at", "manifest", "contributors"}
+SCRIPTS = ("words", "figures", "history", "packed", "charts", "panels", "exported")  # each after those that it imports
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +79,13 @@ def exported(recorded_run: RecordedRun, status: dict[str, Any] | None = None, ma
     made = made_at or datetime.now(UTC)
     name, script = escape(recorded_run.run.name), _script()
     style = (ASSETS / "style.css").read_text()
-    told = {"history": history_of(recorded_run.rounds), "contribution_tokens": tokens_of(recorded_run.run)}
-    index = page_of((ASSETS / INDEX).read_text(), exported=told)
+    index = page_of((ASSETS / INDEX).read_text(), exported={"contribution_tokens": tokens_of(recorded_run.run)})
     parts = re.split(r"<!-- /?live -->", index)
     hashed = base64.b64encode(sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}' blob:"
     found = plotly_asset.path_of()
-    packed = "" if found is None else base64.b64encode(gzip.compress(found.read_bytes(), 9, mtime=0)).decode()
+    library = _packed("library", b"" if found is None else found.read_bytes())
+    rounds = _packed("rounds-packed", json.dumps(rows_of(recorded_run.rounds)).encode())
     parts[1] = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<style id="plotly.js-style-global" class="no-inline-styles">{style}</style>'
@@ -106,7 +105,7 @@ def exported(recorded_run: RecordedRun, status: dict[str, Any] | None = None, ma
             ("Configuration", f"<pre>{escape(to_toml(recorded_run.run))}</pre>"),
         )
     )
-    parts[9] = f'<script type="application/gzip" id="library">{packed}</script><script type="module">{script}</script>'
+    parts[9] = f'{library}{rounds}<script type="module">{script}</script>'
     page = "".join(parts)
     return page.replace("<title>p2ptrain</title>", f"<title>{name}: a run of p2ptrain</title>")
 
@@ -119,32 +118,21 @@ def figures_section(status: dict[str, Any] | None) -> str:
     return _section("The node, when this was written", _terms([(title, words) for title, words in rows if words]))
 
 
-def history_of(rounds: Sequence[RoundRecord]) -> dict[str, Any]:
-    """Merges rounds in the same way as assets/history.js."""
-    stride = 1
-    while -(-len(rounds) // stride) > POINTS_MAX:
-        stride *= 2
-    told = [json.loads(each.model_dump_json()) for each in rounds[: -RECENT_MAX - 1 : -1]]
-    lowest = min((each for each in rounds if _is_number(each.loss)), key=lambda each: each.loss or 0.0, default=None)
-    return {
-        "points": [_point(rounds[first : first + stride]) for first in range(0, len(rounds), stride)],
-        "recent": [each | {"contributors": len(each["contributors"])} for each in told],
-        "total": len(rounds),
-        "stride": stride,
-        "lowest": None if lowest is None else {"loss": lowest.loss, "round": lowest.round},
-    }
+def rows_of(rounds: Sequence[RoundRecord]) -> list[dict[str, Any]]:
+    """Returns the rounds as the page's scripts take them: what is not shown is left out, and what is, is rounded."""
+    rows = [
+        json.loads(each.model_dump_json(exclude=NOT_SHOWN), parse_float=lambda text: float(f"{float(text):.6g}"))
+        | {"contributors": len(each.contributors)}
+        for each in rounds
+    ]
+    for row in rows[:-RECENT_MAX]:
+        del row["root"]  # random digits: most of what a page of many rounds would hold
+    return rows
 
 
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def _point(rounds: Sequence[RoundRecord]) -> dict[str, Any]:
-    sums, counts = {}, {}
-    for figure in figures_of(RoundRecord):
-        values = [value for each in rounds if (value := figure.number(each)) is not None and math.isfinite(value)]
-        sums[figure.name], counts[figure.name] = sum(values), len(values)
-    return {"last": rounds[-1].round, "rounds": len(rounds), "sums": sums, "counts": counts}
+def _packed(name: str, content: bytes) -> str:
+    text = base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
+    return f'<script type="application/gzip" id="{name}">{text}</script>'
 
 
 def _script() -> str:

@@ -32,7 +32,7 @@ class Figure:
     labels: tuple[tuple[str, str], ...] = ()  # the metric's labels, if several figures share it
     label: str = ""  # distinguishes the entries of an object, or the values of a text
     values: tuple[str, ...] = ()  # possible values of that label; by default, those present
-    key: str = ""  # if only this entry of an object is meant
+    key: str = ""  # if only this entry of an object, or field of a model, is meant
     tracked: str = ""  # the name in trackers; by default, the field's
     skips_zero: bool = False  # zeros are not sent to trackers
 
@@ -107,6 +107,9 @@ def _walk(model: type[BaseModel], path: tuple[str, ...], labels: tuple[tuple[str
         parts = get_args(field.annotation)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _walk(field.annotation, (*path, name), labels)
+            for figure in found:
+                text = field.annotation.model_fields[figure.key].description or ""
+                yield FigureField((*path, name, figure.key), _labelled(replace(figure, key=""), labels), text)
         elif get_origin(field.annotation) is dict and isinstance(parts[1], type) and issubclass(parts[1], BaseModel):
             for each in get_args(parts[0]):
                 yield from _walk(parts[1], (*path, name, each), ((found[0].label, each),))

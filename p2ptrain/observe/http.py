@@ -94,7 +94,7 @@ class HttpFace:
         await self._server.close()
 
     # -----------------------------------------------------------------------------------------------
-    # Facts
+    # What is shown; None while the node starts
 
     @property
     def _running(self) -> Running | None:
@@ -109,9 +109,11 @@ class HttpFace:
         return peers_of(self._running) if self._running else None
 
     def rounds(self, last: int) -> list[RoundRecord] | None:
+        """Returns the last rounds, the oldest first."""
         return rounds_of(self._running, last) if self._running else None
 
     def complaints(self) -> list[str]:
+        """Returns why the node does not take part fully; empty if it does."""
         return unreadiness_of(self._running) if self._running else [STARTING]
 
     def lines(self) -> list[LogLine]:

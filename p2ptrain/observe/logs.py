@@ -13,15 +13,12 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from logging.handlers import QueueHandler
 from time import monotonic
-from typing import Any
-
-import structlog
 
 from p2ptrain.config import LoggingConfig
 from p2ptrain.files import write_all
@@ -144,12 +141,6 @@ class QueuedLines(QueueHandler):
             is_out.wait(max(0.0, deadline - monotonic()))
 
 
-def _in_words(logger: object, name: str, event: MutableMapping[str, Any]) -> str:
-    """Renders a structlog event of the store as a plain line."""
-    what = str(event.pop("event"))
-    return ": ".join([what, ", ".join(f"{key} {value}" for key, value in event.items())]) if event else what
-
-
 def set_up(config: LoggingConfig) -> None:
     """Sets up logging to stderr: p2ptrain's lines at the configured level, and warnings of libraries."""
     form = ("text" if sys.stderr.isatty() else "json") if config.format == "auto" else config.format
@@ -158,9 +149,4 @@ def set_up(config: LoggingConfig) -> None:
     root = logging.getLogger()
     root.handlers = [QueuedLines(lines)]
     root.setLevel(logging.WARNING)
-    structlog.configure(
-        processors=[_in_words],
-        wrapper_class=structlog.stdlib.BoundLogger,
-        logger_factory=structlog.stdlib.LoggerFactory(),
-    )
     logging.getLogger("p2ptrain").setLevel(config.level.upper())

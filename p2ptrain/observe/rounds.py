@@ -17,25 +17,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
+from p2ptrain.core.claims import HeldOut
 from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.core.node import Node
 from p2ptrain.errors import DataError
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.work import Worker
-from p2ptrain.observe.parts import Stored
 from p2ptrain.observe.peer_history import PeerHistory
-from p2ptrain.observe.schema import PHASES, Mine, RoundRecord
+from p2ptrain.observe.schema import PHASES, Mine, RoundRecord, Stored
 from p2ptrain.store.records import Batch, Row, SavedRows, read_rounds
 
 ROUNDS_KEPT = 1_000  # in memory, as many as a page shows; with 1,024 contributors each they take 10 MB
 RATE_ROUNDS = 32  # over which the swarm's speed is estimated
 PEERS_SECONDS = 60.0  # between writes of peers: in a large swarm all of them change in every round
 KEYS_MAX = 4_096  # contributors' keys that rounds share in memory
+BYTES = ("bytes_sent", "bytes_received", "bulk_bytes_sent", "bulk_bytes_received")
+HELD_OUT = ("held_out_loss", "held_out_round", "held_out_said")
 
 log = logging.getLogger("p2ptrain.observe")
 
@@ -104,16 +107,17 @@ class Recorder:
         self._before, self._seconds = counts, dict.fromkeys(PHASES, 0.0)
         view, mine = self.node.view(), self.mine
         contributions = self.peers.look(view.standings(), self.clock())
-        tokens, training = int(since["tokens"]), since["training seconds"]
+        training = since["training_seconds"]
         claims, held_out = view.training_of(event.round), view.held_out
         worker, figures, replica = self.worker, self.worker.figures, self.worker.replica
         if held_out is not None and self.measured is not None and held_out.round == self.measured.held_out_round:
             held_out = None  # it is in an earlier record
         sent = (KEY_BYTES + replica.outer.payload_bytes) * len(entry.manifest.taken)
         step_tokens = 0 if figures.tokens_per_second is None else self._step_tokens  # scripts read what nobody counts
+        swarm_tokens = claims.steps * step_tokens
         self.mine = Mine(
-            tokens=mine.tokens + tokens,
-            swarm_tokens=mine.swarm_tokens + claims.steps * step_tokens,
+            tokens=mine.tokens + int(since["tokens"]),
+            swarm_tokens=mine.swarm_tokens + swarm_tokens,
             training_seconds=mine.training_seconds + training,
             applied=mine.applied + contributions.applied[view.me],
             applied_of_all=mine.applied_of_all + contributions.applied.total(),
@@ -122,35 +126,21 @@ class Recorder:
         if (event.branch, event.round) in self._applied:
             return
         record = RoundRecord(
-            branch=event.branch,
-            round=event.round,
+            **copied(event, "branch", "round", "root"),
+            **{f"{phase}_seconds": seconds[phase] for phase in PHASES},
+            **{name: int(since[name]) for name in (*BYTES, "tokens")},
+            **held_out_of(held_out),
+            **(copied(figures, "loss", "steps", "own_drift", "gradient_norm") if training else {"loss": None}),
             applied_at=self.clock(),
-            root=event.root,
             manifest=entry.manifest.digest,
             contributors=self._shared(taken.author for taken in entry.manifest.taken),
             mine_taken=tuple(taken.round for taken in entry.manifest.taken if taken.author == view.me),
             views=entry.certificate.view + 1,
-            train_seconds=seconds["train"],
-            collect_seconds=seconds["collect"],
-            agree_seconds=seconds["agree"],
-            apply_seconds=seconds["apply"],
-            bytes_sent=int(since["sent"]),
-            bytes_received=int(since["received"]),
-            bulk_bytes_sent=int(since["blobs sent"]),
-            bulk_bytes_received=int(since["blobs received"]),
-            held_out_loss=held_out.loss if held_out else None,
-            held_out_round=held_out.round if held_out else None,
-            held_out_said=held_out.said if held_out else 0,
             swarm_loss=claims.loss,
-            swarm_tokens=claims.steps * step_tokens,
-            gradient_norm=figures.gradient_norm if training else None,
+            swarm_tokens=swarm_tokens,
             drift=worker.drift,
             compression_ratio=round(replica.gradient_bytes * claims.steps / sent, 1) if claims.steps else None,
-            loss=figures.loss if training else None,
-            steps=figures.steps if training else 0,
-            own_drift=figures.own_drift if training else None,
-            tokens=tokens,
-            tokens_per_second=tokens / training if training > 0 else 0.0,
+            tokens_per_second=since["tokens"] / training if training > 0 else 0.0,
             late=contributions.late,
             refused=dict(contributions.refused),
         )
@@ -168,15 +158,10 @@ class Recorder:
             hears(record)
 
     def _counts(self) -> dict[str, float]:
-        traffic, blob_protocol = self._counters(), self._blob_protocol
-        return {
-            "sent": traffic.get("bytes sent", 0),
-            "received": traffic.get("bytes received", 0),
-            "blobs sent": traffic.get(f"sent {blob_protocol}", 0),
-            "blobs received": traffic.get(f"received {blob_protocol}", 0),
-            "tokens": self.worker.figures.tokens,
-            "training seconds": self.worker.figures.seconds,
-        }
+        traffic, blobs = self._counters(), self._blob_protocol
+        names = ("bytes sent", "bytes received", f"sent {blobs}", f"received {blobs}")
+        counts: dict[str, float] = {field: traffic.get(name, 0) for field, name in zip(BYTES, names, strict=True)}
+        return counts | {"tokens": self.worker.figures.tokens, "training_seconds": self.worker.figures.seconds}
 
     def _slim(self, record: RoundRecord) -> RoundRecord:
         return record.model_copy(update={"contributors": self._shared(record.contributors)})
@@ -230,6 +215,15 @@ class Recorder:
         self._mine_saved = mine
         if is_time:
             self._peers_saved_at = self._at
+
+
+def copied(source: object, *names: str) -> dict[str, Any]:
+    """Returns the fields of a record that `source` has under the same names; none if there is no source."""
+    return {} if source is None else {name: getattr(source, name) for name in names}
+
+
+def held_out_of(told: HeldOut | None) -> dict[str, Any]:
+    return {} if told is None else dict(zip(HELD_OUT, (told.loss, told.round, told.said), strict=True))
 
 
 def tokens_of(run: RunConfig) -> int:

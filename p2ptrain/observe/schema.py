@@ -9,24 +9,29 @@ fields' names as keys, under a digest. A field that is added later needs a defau
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal
+import math
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BaseModel,
+    ConfigDict,
     Field,
     PlainSerializer,
+    ValidationError,
     computed_field,
 )
 
+from p2ptrain.config.node import Limits
 from p2ptrain.core.complaints import Code, Complaint
 from p2ptrain.core.reputation import Reason
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.figures import Figure
-from p2ptrain.observe.learning import LearningFigures
-from p2ptrain.observe.parts import Part, Stored
 from p2ptrain.visible import few
 
 log = logging.getLogger("p2ptrain.observe")
 
+LOSS_SHOWN_MAX = 100.0  # nats a token: the perplexity of a larger claim would not fit a float
 PHASES = ("train", "collect", "agree", "apply")
 LIAR, CRASH = ((("fault", fault),) for fault in ("liar", "crash"))  # labels of metrics
 SENT, RECEIVED = ((("direction", way),) for way in ("sent", "received"))
@@ -37,6 +42,34 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 Count = Annotated[int, Field(ge=0)]
 Hex = Annotated[bytes, PlainSerializer(bytes.hex, return_type=str, when_used="json")]
 PeerId = Annotated[bytes, PlainSerializer(peer_id_of, return_type=str, when_used="json")]
+
+
+class Part(BaseModel):
+    """A part of an answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_serialization_defaults_required=True)
+
+
+class Stored(Part):
+    """A row of records.sqlite."""
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Self:
+        """Reads a row, ignoring fields that a newer release may have written."""
+        return cls(**{name: value for name, value in row.items() if name in cls.model_fields})
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[dict[str, Any]]) -> Iterator[Self]:
+        """Reads the rows that fit the schema; others, perhaps from another release, must not prevent a start."""
+        for row in rows:
+            try:
+                yield cls.of(row)
+            except (ValidationError, TypeError) as error:
+                log.warning("skipping a row of the records: %s", str(error).splitlines()[0])
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return dict(self)
 
 
 class Answer(Part):
@@ -69,26 +102,6 @@ class Traffic(Part):
     received: Annotated[Count, Figure("received", "bytes", "traffic_bytes", "counter", labels=RECEIVED)] = Field(
         description="bytes"
     )
-
-
-class Limits(Part):
-    """The owner's limits on bandwidth (for payloads, states, data and histories) and on the use of the machine."""
-
-    upload_bytes_per_second: Annotated[
-        Count,
-        Figure(
-            "upload limit", "bytes/s", "limit_bytes_per_second", text="The owner's limit; 0: no limit.", labels=SENT
-        ),
-    ] = Field(description="0: no limit")
-    download_bytes_per_second: Annotated[
-        Count, Figure("download limit", "bytes/s", "limit_bytes_per_second", labels=RECEIVED)
-    ] = Field(description="0: no limit")
-    memory_bytes: Count = Field(description="of main memory; 0: no limit")
-    hours: str = Field(description="when it trains, in the machine's local time, such as 22:00-07:00; empty: always")
-    device_percent: int = Field(ge=1, le=100, description="share of the time in which the device may work")
-    threads: Count = Field(description="torch's threads for training; 0: unknown")
-    on_battery: Literal["pause", "train"] = Field(description="what to do while the machine runs on battery")
-    on_gpu_busy: Literal["pause", "ignore"] = Field(description="what to do while other programs use the GPU")
 
 
 class Mine(Stored):
@@ -130,6 +143,44 @@ class SameModel(Part):
 
     verdict: Literal["same", "unknown", "other"] = Field(description="other: this node's model is not the agreed one")
     text: str = Field(description="what was signed, for people")
+
+
+class LearningFigures(BaseModel):
+    """How well the agreed weights do, and how the last round moved them. Claims are signed, and not verified."""
+
+    held_out_loss: Annotated[float | None, Figure("held-out loss", "nats a token")] = Field(
+        None,
+        description="of agreed weights, nats a token: the median of what three drawn members (all, if there are fewer) "
+        "claim to have measured on the same held-out text; null: not measured, in a round: not since the previous one",
+    )
+    held_out_round: int | None = Field(
+        None, ge=0, description="the round after which the weights had the held-out loss; null: it was not measured"
+    )
+    held_out_said: int = Field(
+        0, ge=0, description="how many of the drawn members said it: of two, the lower loss counts"
+    )
+    swarm_loss: Annotated[float | None, Figure("training loss of the swarm", "nats a token")] = Field(
+        None,
+        description="median over the steps behind the round's contributions, nats a token, as their authors claim; "
+        "null: unknown",
+    )
+    gradient_norm: Annotated[float | None, Figure("gradient norm", tracked="mine/gradient_norm")] = Field(
+        None, description="mean over the steps of the last training here, before clipping; null: there was none"
+    )
+    drift: Annotated[float | None, Figure("drift")] = Field(
+        None, description="how far the round moved the weights, over their norm; null: unknown"
+    )
+    compression_ratio: Annotated[float | None, Figure("compression")] = Field(
+        None,
+        description="bytes that the gradients of all steps have in fp32, over those of the contribution; in a round "
+        "by the steps that the authors claim; null: unknown",
+    )
+
+    @computed_field(description="e to the held-out loss")  # type: ignore[prop-decorator]  # as its own documentation does it
+    @property
+    def perplexity(self) -> Annotated[float | None, Figure("perplexity")]:
+        loss = self.held_out_loss
+        return None if loss is None else round(math.exp(min(loss, LOSS_SHOWN_MAX)), 4)
 
 
 class Status(Answer, LearningFigures):
@@ -229,7 +280,16 @@ class Status(Answer, LearningFigures):
     traffic: Annotated[dict[Purpose, Traffic], Figure("traffic", label="purpose")] = Field(
         description="bytes by purpose, since this start"
     )
-    limits: Limits
+    limits: Annotated[
+        Limits,
+        Figure(
+            "upload limit", "bytes/s", "limit_bytes_per_second", key="upload_bytes_per_second",
+            text="The owner's limit; 0: no limit.", labels=SENT
+        ),
+        Figure(
+            "download limit", "bytes/s", "limit_bytes_per_second", key="download_bytes_per_second", labels=RECEIVED
+        ),
+    ]  # fmt: skip
     queued_frames: Annotated[Count, Figure("queued frames")] = Field(
         description="messages waiting to be sent over streams"
     )

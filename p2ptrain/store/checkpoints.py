@@ -14,6 +14,7 @@ and was killed before it was corrected.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import structlog
 from blake3 import blake3
 from msgspec import Meta, Struct
 
@@ -51,7 +51,7 @@ STAMP_BYTES_MAX = 65_536  # a stamp has 600 bytes
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
 
 _NAME = re.compile(r"([0-9]{8})-round-[0-9]{1,15}")
-_log = structlog.get_logger("p2ptrain.store")
+_log = logging.getLogger("p2ptrain.store")
 
 
 FORMAT = "p2ptrain checkpoint 1"
@@ -144,7 +144,7 @@ class Checkpoint(Struct, frozen=True):
         try:
             kept = read_regular(self.path / LEAVES_NAME, DIGEST_BYTES * piece_count(size))
         except DataError as error:
-            _log.warning("recomputing the digests of a saved state", why=str(error))
+            _log.warning("recomputing the digests of a saved state: %s", error)
             kept = None
         if kept is not None and proves(kept, size, self.root):
             return kept
@@ -251,7 +251,7 @@ class Checkpoints:
         found = self.found()
         for each in found:
             if isinstance(each, DataError):
-                _log.warning("checkpoint skipped", why=str(each))
+                _log.warning("checkpoint skipped: %s", each)
         return [each for each in found if isinstance(each, Checkpoint)]
 
     def verify(self, checkpoint: Checkpoint) -> str | None:
@@ -309,7 +309,7 @@ class Checkpoints:
             why = self.verify(checkpoint) if judgement.is_on_history else judgement.why
             if why is None:
                 return checkpoint
-            _log.warning("checkpoint skipped", path=str(checkpoint.path), why=why)
+            _log.warning("checkpoint skipped: path %s, why %s", checkpoint.path, why)
         return None
 
     def prune(self, kept: int, journal: Journal) -> None:

@@ -12,12 +12,12 @@ contributions is sent twice, and nothing else is lost.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import structlog
 from msgspec import Meta, Struct
 
 from p2ptrain.digest import digest
@@ -29,7 +29,7 @@ ENTRIES_MAX = 1_024  # trainings; beyond it, the older half is dropped
 OUTSTANDING_MAX = 128  # contributions whose exact values the trainer keeps
 
 Count = Annotated[int, Meta(ge=0)]
-_log = structlog.get_logger("p2ptrain.store")
+_log = logging.getLogger("p2ptrain.store")
 
 
 class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -67,11 +67,11 @@ class Diary:
             content = read(path) or b""
         except DataError as error:
             self.is_damaged = True
-            _log.warning("cannot read the diary", why=str(error))
+            _log.warning("cannot read the diary: %s", error)
         self.entries, whole = read_entries(path, content)
         if whole != content:
             self.is_damaged = True
-            _log.warning("the diary was cut off at a damaged line", path=str(path), entries=len(self.entries))
+            _log.warning("the diary was cut off at a damaged line: path %s, entries %s", path, len(self.entries))
             write_atomically(path, whole)
 
     def note(self, entry: Trained) -> None:

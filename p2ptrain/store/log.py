@@ -9,13 +9,12 @@ A power cut can tear only the end of the newest segment, whose records were not 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import structlog
 
 from p2ptrain.core.events import Record, Said
 from p2ptrain.core.journal import Journal
@@ -51,7 +50,7 @@ ALL_ROUNDS = 2**31  # more rounds than a segment has, because readers want all o
 
 _SEGMENT = re.compile(r"[0-9]{8}\.log")
 
-_log = structlog.get_logger("p2ptrain.store")
+_log = logging.getLogger("p2ptrain.store")
 
 
 class Log:
@@ -128,7 +127,7 @@ class Log:
                 self._begin_segment()
         except DiskError as error:
             self.limit = self.size + SEGMENT_BYTES
-            _log.warning("log not compacted", why=str(error))
+            _log.warning("log not compacted: %s", error)
 
     def _begin_segment(self) -> None:
         number = self.number + 1
@@ -175,7 +174,7 @@ class Log:
         segment = _folded(self.path, data, self.journal.kept, self.journal.staleness)
         self.journal, self.is_forgetful, end = segment.journal, segment.is_forgetful, segment.end
         if end < len(data):
-            _log.warning("end of the log cut off", path=str(self.path), offset=end, bytes=len(data) - end)
+            _log.warning("end of the log cut off: path %s, offset %s, bytes %s", self.path, end, len(data) - end)
             cut(self.path, end)
         with trouble(self.path):
             self._use(self.path, end, segment.snapshot_bytes)

@@ -10,11 +10,11 @@ damaged or lost, counting starts again.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import structlog
 from msgspec import Meta, Struct
 
 from p2ptrain.digest import digest
@@ -24,7 +24,7 @@ from p2ptrain.store.formats import refuse_newer
 
 MISMATCHES_MAX, MISMATCH_ROUNDS = 3, 100  # three wrong states within a hundred rounds end the node
 
-_log = structlog.get_logger("p2ptrain.store")
+_log = logging.getLogger("p2ptrain.store")
 
 
 class _Contents(Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class Mismatches:
         try:
             write_atomically(self.path, _encoded(self.rounds))
         except DataError as error:  # a restart will not know of this round, but this process does
-            _log.error("cannot note a wrong state", why=str(error))
+            _log.error("cannot note a wrong state: %s", error)
         self.refuse()
 
     def refuse(self) -> None:
@@ -79,7 +79,7 @@ class Mismatches:
         return noted.rounds if _encoded(noted.rounds) == content else self._lost("damaged")
 
     def _lost(self, why: str) -> tuple[int, ...]:
-        _log.warning("earlier wrong states are unknown", path=str(self.path), why=why)
+        _log.warning("earlier wrong states are unknown: path %s, why %s", self.path, why)
         return ()
 
 

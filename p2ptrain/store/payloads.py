@@ -7,6 +7,7 @@ checked on reading; a damaged file counts as missing.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -14,15 +15,13 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-import structlog
-
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_count
 from p2ptrain.files import entries, forget, make_directory, read, replace_file, sync, trouble
 
 MEMORY_BYTES = 256 * 2**20  # a round of 256 contributions of 1 MB; a guess at what a laptop can spare
 
-_log = structlog.get_logger("p2ptrain.store")
+_log = logging.getLogger("p2ptrain.store")
 _NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
@@ -93,7 +92,7 @@ class PayloadStore:
         path = self._path_of(name)
         content = read(path)
         if content is not None and payload_digest(content) != name:
-            _log.warning("removed a damaged payload", path=str(path))
+            _log.warning("removed a damaged payload: path %s", path)
             with self._lock:
                 self.damaged += 1
                 forget(path)

@@ -27,6 +27,7 @@ One thread writes at a time; readers open the file read-only, even while others 
 from __future__ import annotations
 
 import errno
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -35,7 +36,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import structlog
 from msgspec import Struct
 
 from p2ptrain.digest import digest
@@ -55,7 +55,7 @@ WAL_PAGES = 256  # sqlite checkpoints its WAL after this many pages: 1 MB
 WAL_BYTES_MAX = 2**20  # the WAL is then truncated to this; it grows larger while a reader needs older pages
 BUSY_SECONDS = 2.0  # how long a writer waits for another, which should not exist
 
-_log = structlog.get_logger("p2ptrain.store")
+_log = logging.getLogger("p2ptrain.store")
 T = TypeVar("T")
 Row = dict[str, Any]
 ROUND, PEER, POINTS, MINE = "RoundRecord", "PeerRecord", "Points", "Mine"  # the domains of the rows' digests
@@ -185,7 +185,7 @@ class Records:
         try:
             return self._do("read", work)
         except DataError as error:
-            _log.warning("cannot read the records", why=str(error))
+            _log.warning("cannot read the records: %s", error)
             return nothing
 
     def _do(self, done: str, work: Callable[[sqlite3.Connection], T]) -> T:
@@ -222,9 +222,7 @@ class Records:
     def _move_aside(self, error: sqlite3.Error) -> None:
         """Renames the damaged file for inspection; only the latest such file is kept."""
         aside = self.path.with_name(self.path.name + DAMAGED_SUFFIX)
-        _log.warning(
-            "the records are damaged; starting a new file", path=str(self.path), kept=str(aside), why=str(error)
-        )
+        _log.warning("the records are damaged; starting a new file: path %s, kept %s, why %s", self.path, aside, error)
         try:
             for suffix in ("", "-wal", "-shm"):
                 path = Path(f"{self.path}{suffix}")
@@ -275,7 +273,7 @@ def remembered_peers(directory: Path) -> list[str]:
         with closing(_opened_to_read(path)) as connection:
             return _addresses_in(connection)
     except (sqlite3.Error, DataError) as error:
-        _log.warning("cannot read remembered addresses", path=str(path), why=str(error))
+        _log.warning("cannot read remembered addresses: path %s, why %s", path, error)
         return []
 
 
@@ -298,7 +296,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             connection.executescript(f"BEGIN; {_SCHEMA} {_FORMAT} COMMIT;")
         elif versions != (VERSION, VERSION):
-            _log.info("corrected the records' version", path=str(path), found=versions)
+            _log.info("corrected the records' version: path %s, found %s", path, versions)
             connection.executescript(f"BEGIN; {_FORMAT} COMMIT;")
     except (sqlite3.Error, DataError):
         connection.close()
@@ -378,7 +376,7 @@ def _unpacked(rows: Iterable[tuple[bytes, bytes]], kind: str, path: Path) -> Ite
         else:
             lost += 1
     if lost:
-        _log.warning("skipping damaged rows", path=str(path), kind=kind, rows=lost)
+        _log.warning("skipping damaged rows: path %s, kind %s, rows %s", path, kind, lost)
 
 
 def _prune(connection: sqlite3.Connection) -> None:

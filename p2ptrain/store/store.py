@@ -16,12 +16,11 @@ the directory is lost, the node knows that it has forgotten its messages, and do
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
-
-import structlog
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Certified, Record, Said, Saved
@@ -41,7 +40,7 @@ from p2ptrain.store.records import RECORDS_NAME, Records
 CHECKPOINTS_NAME = "checkpoints"
 SPOKEN_SUFFIX = ".spoken"  # suffix of a directory beside the key, with a file for each run
 
-_log = structlog.get_logger("p2ptrain.store")
+_log = logging.getLogger("p2ptrain.store")
 
 
 class PayloadLostError(DataError):
@@ -143,7 +142,9 @@ class Store:
         lost = sorted(name for name in self.journal.payloads_after(number) if name not in self.payloads)
         if lost:
             first = str(self.payloads.directory / lost[0].hex())
-            _log.warning("payloads needed to continue are missing; peers may have them", count=len(lost), first=first)
+            _log.warning(
+                "payloads needed to continue are missing; peers may have them: count %s, first %s", len(lost), first
+            )
 
     # -----------------------------------------------------------------------------------------------
     # Writing

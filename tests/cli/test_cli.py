@@ -92,6 +92,7 @@ def test_help_imports_nothing_heavy() -> None:
         (("config",), ["check", "example", "schema", "show"]),
         (("data",), ["prepare"]),
         (("checkpoint",), ["list", "verify", "export", "prune", "now"]),
+        (("identity",), ["show", "new", "path"]),
     ],
 )
 def test_without_a_command_it_lists_them(
@@ -154,7 +155,7 @@ def test_a_failure_of_the_world_is_told_with_status_1(
     def full(*_: object, **__: object) -> None:
         raise DataError("the disk is full")
 
-    monkeypatch.setattr("p2ptrain.data.prepare.prepare", full)
+    monkeypatch.setattr("p2ptrain.cli.data.make", full)
     assert p2ptrain(capsys, "data", "prepare", tmp_path, "--embedded") == (1, "", "the disk is full\n")
 
 
@@ -162,7 +163,7 @@ def test_a_bug_of_ours_keeps_its_traceback(capsys: pytest.CaptureFixture[str], m
     def wrong(_: object) -> None:
         raise AssertionError("ours")
 
-    monkeypatch.setattr("p2ptrain.config.load_config", wrong)
+    monkeypatch.setattr("p2ptrain.cli.config.load_config", wrong)
     with pytest.raises(AssertionError, match="ours"):
         p2ptrain(capsys, "config", "check", TINY)
 
@@ -364,7 +365,7 @@ def test_prepare_holds_out_the_share_that_is_asked_for(
         seen.update(named)
         raise DataError("seen")
 
-    monkeypatch.setattr("p2ptrain.data.prepare.prepare", spy)
+    monkeypatch.setattr("p2ptrain.cli.data.make", spy)
     p2ptrain(capsys, "data", "prepare", tmp_path, "--embedded", "--held-out", "2.5")
     assert (seen["held_out"], seen["embedded"]) == (Fraction(1, 40), True)
     p2ptrain(capsys, "data", "prepare", tmp_path)

@@ -299,7 +299,7 @@ async def test_a_daemon_that_hangs_is_told_of_with_the_checkpoint_that_writes_in
 
     drawn = ("generate", "some ", *MORE, *lived.node.place)
     alone = p2ptrain(*drawn)
-    monkeypatch.setattr(control, "ask", hangs)
+    monkeypatch.setattr("p2ptrain.cli.model.ask", hangs)
     status, out, err = p2ptrain(*drawn)
     assert (status, out, asked[-1]) == (0, alone[1], hangs_at)
     assert err == (

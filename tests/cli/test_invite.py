@@ -14,7 +14,6 @@ from p2ptrain.core.admission import decode_invitation, make_claim, read_claim
 from p2ptrain.daemon.assembly import Launch
 from p2ptrain.errors import NoDaemonError
 from p2ptrain.identity import PRIVATE_PREFIX, Identity, RunSigner
-from p2ptrain.node import control
 from tests.helpers import memory_swarm
 from tests.helpers.cli import p2ptrain
 from tests.helpers.memory_swarm import FOUNDERS, Member, Swarm, swarm
@@ -167,7 +166,7 @@ def test_a_round_that_is_over_is_refused_as_far_as_the_daemon_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = {"run_id": host.run.run_id if of_this_run else "ab" * 32, "round": 42}
-    monkeypatch.setattr(control, "ask", lambda *_: told)
+    monkeypatch.setattr("p2ptrain.cli.invite.ask", lambda *_: told)
     got, out, err = host.invite(capsys, "--last-round", str(last_round))
     assert (got, bool(out)) == (status, status == 0)
     assert err == ("" if got == 0 else "--last-round: round 41 is over: the run is in round 42. Choose a later one\n")
@@ -179,7 +178,7 @@ def test_a_daemon_that_does_not_answer_hinders_nothing(
     def ask(*_: Any) -> Any:
         raise NoDaemonError("none here")
 
-    monkeypatch.setattr(control, "ask", ask)
+    monkeypatch.setattr("p2ptrain.cli.invite.ask", ask)
     assert host.invite(capsys, "--last-round", "1")[0] == 0
 
 

@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from string import Formatter
-from typing import Any, ParamSpec, get_args
+from typing import Any, ParamSpec, cast, get_args
 
 import aiohttp
 import pytest
@@ -25,6 +25,7 @@ from p2ptrain.digest import digest
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.app import ASSETS, App
 from p2ptrain.observe.guard import Guard
+from p2ptrain.observe.http import HttpFace
 from p2ptrain.observe.schema import LogLine, Peer, PeerList, Purpose, RoundRecord, Status
 from p2ptrain.observe.sockets import HttpListener
 
@@ -338,7 +339,7 @@ async def site(
     listener.bind((address, 0))
     port = listener.getsockname()[1]
     told = Told()
-    app = App(told, Guard(host, port, allowed, token), "1.2.3", assets)
+    app = App(cast(HttpFace, told), Guard(host, port, allowed, token), "1.2.3", assets)
     server = HttpListener(app.application, app.slots)
     await server.start(listener)
     here = Site(told, app, server, port, address)

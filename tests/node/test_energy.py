@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pynvml
 import pytest
 import torch
 
 from p2ptrain.node import energy
-from p2ptrain.node.energy import LOOK_SECONDS, WATTS_MAX, Energy, Meter, Nvml, Rapl, meter_of
+from p2ptrain.node.energy import LOOK_SECONDS, UNTOLD, WATTS_MAX, Energy, Meter, Nvml, Rapl, meter_of
 from p2ptrain.observe.rounds import Recorder
 from p2ptrain.observe.schema import Mine
 from tests.helpers.net import skipping_time
@@ -48,30 +49,33 @@ def zone(directory: Path, name: str, what: str, microjoules: int) -> Path:
 
 
 class Card:
-    """The part of libnvidia-ml that is called."""
+    """A card, and its handle: what NVML tells of it."""
 
     def __init__(self, millijoules: int | None, milliwatts: int | None = None) -> None:
         self.millijoules, self.milliwatts = millijoules, milliwatts
-        self.asked_for = b""
 
-    def nvmlInit_v2(self) -> int:  # noqa: N802
-        return 0
+    def energy(self) -> int:
+        return self._give(self.millijoules)
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802
-        self.asked_for = uuid
-        return 0
+    def power(self) -> int:
+        return self._give(self.milliwatts)
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, value: Any) -> int:  # noqa: N802
-        return self._give(value, self.millijoules)
-
-    def nvmlDeviceGetPowerUsage(self, handle: Any, value: Any) -> int:  # noqa: N802
-        return self._give(value, self.milliwatts)
-
-    def _give(self, value: Any, number: int | None) -> int:
+    def _give(self, number: int | None) -> int:
         if number is None:
-            return 3  # NVML_ERROR_NOT_SUPPORTED
-        value._obj.value = number
-        return 0
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return number
+
+
+@pytest.fixture
+def _cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that takes a Card for the device that it is."""
+    monkeypatch.setattr(energy, "handle_of", lambda card: card)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", Card.energy)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", Card.power)
+
+
+def meter_of_card(card: Card, *clock: Callable[[], float]) -> Nvml:
+    return Nvml(cast(torch.device, card), *clock)
 
 
 class Looks:
@@ -107,6 +111,7 @@ def test_a_counter_that_goes_round_goes_on(tmp_path: Path) -> None:
     assert looks.after(10) == pytest.approx(100.0)
 
 
+@pytest.mark.usefixtures("_cards")
 def test_a_counter_that_began_anew_counts_for_nothing(tmp_path: Path) -> None:
     path = zone(tmp_path, "intel-rapl:0", "package-0", 150_000_000_000)
     looks = Looks(Rapl(tmp_path))
@@ -116,7 +121,7 @@ def test_a_counter_that_began_anew_counts_for_nothing(tmp_path: Path) -> None:
     path.write_text("501000000")
     assert looks.after(10) == pytest.approx(500.0), "and it goes on from there"
     card = Card(9_000_000)
-    looks = Looks(Nvml("GPU-1", card))
+    looks = Looks(meter_of_card(card))
     looks.after(0)
     card.millijoules = 1_000  # the driver was loaded again
     assert looks.after(10) is None
@@ -124,31 +129,36 @@ def test_a_counter_that_began_anew_counts_for_nothing(tmp_path: Path) -> None:
     assert looks.after(10) is None, "no card draws that"
 
 
+@pytest.mark.usefixtures("_cards")
 def test_a_card_tells_its_energy_or_its_power() -> None:
     card = Card(millijoules=1_000_000, milliwatts=1)
-    looks = Looks(Nvml("GPU-1", card))
-    assert card.asked_for == b"GPU-1"
+    looks = Looks(meter_of_card(card))
     looks.after(0)
     card.millijoules = 8_000_000
     assert looks.after(10) == 7_000.0
     old, now = Card(millijoules=None, milliwatts=250_000), [0.0]
-    looks = Looks(Nvml("GPU-2", old, lambda: now[0]))
+    looks = Looks(meter_of_card(old, lambda: now[0]))
     looks.after(0)
     now[0] = 10.0
     assert looks.after(10) == 2_500.0
     now[0] += 3_600.0  # the machine slept: it did not draw that all the time
     assert looks.after(3_600) == 250.0 * 2 * LOOK_SECONDS
+    with pytest.raises(pynvml.NVMLError):
+        meter_of_card(Card(None)).read()
+
+
+def no_driver() -> None:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
 
 def test_what_does_not_tell_is_no_meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "NVML", "libthere-is-none.so.1")
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
     for make in (
         lambda: Rapl(tmp_path / "not there"),
-        lambda: Nvml("GPU-1", Card(None)).read(),
-        lambda: Nvml("GPU-1"),
+        lambda: meter_of(torch.device("cuda")),
         lambda: meter_of(torch.device("meta")),
     ):
-        with pytest.raises(OSError):
+        with pytest.raises(UNTOLD):
             make()
 
 

@@ -3,154 +3,134 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pynvml
 import pytest
 import torch
 
 from p2ptrain.config import LimitsConfig
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.node.gpu_use import (
-    BUSY_BYTES,
-    BUSY_PERCENT,
-    FREE_SECONDS,
-    INSUFFICIENT_SIZE,
-    LOOK_SECONDS,
-    NOT_FOUND,
-    NOT_SUPPORTED,
-    PROGRAMS_MAX,
-    CardUse,
-    GpuWatch,
-    ProcessMemory,
-    ProcessTime,
-    use_of,
-)
+from p2ptrain.node import gpu_use
+from p2ptrain.node.energy import UNTOLD
+from p2ptrain.node.gpu_use import BUSY_BYTES, BUSY_PERCENT, FREE_SECONDS, LOOK_SECONDS, CardUse, GpuWatch, use_of
 from p2ptrain.node.limits import MachineLimits, reasons_to_pause
 from p2ptrain.observe.build import unreadiness_of
 from tests.helpers.memory_swarm import swarm
 from tests.helpers.net import at, skipping_time, until
 
 ME, GAME, DESKTOP = os.getpid(), 7_777, 5_555
-UNTOLD = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 CUDA = torch.device("cuda:0")
 NOON = datetime.fromisoformat("2026-03-29T12:00")
 
 
-class Driver:
-    """The part of libnvidia-ml that is called. Each list is None if the driver does not support it."""
+class Card:
+    """A card, and its handle: what NVML tells of it. Each list is None if the driver does not support it."""
 
     def __init__(self) -> None:
-        self.compute: dict[int, int] | None = {ME: 10**9}
-        self.graphics: dict[int, int] | None = {DESKTOP: 300 * 10**6}
+        self.compute: dict[int, int | None] | None = {ME: 10**9}
+        self.graphics: dict[int, int | None] | None = {DESKTOP: 300 * 10**6}
         self.samples: list[tuple[int, int, int]] | None = []  # process, time, percent
-        self.status_of_samples = 0
+        self.status_of_samples = pynvml.NVML_ERROR_NOT_FOUND
 
-    def nvmlInit_v2(self) -> int:  # noqa: N802
-        return 0
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802
-        return 0
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any, found: Any, count: Any) -> int:  # noqa: N802
-        return self._holders(self.compute, found, count)
-
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any, found: Any, count: Any) -> int:  # noqa: N802
-        return self._holders(self.graphics, found, count)
-
-    def nvmlDeviceGetProcessUtilization(self, handle: Any, found: Any, count: Any, since: Any) -> int:  # noqa: N802
-        if self.samples is None or self.status_of_samples:
-            return self.status_of_samples or NOT_SUPPORTED
-        new = [each for each in self.samples if each[1] > since.value]
-        if not new:
-            return NOT_FOUND
-        return self._give(found, count, [ProcessTime(pid, at, percent) for pid, at, percent in new])
-
-    def _holders(self, held: dict[int, int] | None, found: Any, count: Any) -> int:
+    def processes(self, held: dict[int, int | None] | None) -> list[SimpleNamespace]:
         if held is None:
-            return NOT_SUPPORTED
-        return self._give(found, count, [ProcessMemory(pid, size) for pid, size in held.items()])
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in held.items()]
 
-    def _give(self, found: Any, count: Any, content: list[Any]) -> int:
-        room, count._obj.value = count._obj.value, len(content)
-        if room < len(content):
-            return INSUFFICIENT_SIZE
-        for number, each in enumerate(content):
-            found[number] = each
-        return 0
+    def utilization(self, since: int) -> list[Any]:
+        if self.samples is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        new = [each for each in self.samples if each[1] > since]
+        if not new:
+            raise pynvml.NVMLError(self.status_of_samples)
+        return [SimpleNamespace(pid=pid, timeStamp=at, smUtil=percent) for pid, at, percent in new]
 
 
 @pytest.fixture
-def driver() -> Driver:
-    return Driver()
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    """A card that the driver takes for the device that it is."""
+    monkeypatch.setattr(gpu_use, "handle_of", lambda card: card)
+    for name, of in (("Compute", lambda card: card.compute), ("Graphics", lambda card: card.graphics)):
+        tell = partial(lambda of, card: card.processes(of(card)), of)
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}RunningProcesses", tell)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", Card.utilization)
+    return Card()
+
+
+def use_of_card(card: Card) -> CardUse:
+    return CardUse(cast(torch.device, card))
 
 
 # ---------------------------------------------------------------------------------------------------
 # What the driver tells
 
 
-def test_structures_are_laid_out_as_in_nvml() -> None:
-    assert ctypes.sizeof(ProcessMemory) == 16
-    assert (ctypes.sizeof(ProcessTime), ProcessTime.at.offset, ProcessTime.percent.offset) == (32, 8, 16)
-
-
-def test_a_program_that_keeps_the_card_busy_is_seen_and_this_node_is_none(driver: Driver) -> None:
-    use = CardUse("GPU-1", driver)
+def test_a_program_that_keeps_the_card_busy_is_seen_and_this_node_is_none(card: Card) -> None:
+    use = use_of_card(card)
     assert not use.is_by_others()
-    driver.samples = [(ME, 10, 98), (DESKTOP, 10, BUSY_PERCENT - 1)]
+    card.samples = [(ME, 10, 98), (DESKTOP, 10, BUSY_PERCENT - 1)]
     assert not use.is_by_others()
-    driver.samples += [(ME, 20, 60), (GAME, 20, BUSY_PERCENT)]
+    card.samples += [(ME, 20, 60), (GAME, 20, BUSY_PERCENT)]
     assert use.is_by_others()
     assert not use.is_by_others(), "those samples are old"
-    driver.samples += [(GAME, 30, 5), (DESKTOP, 31, 4), (GAME, 32, 9)]
+    card.samples += [(GAME, 30, 5), (DESKTOP, 31, 4), (GAME, 32, 9)]
     assert use.is_by_others(), "7 % and 4 %"
-    driver.samples += [(GAME, 40, 0), (GAME, 41, 12)]
+    card.samples += [(GAME, 40, 0), (GAME, 41, 12)]
     assert not use.is_by_others(), "6 % on average"
 
 
-def test_samples_that_make_no_sense_are_left_out(driver: Driver) -> None:
-    driver.samples = [(GAME, 10, 40)]
-    use = CardUse("GPU-1", driver)
+def test_samples_that_make_no_sense_are_left_out(card: Card) -> None:
+    card.samples = [(GAME, 10, 40)]
+    use = use_of_card(card)
     assert use.is_by_others()
-    driver.samples += [(987_654_321, 2**63, 4_000_000)]  # not initialised
+    card.samples += [(987_654_321, 2**63, 4_000_000)]  # not initialised
     assert not use.is_by_others()
-    driver.samples += [(GAME, 20, 40)]
+    card.samples += [(GAME, 20, 40)]
     assert use.is_by_others(), "that sample's time counts for nothing"
 
 
-def test_where_the_time_is_not_told_much_memory_counts(driver: Driver) -> None:
-    driver.samples = None
-    use = CardUse("GPU-1", driver)
+def test_where_the_time_is_not_told_much_memory_counts(card: Card) -> None:
+    card.samples = None
+    use = use_of_card(card)
     assert not use.is_by_others()
-    driver.graphics = {DESKTOP: 300 * 10**6, GAME: BUSY_BYTES}
+    card.graphics = {DESKTOP: 300 * 10**6, GAME: BUSY_BYTES}
     assert use.is_by_others()
-    driver.graphics = None  # a card for computing
+    card.graphics = None  # a card for computing
     assert not use.is_by_others()
-    driver.compute = {ME: 40 * 10**9, GAME: UNTOLD}
+    card.compute = {ME: 40 * 10**9, GAME: None}
     assert not use.is_by_others()
-    driver.compute = {ME: UNTOLD, GAME: BUSY_BYTES}
+    card.compute = {ME: None, GAME: BUSY_BYTES}
     assert use.is_by_others()
 
 
-def test_a_driver_that_does_not_list_this_node_tells_nothing(driver: Driver) -> None:
+def test_a_driver_that_does_not_list_this_node_tells_nothing(card: Card) -> None:
     for compute in ({}, None, {GAME: 10**10}):
-        driver.compute = compute
+        card.compute = compute
         with pytest.raises(OSError, match="does not list this process itself"):
-            CardUse("GPU-1", driver).is_by_others()
+            use_of_card(card).is_by_others()
 
 
-def test_a_driver_that_fails_tells_nothing(driver: Driver) -> None:
-    driver.status_of_samples = 15  # the GPU is lost
-    with pytest.raises(OSError, match="nvmlDeviceGetProcessUtilization returned 15"):
-        CardUse("GPU-1", driver).is_by_others()
-    driver.compute = dict.fromkeys(range(PROGRAMS_MAX + 1), 1)
-    with pytest.raises(OSError, match=f"ComputeRunningProcesses returned {INSUFFICIENT_SIZE}"):
-        CardUse("GPU-1", driver).is_by_others()
+@pytest.mark.parametrize("status", [pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_INSUFFICIENT_SIZE])
+def test_no_samples_and_more_than_there_was_room_for_wait_for_the_next_look(card: Card, status: int) -> None:
+    card.status_of_samples = status
+    use = use_of_card(card)
+    assert not use.is_by_others()
+    card.samples = [(GAME, 10, 40)]
+    assert use.is_by_others()
+
+
+def test_a_driver_that_fails_tells_nothing(card: Card) -> None:
+    card.status_of_samples = pynvml.NVML_ERROR_GPU_IS_LOST
+    with pytest.raises(UNTOLD, match="GPU is lost"):
+        use_of_card(card).is_by_others()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -246,7 +226,7 @@ async def test_a_node_beside_a_game_votes_and_applies_and_trains_again_afterward
         daemon = node.daemon
         driver = daemon.driver
         daemon.machine_limits = limits = MachineLimits(
-            LimitsConfig(on_gpu_busy="pause", on_battery="train"), driver.pauses, driver.device, gpu=lambda: is_busy
+            LimitsConfig(on_gpu_busy="pause", on_battery="train"), driver.pauses, driver.worker, gpu=lambda: is_busy
         )
         limits.look()
         await made.reach(made.newest + 6)

@@ -373,7 +373,7 @@ def test_the_command_orders_limits_and_tells_what_holds(
         orders.append(order)
         return held if order["do"] == "limit" else {"pauses": ["paused on battery: because"]}
 
-    monkeypatch.setattr("p2ptrain.node.control.ask", ask)
+    monkeypatch.setattr("p2ptrain.cli.control.ask", ask)
     status, out, err = p2ptrain(
         capsys, "limit", "--data-dir", tmp_path, "--hours", "22:00-07:00", "--percent", "25", "--battery", "pause"
     )
@@ -381,12 +381,12 @@ def test_the_command_orders_limits_and_tells_what_holds(
     assert out.splitlines() == [
         "upload    no limit",
         "download  5,000 bytes/s",
-        "hours     22:00-07:00",
-        "device    25% of the time",
-        "threads   3",
         "memory    1,000,000,000 bytes",
+        "hours     22:00-07:00",
+        "percent   25 percent",
         "battery   pause",
-        "busy GPU  ignore",
+        "gpu       ignore",
+        "threads   3",
     ]
     assert {key: value for key, value in orders[-1].items() if value is not None} == {
         "do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "pause"

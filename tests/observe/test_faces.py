@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 from prometheus_client.core import Metric
 
-from p2ptrain.observe.export import figures_section, history_of
+from p2ptrain.observe.export import figures_section, rows_of
 from p2ptrain.observe.figures import FigureField, figures_of
 from p2ptrain.observe.metrics import OF_ROUND, of_figures
 from p2ptrain.observe.progress import lines_of
@@ -97,7 +97,7 @@ def test_a_figure_of_a_round_shows_in_json_metrics_trackers_terminal_and_report(
         daemon.answers["rounds"] = {"rounds": [each]}
         frames.append(shown(poll(daemon, 1.0), width=200, height=1_000))
     assert frames[0] != frames[1]
-    assert history_of([before])["points"] != history_of([after])["points"]
+    assert figure.found(rows_of([before])[0]) != figure.found(rows_of([after])[0])
 
 
 @pytest.mark.parametrize(("model", "figures"), [(Status, OF_STATUS), (RoundRecord, OF_A_ROUND)])

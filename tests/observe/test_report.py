@@ -17,7 +17,7 @@ from p2ptrain.config.node import NodeConfig, StorageConfig
 from p2ptrain.config.text import to_toml
 from p2ptrain.identity import peer_id_of
 from p2ptrain.node.directories import run_directory
-from p2ptrain.observe.export import CONTRIBUTORS_SHOWN, POINTS_MAX, RecordedRun, exported, history_of, read_recorded_run
+from p2ptrain.observe.export import CONTRIBUTORS_SHOWN, RecordedRun, exported, read_recorded_run, rows_of
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
@@ -146,15 +146,12 @@ def test_what_a_config_says_cannot_become_a_part_of_the_page() -> None:
 # The dashboard's charts in it
 
 
-def test_many_rounds_become_points_as_the_dashboard_makes_them() -> None:
-    rounds = [a_round(number % 9 + 1, round=number) for number in range(1, 1_002)]
-    found = history_of(rounds)
-    assert (found["total"], found["stride"], len(found["points"])) == (1_001, 4, 251)
-    assert POINTS_MAX / 2 < len(found["points"]) <= POINTS_MAX
-    assert sum(each["sums"]["bytes_sent"] for each in found["points"]) == 1_001 * 1_000
-    assert found["points"][0]["sums"]["loss"] == sum(each.loss or 0.0 for each in rounds[:4])
-    assert [each["round"] for each in found["recent"]] == [*range(1_001, 993, -1)]
-    assert found["lowest"] == {"loss": 2.75, "round": 8}
+def test_the_page_contains_its_rounds_as_numbers() -> None:
+    rows = rows_of([*map(a_round, range(1, 12)), a_round(12, loss=float("nan"))])
+    assert [(row["round"], row["contributors"]) for row in rows] == [(number, 2) for number in range(1, 13)]
+    assert rows[-1]["loss"] is None
+    assert [row["round"] for row in rows if "root" in row] == [*range(5, 13)], "those of the table"
+    assert rows_of([a_round(1, loss=1 / 3)])[0]["loss"] == 0.333333
 
 
 @pytest.mark.browser

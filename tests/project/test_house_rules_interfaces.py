@@ -10,6 +10,7 @@ import typer
 from pydantic import BaseModel, Field
 
 from p2ptrain.cli import app as cli_app
+from p2ptrain.cli.groups import COMMANDS
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.text import fields
 
@@ -44,3 +45,4 @@ def test_the_first_line_of_each_help_text_fits_a_list_of_commands() -> None:
     heads = {name: (each.help or "").strip().split("\n")[0] for name, each in commands(typer.main.get_command(cli_app))}
     assert len(heads) > 30
     assert {name: head for name, head in heads.items() if not 0 < len(head) <= HELP_CHARACTERS_MAX} == {}
+    assert {name: line for name, (_, line) in COMMANDS.items() if heads[f"p2ptrain {name}"] != line} == {}

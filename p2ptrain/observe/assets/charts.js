@@ -2,6 +2,7 @@
 // view. Only visible charts are drawn, one at a time and rarely: the CPU is busy training a model.
 
 import { OF_ROUND, withoutPlace } from "./figures.js";
+import { unpacked } from "./packed.js";
 
 const DRAW_MILLISECONDS = 2_000; // between two drawings
 const LOADS = "Loading the chart library …";
@@ -144,9 +145,7 @@ function layout(own, name, found, width, height) {
 async function library() {
   const packed = document.getElementById("library");
   if (packed === null) return LIBRARY;
-  const bytes = Uint8Array.from(atob(packed.textContent), (each) => each.charCodeAt(0));
-  const script = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return URL.createObjectURL(new Blob([await new Response(script).arrayBuffer()], { type: "text/javascript" }));
+  return URL.createObjectURL(new Blob([await unpacked(packed).arrayBuffer()], { type: "text/javascript" }));
 }
 
 async function load() {

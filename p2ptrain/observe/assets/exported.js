@@ -2,13 +2,18 @@
 
 import { Charts } from "./charts.js";
 import { History } from "./history.js";
+import { unpacked } from "./packed.js";
 import { showCaptions, showRounds } from "./panels.js";
 
-const { history: lived, contribution_tokens: contributionTokens } = JSON.parse(document.getElementById("exported").textContent);
-const history = new History();
-Object.assign(history, lived);
-const charts = new Charts(history, { contributionTokens });
-showRounds(history, "here");
-showCaptions(history, contributionTokens);
-charts.start();
-document.getElementById("main").dataset.round = String(history.points.at(-1)?.last ?? "");
+async function show() {
+  const { contribution_tokens: contributionTokens } = JSON.parse(document.getElementById("exported").textContent);
+  const history = new History();
+  for (const round of await unpacked(document.getElementById("rounds-packed")).json()) history.add(round);
+  const charts = new Charts(history, { contributionTokens });
+  showRounds(history, "here");
+  showCaptions(history, contributionTokens);
+  charts.start();
+  document.getElementById("main").dataset.round = String(history.points.at(-1)?.last ?? "");
+}
+
+show();

@@ -65,7 +65,7 @@ export class History {
     if (round.loss !== null && (this.lowest === null || round.loss < this.lowest.loss)) {
       this.lowest = { loss: round.loss, round: round.round };
     }
-    const contributors = round.contributors.length;
+    const contributors = round.contributors.length ?? round.contributors; // an exported page has their number
     this.recent.unshift({ ...round, contributors });
     this.recent.length = Math.min(this.recent.length, RECENT_MAX);
     this._push(pointOf(round));
