@@ -44,7 +44,7 @@ from p2ptrain.demo import DemoNode
 from p2ptrain.models.built_in import Transformer
 from p2ptrain.models.export import load_model
 from p2ptrain.node.control import ask
-from p2ptrain.node.find import find_dataset
+from p2ptrain.node.home import Home
 from p2ptrain.node.saved import find_model, though_pruned
 
 RUN = """\
@@ -212,7 +212,7 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
         found_models = []
         for directory, number in swarm.saved():
             config = NodeConfig.model_validate({"storage": {"directory": str(directory)}})
-            saved = though_pruned(lambda config=config, number=number: find_model(config, number=number))  # type: ignore[misc]
+            saved = though_pruned(lambda config=config, number=number: find_model(Home(config), number=number))  # type: ignore[misc]
             found_models.append(load_model(saved.weights, torch.device("cpu")))
         models.append(found_models)
         marks.append({"minutes": minute, "seconds": monotonic() - began, "round": number} | traffic(swarm.hosts))
@@ -222,7 +222,7 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
     relay = swarm.hosts.counts()
     statuses = [node.status for node in swarm.nodes]
     swarm.stop()
-    dataset = TokenDataset.open(find_dataset(config, saved.run.data.manifest), saved.run.data.manifest)
+    dataset = TokenDataset.open(Home(config).dataset(saved.run.data.manifest), saved.run.data.manifest)
     for mark, model in zip(marks, models, strict=True):
         length = saved.run.model.sequence_length
         mark["loss"], *inside = [held_out_loss(each, dataset, length) for each in model]

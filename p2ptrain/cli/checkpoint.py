@@ -13,7 +13,7 @@ from p2ptrain.cli.node import DataDir, NodeFile, Run, data_dir_of, node_config
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.errors import DataError
 from p2ptrain.node.control import ask
-from p2ptrain.node.directories import run_directory
+from p2ptrain.node.home import Home
 from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.store import CHECKPOINTS_NAME
@@ -22,15 +22,14 @@ app = group("List, check and copy this node's checkpoints.")
 
 
 def _open(config: Path | None, data_dir: Path | None, run: str | None) -> Checkpoints:
-    from p2ptrain.node.find import choose_run
 
     node = node_config(config, data_dir)
-    return _checkpoints(node, choose_run(node, run))
+    return _checkpoints(node, Home(node).run(run))
 
 
 def _checkpoints(node: NodeConfig, run: RunConfig) -> Checkpoints:
     run_id = run.id
-    return Checkpoints(run_directory(node, run_id) / CHECKPOINTS_NAME, run_id)
+    return Checkpoints(Home(node).of_run(run_id) / CHECKPOINTS_NAME, run_id)
 
 
 def _line(checkpoint: Checkpoint) -> str:
@@ -75,17 +74,16 @@ def export(
 
     The copy includes the run's config and tokenizer, so that it can be read on its own.
     """
-    from p2ptrain.node.find import choose_run
     from p2ptrain.node.saved import JudgedCheckpoint, beside, newest_whole, reading, though_pruned
 
     node = node_config(config, data_dir)
-    meant = choose_run(node, run)
+    meant = Home(node).run(run)
     checkpoints = _checkpoints(node, meant)
 
     def copy() -> JudgedCheckpoint:
         found = newest_whole(checkpoints, number)
         with reading(found.checkpoint):
-            checkpoints.export(found.checkpoint, out, beside(node, meant))
+            checkpoints.export(found.checkpoint, out, beside(Home(node), meant))
         return found
 
     found = though_pruned(copy)

@@ -17,7 +17,7 @@ from p2ptrain.core.state import USES_MAX
 from p2ptrain.errors import ConfigError, P2ptrainError
 from p2ptrain.identity import KEY_BYTES, Identity
 from p2ptrain.node.control import ask
-from p2ptrain.node.directories import data_directory, identity_file
+from p2ptrain.node.home import Home
 
 
 def invite(
@@ -34,11 +34,11 @@ def invite(
     uses. It contains a secret key, so send it where only they can read it. The run's config must have this node's key
     in admission.keys. The node may keep running; nothing is sent to anybody.
     """
-    from p2ptrain.node.find import choose_run
 
     node = node_config(config, data_dir)
-    meant = choose_run(node, run)
-    identity = Identity.load(identity_file(node))
+    home = Home(node)
+    meant = home.run(run)
+    identity = Identity.load(home.identity_file)
     _check_may_invite(meant, identity)
     for key, number, most in (("--last-round", last_round, NUMBER_MAX - 1), ("--uses", uses, USES_MAX)):
         if number > most:
@@ -68,7 +68,7 @@ def _check_may_invite(run: RunConfig, identity: Identity) -> None:
 def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
     """Refuses a last round that a running daemon knows to be over, because members would ignore the invitation."""
     try:
-        status = ask(data_directory(node), {"do": "status"})
+        status = ask(Home(node).directory, {"do": "status"})
     except P2ptrainError:  # no daemon is running, or it is starting
         return
     if status["run_id"] == run.run_id and last_round < status["round"]:

@@ -22,7 +22,7 @@ from p2ptrain.config import NodeConfig
 from p2ptrain.errors import ConfigError, NoDaemonError, SilentDaemonError
 from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest, check, sample
 from p2ptrain.node.control import ask
-from p2ptrain.node.directories import data_directory
+from p2ptrain.node.home import Home
 from p2ptrain.visible import duration, visible
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def evaluate(
     node = node_config(config, data_dir)
     device, _ = open_device(node.device)
     found, model, _ = _loaded(node, run, number, checkpoint, device)
-    dataset, count = held_out_of(node, found.run, data, sequences)
+    dataset, count = held_out_of(Home(node), found.run, data, sequences)
     packing = packing_of(found.run, dataset)
     typer.echo(_which(found), err=True)
     length = found.run.model.sequence_length
@@ -201,7 +201,7 @@ def _from_daemon(node: NodeConfig, run: str | None, request: SampleRequest) -> t
 
     The reason is empty if no daemon is running, or if it takes part in another run.
     """
-    place = data_directory(node)
+    place = Home(node).directory
     try:
         status = ask(place, {"do": "status"})
         if not str(status["run_id"]).startswith(run or ""):
@@ -255,7 +255,7 @@ def _used(
     from p2ptrain.node.saved import find_model, reading, though_pruned
 
     def look() -> tuple[SavedModel, T]:
-        found = find_model(node, run, number, directory, needs_base=needs_base)
+        found = find_model(Home(node), run, number, directory, needs_base=needs_base)
         with reading(found.checkpoint):
             return found, use(found)
 

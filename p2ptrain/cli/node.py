@@ -15,7 +15,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity
 from p2ptrain.models.plugins import allow
 from p2ptrain.node.control import ask
-from p2ptrain.node.directories import data_directory, identity_file
+from p2ptrain.node.home import Home
 
 identity_app = group("Show or create this node's key.")
 
@@ -77,7 +77,7 @@ def node_config(
 
 
 def data_dir_of(data_dir: Path | None, file: Path | None = None) -> Path:
-    return data_directory(node_config(file, data_dir))
+    return Home(node_config(file, data_dir)).directory
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def start(  # noqa: PLR0913, PLR0917  # a command has many options
     else:
         from p2ptrain.node.first_weights import open_weights
 
-        given, beside = open_weights(node, place)
+        given, beside = open_weights(Home(node), place)
         what = load_run_config(run, beside)
     from p2ptrain.daemon.launch import start as begin  # last, so that errors need not wait two seconds for torch
 
@@ -223,7 +223,7 @@ def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile 
 
 
 def _identity_file(config: Path | None, data_dir: Path | None) -> Path:
-    return identity_file(node_config(config, data_dir))
+    return Home(node_config(config, data_dir)).identity_file
 
 
 @identity_app.command("show")

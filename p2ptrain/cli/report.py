@@ -11,7 +11,7 @@ from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.files import replace_file
 from p2ptrain.node.control import ask
-from p2ptrain.node.directories import data_directory, run_directory
+from p2ptrain.node.home import Home
 from p2ptrain.observe.tracking import line_of
 
 MODE = 0o644  # the page may be shared
@@ -36,17 +36,17 @@ def report(
     The page shows loss, times, contributors and configuration, and needs no other files.
     """
     node = node_config(config, data_dir)
-    from p2ptrain.node.find import choose_run
     from p2ptrain.observe.export import exported, read_recorded_run
 
-    chosen = choose_run(node, run)
-    recorded_run = read_recorded_run(chosen, run_directory(node, chosen.id))
+    home = Home(node)
+    chosen = home.run(run)
+    recorded_run = read_recorded_run(chosen, home.of_run(chosen.id))
     path = out or Path(f"{chosen.name}-{chosen.run_id[:8]}.{'jsonl' if jsonl else 'html'}")
     if jsonl:
         text = "".join(f"{line_of(each)}\n" for each in recorded_run.rounds)
     else:
         try:
-            status = ask(data_directory(node), {"do": "status"})
+            status = ask(home.directory, {"do": "status"})
         except P2ptrainError:  # the page omits the status if no daemon is running, or it is busy
             status = None
         text = exported(recorded_run, status if status and status["run_id"] == chosen.run_id else None)

@@ -29,11 +29,11 @@ from p2ptrain.net.connections import Connections
 from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
-from p2ptrain.node.directories import identity_file, run_directory
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.event_log import EventFile
 from p2ptrain.node.fetching import Fetching
+from p2ptrain.node.home import Home
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.local_worker import LearnerThread, LocalWorker, Note
 from p2ptrain.node.persistence import Persistence
@@ -67,6 +67,10 @@ class Launch:
     claim: bytes = b""
     trust: bytes = b""  # a head that a history must contain to be adopted
     own: OwnData | None = None  # what this node alone trains on; nothing but its trainer may have it
+
+    @property
+    def home(self) -> Home:
+        return Home(self.config)
 
     @property
     def run_id(self) -> bytes:
@@ -225,7 +229,7 @@ def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     run, run_id = launch.run, launch.run_id
     founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
     beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
-    directory, key_file = run_directory(launch.config, run_id), identity_file(launch.config)
+    directory, key_file = launch.home.of_run(run_id), launch.home.identity_file
     kept = launch.config.storage.checkpoints_kept
     store = Store(directory, run, beginning, launch.identity.key, key_file, checkpoints_kept=kept)
     stack.callback(store.close)

@@ -34,29 +34,23 @@ from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.begun import begun_here, note_begun
 from p2ptrain.node.consent import takes_part
 from p2ptrain.node.control import Control
-from p2ptrain.node.directories import (
-    bases_directory,
-    data_directory,
-    dataset_directory,
-    identity_file,
-    private_directory,
-)
 from p2ptrain.node.find import (
     as_offered,
     ask_around,
     check_addresses,
     fetch_dataset,
     find_base,
-    find_dataset,
     find_run,
     open_dataset,
     with_relays,
 )
+from p2ptrain.node.home import Home
 from p2ptrain.node.invitations import claim_for, read_invitation
 from p2ptrain.node.limits import be_nice, keep_data_within, refuse_too_large
 from p2ptrain.node.local_worker import LocalWorker
 from p2ptrain.node.notify import notify
 from p2ptrain.node.saved import keep_tokenizer
+from p2ptrain.node.socket_directory import private_directory
 from p2ptrain.observe.build import status_of
 from p2ptrain.observe.http import STARTING, HttpFace
 from p2ptrain.observe.logs import set_up
@@ -114,7 +108,7 @@ def start(
     loop: of a script that takes the steps
     """
     allow(config.plugins.allow)
-    _run(_start(run, said, config, dataset, given, loop))
+    _run(_start(run, said, Home(config), dataset, given, loop))
 
 
 def join(
@@ -132,7 +126,7 @@ def join(
     data: this node's own; asks: before anything is fetched, ask the person at the terminal, if there is one
     """
     allow(config.plugins.allow)
-    _run(_join(config, run, invitation, _read_trust(trust), data, asks, loop))
+    _run(_join(Home(config), run, invitation, _read_trust(trust), data, asks, loop))
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
@@ -228,45 +222,47 @@ def _loop_factory() -> Any:
 async def _start(
     run: RunConfig,
     said: Mapping[str, object],
-    config: NodeConfig,
+    home: Home,
     dataset: Path | None,
     given: GivenWeights | None,
     loop: Loop | None,
 ) -> None:
+    config = home.config
     be_nice(config.limits.nice)
     set_up(config.logging)
     check_addresses(config.network)
     async with AsyncExitStack() as stack:
-        identity = _open_identity(stack, config)
+        identity = _open_identity(stack, home)
         if loop is not None:
             await stack.enter_async_context(loop.attached())
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
-        owner = await _answer_owner(stack, config, daemon)
+        owner = await _answer_owner(stack, home, daemon)
         http = await _show(stack, config, daemon)
         await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
         log.info("preparing the data and the first weights of %s", run.name)
-        before = begun_here(run, said, config, identity.key.hex())
-        own = await asyncio.to_thread(_own_data, before or run, config, dataset, identity, loop)
+        before = begun_here(run, said, home, identity.key.hex())
+        own = await asyncio.to_thread(_own_data, before or run, home, dataset, identity, loop)
         if own is not None:
             dataset = own.dataset.directory
         named = before if before is not None and run.data.source == "own" else run  # its shared part has a digest
-        place = dataset_directory(config, named.data.manifest)
-        await asyncio.to_thread(refuse_too_large, before or run, config)
+        place = home.usual_dataset(named.data.manifest)
+        await asyncio.to_thread(refuse_too_large, before or run, home)
         if loop is not None and before is not None:  # the script's model has other weights by now
             begun = await asyncio.to_thread(begin_again, before, place, dataset)
         else:
-            bases = bases_directory(config)
-            begun = await asyncio.to_thread(begin, before or run, place, [identity.key.hex()], dataset, given, bases)
-        note_begun(begun.run, run, said, config)
+            begun = await asyncio.to_thread(
+                begin, before or run, place, [identity.key.hex()], dataset, given, home.bases
+            )
+        note_begun(begun.run, run, said, home)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
-        await asyncio.to_thread(keep_tokenizer, config, begun.run, data)
-        transport = await _open_with_relays(stack, config, begun.run.run_id, owner.sockets)
+        await asyncio.to_thread(keep_tokenizer, home, begun.run, data)
+        transport = await _open_with_relays(stack, home, begun.run.run_id, owner.sockets)
         started = Launch(begun.run, config, identity, transport, data, begun.base, state=begun.state, own=own)
         await _serve(stack, started, daemon, http, loop)
 
 
 async def _join(
-    config: NodeConfig,
+    home: Home,
     wanted: str | None,
     invitation: str | None,
     trust: bytes,
@@ -274,56 +270,56 @@ async def _join(
     asks: bool,
     loop: Loop | None,
 ) -> None:
+    config = home.config
     be_nice(config.limits.nice)
     set_up(config.logging)
     check_addresses(config.network)
     wanted = _pinned(config.network.run, wanted)
     read = read_invitation(invitation) if invitation else None
     async with AsyncExitStack() as stack:
-        identity = _open_identity(stack, config)
+        identity = _open_identity(stack, home)
         if loop is not None:
             await stack.enter_async_context(loop.attached())
         daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
-        owner = await _answer_owner(stack, config, daemon)
+        owner = await _answer_owner(stack, home, daemon)
         http = await _show(stack, config, daemon)
-        transport = await _open_with_relays(stack, config, wanted, owner.sockets)
+        transport = await _open_with_relays(stack, home, wanted, owner.sockets)
         # A script gets the error itself: no supervisor reads its status.
-        offered = as_offered(config, wanted) if loop is None else nullcontext()
+        offered = as_offered(home, wanted) if loop is None else nullcontext()
         with offered:
-            run, sources = await find_run(transport, config, wanted)
+            run, sources = await find_run(transport, home, wanted)
             await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
             refuse_trust_in_the_start(trust, run)
-            await asyncio.to_thread(refuse_too_large, run, config)
+            await asyncio.to_thread(refuse_too_large, run, home)
             if given is not None and run.data.source == "shared":
                 what = f"the nodes of run {run.name} share their training data, and do not bring their own"
                 raise ConfigError(what, key="--data", fix="Leave it out")
-            own = await asyncio.to_thread(_own_data, run, config, given, identity, loop)
-            if not await takes_part(transport, run, sources, config, asks):
+            own = await asyncio.to_thread(_own_data, run, home, given, identity, loop)
+            if not await takes_part(transport, run, sources, home, asks):
                 return
-            directory = find_dataset(config, run.data.manifest)
+            directory = home.dataset(run.data.manifest)
             data = open_dataset(directory, run.data.manifest)
             if data is None:
-                data = await fetch_dataset(transport, config, run, directory, sources)
+                data = await fetch_dataset(transport, home, run, directory, sources)
             else:
-                await asyncio.to_thread(keep_data_within, run, config, data)
-            base = await find_base(transport, config, run, sources)
+                await asyncio.to_thread(keep_data_within, run, home, data)
+            base = await find_base(transport, home, run, sources)
         claim = claim_for(read, identity, run.run_id) if read else b""
         launch = Launch(run, config, identity, transport, data, base, claim=claim, trust=trust, own=own)
         await _serve(stack, launch, daemon, http, loop)
 
 
-def _own_data(
-    run: RunConfig, config: NodeConfig, given: Path | None, identity: Identity, loop: Loop | None
-) -> OwnData | None:
+def _own_data(run: RunConfig, home: Home, given: Path | None, identity: Identity, loop: Loop | None) -> OwnData | None:
     """Opens this node's own data, in a run whose nodes bring theirs; a script may have it in a loader of its own."""
-    refuse_without_own_steps(run, config.privacy, has_loop=loop is not None)
+    refuse_without_own_steps(run, home.config.privacy, has_loop=loop is not None)
     if run.data.source == "shared":
         return None
-    named = given or (Path(config.storage.own_data) if config.storage.own_data else None)
+    own_data = home.config.storage.own_data
+    named = given or (Path(own_data) if own_data else None)
     if named is not None:
         own = open_own(run, named, identity.key)
         sequences = own.dataset.sequences(run.model.sequence_length)
-        return replace(own, privacy=open_privacy(run, config.privacy, data_directory(config), sequences))
+        return replace(own, privacy=open_privacy(run, home.config.privacy, home.directory, sequences))
     if loop is not None:
         return None
     what = f"the nodes of run {run.name} bring their own data, and this one has none"
@@ -363,14 +359,13 @@ def refuse_trust_in_the_start(trust: bytes, run: RunConfig) -> None:
         raise ConfigError(what, key="--trust", fix=HEAD_FIX)
 
 
-def _open_identity(stack: AsyncExitStack, config: NodeConfig) -> Identity:
+def _open_identity(stack: AsyncExitStack, home: Home) -> Identity:
     """Locks the data directory and the key, and loads the key. From here on others cannot read what is made."""
     stack.callback(os.umask, os.umask(0o077))
-    _make_writable(data_directory(config))
-    stack.enter_context(Lock.of_directory(data_directory(config)))
-    path = identity_file(config)
-    stack.enter_context(Lock.of_identity(path))
-    return Identity.load_or_make(path)
+    _make_writable(home.directory)
+    stack.enter_context(Lock.of_directory(home.directory))
+    stack.enter_context(Lock.of_identity(home.identity_file))
+    return Identity.load_or_make(home.identity_file)
 
 
 def _make_writable(directory: Path) -> None:
@@ -401,16 +396,16 @@ async def _open_transport(stack: AsyncExitStack, identity: Path, network: Networ
     return transport
 
 
-async def _open_with_relays(stack: AsyncExitStack, config: NodeConfig, wanted: str | None, sockets: Path) -> Transport:
+async def _open_with_relays(stack: AsyncExitStack, home: Home, wanted: str | None, sockets: Path) -> Transport:
     """Starts p2pd with remembered relays, or without them if it rejects an address that came from peers."""
-    network = with_relays(config, wanted)
+    network = with_relays(home, wanted)
     try:
-        return await _open_transport(stack, identity_file(config), network, sockets)
+        return await _open_transport(stack, home.identity_file, network, sockets)
     except TransportError as error:
-        if network == config.network:
+        if network == home.config.network:
             raise
         log.warning("starting without the remembered relays: %s", error)
-        return await _open_transport(stack, identity_file(config), config.network, sockets)
+        return await _open_transport(stack, home.identity_file, home.config.network, sockets)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -433,9 +428,9 @@ class _Owner:
         return {"error": "the node is starting or looking for the run; see its log"}
 
 
-async def _answer_owner(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon]) -> _Owner:
+async def _answer_owner(stack: AsyncExitStack, home: Home, daemon: Future[Daemon]) -> _Owner:
     owner = _Owner(stack.enter_context(private_directory()), daemon)
-    control = Control(data_directory(config), owner.sockets, owner.answer)
+    control = Control(home.directory, owner.sockets, owner.answer)
     await control.start()
     stack.push_async_callback(control.close)
     return owner

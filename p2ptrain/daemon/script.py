@@ -62,7 +62,7 @@ from p2ptrain.loop.channel import (
 from p2ptrain.loop.worker import ScriptWorker
 from p2ptrain.models.kinds import named_shapes
 from p2ptrain.models.plugins import allow
-from p2ptrain.node.directories import data_directory
+from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import LearnerThread, Note
 from p2ptrain.node.work import StoppedError
 from p2ptrain.observe.build import complaints_of
@@ -273,7 +273,7 @@ def take_part(begin: Begin, connection: socket.socket, memory: Memory) -> None:
     """Runs the node until the script has left."""
     config = _node_config(begin)
     allow(config.plugins.allow)
-    loop = ScriptLoop(connection, memory, begin, data_directory(config))
+    loop = ScriptLoop(connection, memory, begin, Home(config).directory)
     if begin.joins:
         data = Path(begin.data) if begin.data else None
         launch.join(config, begin.wanted or None, begin.invitation or None, begin.trust or None, data=data, loop=loop)

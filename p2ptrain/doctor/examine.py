@@ -31,11 +31,11 @@ from p2ptrain.identity import Identity
 from p2ptrain.net import questions
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node import control
-from p2ptrain.node.directories import data_directory, identity_file, private_directory, run_directory
-from p2ptrain.node.find import ask_around, check_addresses, stored_runs
+from p2ptrain.node.find import ask_around, check_addresses
+from p2ptrain.node.home import Home
 from p2ptrain.node.limits import disk_demand
+from p2ptrain.node.socket_directory import private_directory
 from p2ptrain.observe.top_frame import troubles
-from p2ptrain.store.records import remembered_peers
 from p2ptrain.train.memory import Need, demands_of, need_of
 
 DAEMON_SECONDS = 5.0  # time for a running daemon to answer
@@ -82,7 +82,11 @@ class NodeFacts:
 
     @property
     def directory(self) -> Path:
-        return data_directory(self.config)
+        return self.home.directory
+
+    @property
+    def home(self) -> Home:
+        return Home(self.config)
 
     @property
     def status(self) -> dict[str, Any] | None:
@@ -96,7 +100,7 @@ def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool
     """
     check_addresses(config.network)
     yield Diagnosis("config", "good", f"{config_file}: valid" if config_file else "no file; the defaults apply")
-    daemon_check = Check("daemon", lambda: look_for_daemon(data_directory(config)), 2 * DAEMON_SECONDS, "warning")
+    daemon_check = Check("daemon", lambda: look_for_daemon(Home(config).directory), 2 * DAEMON_SECONDS, "warning")
     daemon = in_time(daemon_check) or DaemonHere(daemon_check.too_late)
     yield from daemon.found
     facts = NodeFacts(config, is_asked_outside, daemon)
@@ -152,8 +156,8 @@ def look_at_directory(facts: NodeFacts) -> list[Diagnosis]:
     note = facts.directory / control.NAME
     return [
         disk.check_writable(facts.directory),
-        disk.check_key(identity_file(facts.config)),
-        disk.check_locks(facts.directory, identity_file(facts.config), note, facts.daemon.is_answering),
+        disk.check_key(facts.home.identity_file),
+        disk.check_locks(facts.directory, facts.home.identity_file, note, facts.daemon.is_answering),
     ]
 
 
@@ -175,7 +179,7 @@ def look_at_ports(facts: NodeFacts) -> list[Diagnosis]:
 def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
     """Compares a run's needs with this machine: the daemon's run, a named peer's, or else the largest on disk."""
     config = facts.config
-    stored = [outside.run] if outside.run is not None else stored_runs(config)
+    stored = [outside.run] if outside.run is not None else facts.home.runs()
     if outside.run is None and facts.status is not None:
         stored = [each for each in stored if each.run_id == facts.status["run_id"]]
     try:
@@ -197,7 +201,7 @@ def look_at_run(facts: NodeFacts, outside: Outside) -> RunHere:
         found.append(Diagnosis("memory", "failed", str(error)))
     members = len(facts.status["roster"]) if facts.status else 0
     members = max(members, outside.members)
-    found.append(disk.check_space(disk_demand(run, config, need, members=members)))
+    found.append(disk.check_space(disk_demand(run, facts.home, need, members=members)))
     if members > 1 and facts.status and facts.status["run_id"] == run.run_id and facts.status["tokens_per_second"]:
         pace, upload = facts.status["tokens_per_second"], config.limits.upload_bytes_per_second
         found.append(judge_exchange(run, members, pace, outside.bytes_per_second, upload))
@@ -257,8 +261,8 @@ def look_outside(facts: NodeFacts) -> Outside:
 
 def _remembered(facts: NodeFacts) -> list[str]:
     found: list[str] = []
-    for run in stored_runs(facts.config):
-        found += remembered_peers(run_directory(facts.config, run.id))
+    for run in facts.home.runs():
+        found += facts.home.peers_of(run)
     return list(dict.fromkeys(found))[: network.PEERS_ASKED]
 
 

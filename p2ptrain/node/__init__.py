@@ -1,7 +1,7 @@
 """One running node: the driver of the core, and its access to disk, device and network.
 
 - Before a start: `find` (which run to join), `consent` (asks the owner), `invitations`, `first_weights`, `begun` (runs
-  begun here), `directories` (where files are), `saved` (models on this disk, read-only).
+  begun here), `home` (what is on this disk, and where), `saved` (models on it, read-only), `socket_directory`.
 - At work: `intake` queues events for the core, `driver` hands them over and carries out effects, by way of `edges`;
   `outbox` gossips, `persistence` writes, `event_log` keeps what a replay needs.
 - With peers: `served_blobs` and `fetching` give and get large data, `strangers` bounds what unknown peers cost.

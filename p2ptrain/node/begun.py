@@ -10,17 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config import RunConfig
 from p2ptrain.files import make_directory, read, write_atomically
-from p2ptrain.node.directories import run_directory
-from p2ptrain.node.find import stored_runs
+from p2ptrain.node.home import Home
 
 SAID_NAME = "said.json"  # in the run's directory
 # Filled in when a run begins.
 SEALED = {"data.manifest", "state.initial_root", "admission.founders", "model.shapes", "adapt.base", "adapt.base_bytes"}
 
 
-def begun_here(run: RunConfig, said: Mapping[str, object], config: NodeConfig, me: str) -> RunConfig | None:
+def begun_here(run: RunConfig, said: Mapping[str, object], home: Home, me: str) -> RunConfig | None:
     """Returns the run that this node began from the file, even if defaults have changed since, if there is one.
 
     run: what the file means with today's defaults; said: what is in it
@@ -28,18 +27,18 @@ def begun_here(run: RunConfig, said: Mapping[str, object], config: NodeConfig, m
     encoded = _encoded(said)
     begun = [
         each
-        for each in stored_runs(config)
-        if each.admission.founders == (me,) and read(run_directory(config, each.id) / SAID_NAME) == encoded
+        for each in home.runs()
+        if each.admission.founders == (me,) and read(home.of_run(each.id) / SAID_NAME) == encoded
     ]
     return max(begun, key=lambda each: _is_of(each, run), default=None)
 
 
-def note_begun(run: RunConfig, wanted: RunConfig, said: Mapping[str, object], config: NodeConfig) -> None:
+def note_begun(run: RunConfig, wanted: RunConfig, said: Mapping[str, object], home: Home) -> None:
     """Stores what the file said beside the run that it has begun, unless only its defaults have made it another.
 
     wanted: what the file means with today's defaults
     """
-    directory = run_directory(config, run.id)
+    directory = home.of_run(run.id)
     path, encoded = directory / SAID_NAME, _encoded(said)
     if read(path) != encoded and _is_of(run, wanted):
         make_directory(directory)

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from p2ptrain.config import ModelConfig, NodeConfig, RunConfig
+from p2ptrain.config import ModelConfig, RunConfig
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.files import write_all
 from p2ptrain.net import questions
 from p2ptrain.net.connections import LINKS_MAX
 from p2ptrain.net.tasks import in_daemon_thread
 from p2ptrain.net.transport import Transport, TransportError
-from p2ptrain.node.find import RunSources, stored_runs
+from p2ptrain.node.find import RunSources
+from p2ptrain.node.home import Home
 from p2ptrain.node.limits import disk_demand
 from p2ptrain.visible import count_of, few
 
@@ -47,17 +48,17 @@ class RoundsSeen:
     seconds: float
 
 
-async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, config: NodeConfig, asks: bool) -> bool:
+async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, home: Home, asks: bool) -> bool:
     """Tells what the run asks of this machine, unless it is known here. Returns False if the owner declines.
 
     asks: ask, if there is a terminal
     """
-    if any(each.id == run.id for each in stored_runs(config)):
+    if any(each.id == run.id for each in home.runs()):
         return True
     asks = asks and is_at_terminal()
     seen = await watch_rounds(transport, sources, run.id) if asks else None
     members = sources.told.members if sources.told else 0
-    terms = await asyncio.to_thread(terms_of, run, config, members, seen)
+    terms = await asyncio.to_thread(terms_of, run, home, members, seen)
     if not asks:
         log.info("what the run asks: %s", "; ".join(f"{what} {text}" for what, text in terms.items()))
         return True
@@ -72,13 +73,13 @@ async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, 
 # The demands of a run
 
 
-def terms_of(run: RunConfig, config: NodeConfig, members: int, seen: RoundsSeen | None) -> dict[str, str]:
+def terms_of(run: RunConfig, home: Home, members: int, seen: RoundsSeen | None) -> dict[str, str]:
     """Returns what the run asks of this machine, by subject. `members`: of its roster, without this node; 0: unknown"""
     from p2ptrain.exact.shortage import mega  # noqa: PLC0415
     from p2ptrain.train.memory import demands_of, need_of  # noqa: PLC0415  # imports torch
 
-    need, demands = need_of(run), demands_of(run, config)
-    disk = disk_demand(run, config, need, members=members)
+    need, demands = need_of(run), demands_of(run, home.config)
+    disk = disk_demand(run, home, need, members=members)
     memory = [f"{mega(each.needed)} of {each.what}, {mega(each.free)} are free" for each in demands]
     plugins = " and ".join(sorted({run.model.plugin, run.recipe.plugin} - {""}))
     is_own = run.data.source == "own"

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
-from p2ptrain.config import PROTOCOL_VERSION, NetworkConfig, NodeConfig, RunConfig
-from p2ptrain.data.dataset import MANIFEST_NAME, TokenDataset, manifest_digest, read_manifest
+from p2ptrain.config import PROTOCOL_VERSION, NetworkConfig, RunConfig
+from p2ptrain.data.dataset import MANIFEST_NAME, TokenDataset
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError, TooLargeError
 from p2ptrain.files import forget
@@ -26,10 +26,9 @@ from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
-from p2ptrain.node.directories import bases_directory, data_directory, dataset_directory, run_directory
 from p2ptrain.node.fetching import fetch_base, fetch_manifest, fetch_tokenizer
+from p2ptrain.node.home import Home
 from p2ptrain.node.limits import keep_data_within
-from p2ptrain.store.records import remembered_peers
 from p2ptrain.visible import count_of
 
 RUN_ID_DIGITS = 64  # a shorter name may be that of many runs, as whoever makes runs can arrange
@@ -49,7 +48,7 @@ class OfferError(P2ptrainError):
 
 
 @contextmanager
-def as_offered(config: NodeConfig, wanted: str | None) -> Iterator[None]:
+def as_offered(home: Home, wanted: str | None) -> Iterator[None]:
     """Turns what the owner has to mend into an OfferError, unless the owner has named the run.
 
     Otherwise a bootstrap chooses it, and with it the error: it could end a node for good, as no supervisor starts it
@@ -58,7 +57,7 @@ def as_offered(config: NodeConfig, wanted: str | None) -> Iterator[None]:
     try:
         yield
     except (ConfigError, TooLargeError) as error:
-        if len(wanted or "") == RUN_ID_DIGITS or not config.network.bootstrap:
+        if len(wanted or "") == RUN_ID_DIGITS or not home.config.network.bootstrap:
             raise
         what = "The bootstrap nodes choose the run, as no --run has all of its id: the next start asks them again"
         raise OfferError(f"{error}. {what}") from error
@@ -116,17 +115,17 @@ async def ask_around(
     return found, problems
 
 
-async def find_run(transport: Transport, config: NodeConfig, wanted: str | None) -> tuple[RunConfig, RunSources]:
+async def find_run(transport: Transport, home: Home, wanted: str | None) -> tuple[RunConfig, RunSources]:
     """Returns the config of the run to join and the peers that reported it.
 
     Keeps asking the bootstraps. A run on this disk comes before what they offer, or a bootstrap could move the nodes
     that return to it to another run; a single one is taken if none of them answers.
     """
-    addresses = config.network.bootstrap
-    mine = [run for run in stored_runs(config) if run.run_id.startswith(wanted or "")]
+    addresses = home.config.network.bootstrap
+    mine = home.runs(wanted)
     stored = mine
     if addresses and not wanted:  # a bootstrap unknown to the runs on this disk means another run, if it is named
-        stored = [run for run in mine if _is_among_peers(run, config, addresses)]
+        stored = [run for run in mine if _is_among_peers(run, home, addresses)]
     if not addresses and not stored:
         fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
         raise ConfigError("no address to ask", key="--bootstrap", fix=fix)
@@ -191,36 +190,10 @@ def _keep_stored_run(offered: Found, mine: Sequence[RunConfig], stored: Sequence
     return run
 
 
-def choose_run(config: NodeConfig, wanted: str | None) -> RunConfig:
-    """Returns the one stored run whose id begins with `wanted`."""
-    found = [run for run in stored_runs(config) if run.run_id.startswith(wanted or "")]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        what = f"no run {wanted} in" if wanted else "no run in"
-        raise ConfigError(f"{what} {data_directory(config)}", key="--data-dir", fix="Name the directory of the node")
-    names = "\n".join(f"  {run.run_id}  {run.name}" for run in found)
-    raise ConfigError(f"there are {len(found)} runs:\n{names}", key="--run", fix="Name one of them")
-
-
-def _is_among_peers(run: RunConfig, config: NodeConfig, addresses: Sequence[str]) -> bool:
+def _is_among_peers(run: RunConfig, home: Home, addresses: Sequence[str]) -> bool:
     """Whether one of these addresses belongs to a remembered peer of this run."""
-    directory = run_directory(config, run.id)
-    known = {address.rpartition("/p2p/")[2] for address in remembered_peers(directory)}
+    known = {address.rpartition("/p2p/")[2] for address in home.peers_of(run)}
     return any(address.rpartition("/p2p/")[2] in known for address in addresses)
-
-
-def stored_runs(config: NodeConfig) -> list[RunConfig]:
-    """Returns the runs that this data directory has taken part in."""
-    found = []
-    for path in sorted((data_directory(config) / "runs").glob("*/run.json")):
-        try:
-            run = RunConfig.from_canonical(path.read_bytes())
-        except (OSError, RemoteProtocolError) as error:
-            log.warning("%s: skipped: %s", path, error)
-        else:
-            found.append(run)
-    return found
 
 
 def check_addresses(network: NetworkConfig) -> None:
@@ -235,16 +208,15 @@ def check_addresses(network: NetworkConfig) -> None:
                 ) from error
 
 
-def with_relays(config: NodeConfig, wanted: str | None) -> NetworkConfig:
+def with_relays(home: Home, wanted: str | None) -> NetworkConfig:
     """Adds relays to the network config: the bootstraps, and remembered peers, so that a node behind a router still has
     relays if it restarts without a bootstrap or if that has gone for good. Public addresses come first, since private
     ones are reachable only from the same network.
     """
-    network, runs = config.network, stored_runs(config)
+    network = home.config.network
     if network.trusted_relays:
         return network
-    of_runs = [remembered_peers(run_directory(config, run.id)) for run in runs if run.run_id.startswith(wanted or "")]
-    remembered = [address for addresses in of_runs for address in addresses]
+    remembered = [address for run in home.runs(wanted) for address in home.peers_of(run)]
     SystemRandom().shuffle(remembered)  # so that the same few peers are not first at every start
     remembered.sort(key=lambda address: kind_of_address(address) in ("public", "name"), reverse=True)
     return network.model_copy(update={"trusted_relays": (*network.bootstrap, *remembered)})
@@ -276,16 +248,6 @@ def _check_protocol(run_id: bytes, encoded: bytes) -> None:
             raise ConfigError(what, key="--run", fix="Install a release that speaks it")
 
 
-def find_dataset(config: NodeConfig, manifest: str) -> Path:
-    """Returns the directory of a data set, even if a run started here has named it differently; else its usual path."""
-    usual = dataset_directory(config, manifest)
-    for path in (usual, *sorted(usual.parent.glob("*"))):
-        with suppress(DataError):
-            if manifest_digest(read_manifest(path)) == manifest:
-                return path
-    return usual
-
-
 def open_dataset(directory: Path, manifest: str) -> TokenDataset | None:
     """Opens a data set; None if it has to be fetched because it is missing or damaged."""
     if not (directory / MANIFEST_NAME).exists():
@@ -298,7 +260,7 @@ def open_dataset(directory: Path, manifest: str) -> TokenDataset | None:
 
 
 async def fetch_dataset(
-    transport: Transport, config: NodeConfig, run: RunConfig, directory: Path, sources: RunSources
+    transport: Transport, home: Home, run: RunConfig, directory: Path, sources: RunSources
 ) -> TokenDataset:
     """Fetches the data set's manifest and tokenizer; its pieces are fetched when they are needed."""
 
@@ -306,17 +268,17 @@ async def fetch_dataset(
         data = await fetch_manifest(fetcher, run, directory, sources.peers)
         if run.tokenizer.kind == "json":
             await fetch_tokenizer(fetcher, run, data, sources.peers)
-        await asyncio.to_thread(keep_data_within, run, config, data)
+        await asyncio.to_thread(keep_data_within, run, home, data)
         return data
 
-    return await _keep_trying(transport, config, run, sources, fetch)
+    return await _keep_trying(transport, home, run, sources, fetch)
 
 
-async def find_base(transport: Transport, config: NodeConfig, run: RunConfig, sources: RunSources) -> FrozenBase | None:
+async def find_base(transport: Transport, home: Home, run: RunConfig, sources: RunSources) -> FrozenBase | None:
     """Returns the frozen weights of a run that trains adapters, from this disk if they are there; else fetches them."""
     if not run.adapt.is_on:
         return None
-    directory = bases_directory(config)
+    directory = home.bases
     path = base_file(directory, run.adapt.base)
     if path.exists():
         base = await asyncio.to_thread(read_base, path)
@@ -326,14 +288,14 @@ async def find_base(transport: Transport, config: NodeConfig, run: RunConfig, so
         forget(path)
     log.info("fetching the weights that the run adapts: %s", count_of(run.adapt.base_bytes))
     await _keep_trying(
-        transport, config, run, sources, lambda fetcher: fetch_base(fetcher, run, directory, sources.peers)
+        transport, home, run, sources, lambda fetcher: fetch_base(fetcher, run, directory, sources.peers)
     )
     return await asyncio.to_thread(read_base, path)
 
 
 async def _keep_trying(
     transport: Transport,
-    config: NodeConfig,
+    home: Home,
     run: RunConfig,
     sources: RunSources,
     fetch: Callable[[Fetcher], Awaitable[T]],
@@ -341,7 +303,7 @@ async def _keep_trying(
     """Fetches what the node cannot begin without, for as long as it takes."""
     run_id = run.id
     fetcher = Fetcher(
-        transport, run_id, download=TokenBucket(config.limits.download_bytes_per_second), blame=_blame_nobody
+        transport, run_id, download=TokenBucket(home.config.limits.download_bytes_per_second), blame=_blame_nobody
     )
     wait = FIND_SECONDS
     while True:

@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from pydantic import ValidationError
 
-from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config import RunConfig
 from p2ptrain.config.node import OPTIONS, ChangeableLimits, Limits
 from p2ptrain.config.text import allowed
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import ConfigError, TooLargeError
 from p2ptrain.files import below, nearest_existing
-from p2ptrain.node.directories import bases_directory, data_directory, run_directory
+from p2ptrain.node.home import Home
 
 if TYPE_CHECKING:
     from p2ptrain.data.dataset import TokenDataset
@@ -99,7 +99,7 @@ def changed(limits: Limits, order: dict[str, Any]) -> Limits:
         raise ConfigError(f"{given[key]!r} is not valid", key=f"--{OPTIONS[key].name}", fix=fix) from error
 
 
-def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
+def refuse_too_large(run: RunConfig, home: Home) -> None:
     """Logs how much memory and disk space the run needs. Raises ConfigError if the config allows less, and
     TooLargeError if this machine does not have that much.
 
@@ -109,17 +109,17 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
     from p2ptrain.exact.shortage import mega  # noqa: PLC0415
     from p2ptrain.train.memory import demands_of, need_of, passes_that_fit  # noqa: PLC0415  # imports torch
 
-    demands = demands_of(run, config)
-    disk = disk_demand(run, config, need_of(run))
+    demands = demands_of(run, home.config)
+    disk = disk_demand(run, home, need_of(run))
     log.info("run %s needs about %s", run.name, " and ".join([*(each.takes for each in demands), disk.takes]))
-    limit = config.limits.memory_bytes
+    limit = home.config.limits.memory_bytes
     if limit and demands[0].needed > limit:
         what = f"run {run.name} needs about {demands[0].takes}, but the limit is {mega(limit)}"
         raise ConfigError(what, key="limits.memory_bytes", fix="Raise it, or join a run with a smaller model")
     for each in demands:
         if each.level == "failed" and each.least <= each.total:
             what = f"run {run.name} needs about {each.takes}, but there are only {mega(each.total)}"
-            fix = f"Set device.sequences_per_pass = {passes_that_fit(run, config)}, so that less is needed at once"
+            fix = f"Set device.sequences_per_pass = {passes_that_fit(run, home.config)}, so that less is needed at once"
             raise TooLargeError(what, fix=fix)
         if each.level == "failed":
             least = f"{mega(each.least)} even with one sequence per pass"
@@ -130,16 +130,16 @@ def refuse_too_large(run: RunConfig, config: NodeConfig) -> None:
     _refuse_disk(run, disk)
 
 
-def keep_data_within(run: RunConfig, config: NodeConfig, data: TokenDataset) -> None:
+def keep_data_within(run: RunConfig, home: Home, data: TokenDataset) -> None:
     """Limits the fetched data to the room that the run leaves on the disk. Raises ConfigError if the data of one round
     does not fit."""
     from p2ptrain.train.learner import EVALUATED_SEQUENCES  # noqa: PLC0415
     from p2ptrain.train.memory import DISK_SHARE, need_of  # noqa: PLC0415
 
     least = data.fetched_bytes_min(run.recipe.round_sequences, EVALUATED_SEQUENCES, run.model.sequence_length)
-    disk = disk_demand(run, config, need_of(run), data.prepared_bytes + least, of_data=data.directory)
+    disk = disk_demand(run, home, need_of(run), data.prepared_bytes + least, of_data=data.directory)
     _refuse_disk(run, disk)
-    spare = 0 if config.limits.disk_bytes else int((1 - DISK_SHARE) * disk.used)  # else each start would take more
+    spare = 0 if home.config.limits.disk_bytes else int((1 - DISK_SHARE) * disk.used)  # else each start would take more
     data.keep_within(max(least, disk.room - disk.needed + least - spare))
 
 
@@ -152,7 +152,7 @@ def _refuse_disk(run: RunConfig, disk: DiskDemand) -> None:
 
 
 def disk_demand(
-    run: RunConfig, config: NodeConfig, need: Need, data_bytes: int = 0, members: int = 0, of_data: Path | None = None
+    run: RunConfig, home: Home, need: Need, data_bytes: int = 0, members: int = 0, of_data: Path | None = None
 ) -> DiskDemand:
     """Compares what a run takes of the disk with the room there is, for CONTRIBUTORS_USUAL contributors or more.
 
@@ -162,19 +162,19 @@ def disk_demand(
     from p2ptrain.train.memory import CONTRIBUTORS_USUAL, DiskDemand  # noqa: PLC0415
 
     contributors = min(max(members, len(run.admission.founders), CONTRIBUTORS_USUAL), run.admission.contributors_max)
-    terms = config.storage.checkpoints_kept, run.agreement.history_rounds, contributors
+    terms = home.config.storage.checkpoints_kept, run.agreement.history_rounds, contributors
     of_run = [of_data] if of_data else []  # on both sides, or on neither
     if run.is_sealed:
-        of_run.append(run_directory(config, run.id))
+        of_run.append(home.of_run(run.id))
     used = sum(file.st_blocks * 512 for directory in of_run for _, file in below(directory))
-    free = shutil.disk_usage(nearest_existing(data_directory(config))).free
+    free = shutil.disk_usage(nearest_existing(home.directory)).free
     frozen = run.adapt.base_bytes or need.base
     if run.adapt.base:
-        bases = below(bases_directory(config))
+        bases = below(home.bases)
         used += sum(file.st_blocks * 512 for path, file in bases if path.name.startswith(run.adapt.base))
     formula = need.disk_formula(*terms) + (f", {mega(data_bytes)} of data for a round" if data_bytes else "")
     formula += f", frozen weights of {mega(frozen)}" if frozen else ""
-    return DiskDemand(need.disk(*terms) + data_bytes + frozen, used, free, config.limits.disk_bytes, formula)
+    return DiskDemand(need.disk(*terms) + data_bytes + frozen, used, free, home.config.limits.disk_bytes, formula)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.config import RunConfig
 from p2ptrain.config.run import CONFIG_BYTES_MAX
 from p2ptrain.core.journal import HistoryVerdict, Journal
 from p2ptrain.core.state import AgreedState
@@ -27,13 +27,11 @@ from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.files import make_directory, read_regular, trouble, write_atomically
 from p2ptrain.models.adapters import base_file, read_base
 from p2ptrain.models.export import Weights
-from p2ptrain.node.directories import bases_directory, run_directory
-from p2ptrain.node.find import choose_run, find_dataset
+from p2ptrain.node.home import RUN_NAME, Home
 from p2ptrain.store.checkpoints import LOOKS_MAX, STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp
 from p2ptrain.store.log import read_journal
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
-RUN_NAME = "run.json"
 LOG_NAME = "wal"
 OTHER_HISTORY = "not part of this node's history"
 
@@ -103,7 +101,7 @@ class SavedModel:
 
 
 def find_model(
-    config: NodeConfig,
+    home: Home,
     wanted: str | None = None,
     number: int | None = None,
     directory: Path | None = None,
@@ -115,29 +113,29 @@ def find_model(
     if directory is not None and number is not None:
         raise ConfigError("the directory holds one round only", key="--round", fix="Leave it out, or name no directory")
     if directory is not None:
-        checkpoint, run = _open(config, directory)
+        checkpoint, run = _open(home, directory)
         if not run.run_id.startswith(wanted or ""):
             raise ConfigError(
                 f"{directory} belongs to run {run.run_id}", key="--run", fix="Leave it out, or name that one"
             )
-        chosen = _judged_by(_journal_of(run_directory(config, run.id)), checkpoint)
+        chosen = _judged_by(_journal_of(home.of_run(run.id)), checkpoint)
         if chosen.judgement.is_refuted:
             raise DataError(f"{directory}: {OTHER_HISTORY}: {chosen.judgement.why}")
     else:
-        run = choose_run(config, wanted)
+        run = home.run(wanted)
         run_id = run.id
-        checkpoints = Checkpoints(run_directory(config, run_id) / CHECKPOINTS_NAME, run_id)
+        checkpoints = Checkpoints(home.of_run(run_id) / CHECKPOINTS_NAME, run_id)
         chosen = newest_whole(checkpoints, number)
-    tokenizer = _tokenizer(config, run, chosen.checkpoint.path)
-    base = _base(config, run, chosen.checkpoint.path) if needs_base else None
+    tokenizer = _tokenizer(home, run, chosen.checkpoint.path)
+    base = _base(home, run, chosen.checkpoint.path) if needs_base else None
     return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer, base)
 
 
-def _base(config: NodeConfig, run: RunConfig, directory: Path) -> Path | None:
+def _base(home: Home, run: RunConfig, directory: Path) -> Path | None:
     """Returns the file of the frozen weights of a run that trains adapters, from beside the checkpoint or the node."""
     if not run.adapt.is_on:
         return None
-    beside, own = (base_file(place, run.adapt.base) for place in (directory, bases_directory(config)))
+    beside, own = (base_file(place, run.adapt.base) for place in (directory, home.bases))
     path = beside if beside.exists() else own
     if not path.exists() or read_base(path).digest != run.adapt.base:
         raise DataError(
@@ -148,9 +146,9 @@ def _base(config: NodeConfig, run: RunConfig, directory: Path) -> Path | None:
     return path
 
 
-def weights_in(config: NodeConfig, directory: Path) -> Weights:
+def weights_in(home: Home, directory: Path) -> Weights:
     """Returns the weights of the checkpoint in a directory, undamaged, of whatever run."""
-    return _weights(*_open(config, directory))
+    return _weights(*_open(home, directory))
 
 
 def _weights(checkpoint: Checkpoint, run: RunConfig, base: Path | None = None) -> Weights:
@@ -233,15 +231,15 @@ def _judged_by(journal: Journal | str, checkpoint: Checkpoint) -> JudgedCheckpoi
     return JudgedCheckpoint(checkpoint, checkpoint.judged_by(journal), _state_after(journal, checkpoint))
 
 
-def keep_tokenizer(config: NodeConfig, run: RunConfig, data: TokenDataset) -> None:
+def keep_tokenizer(home: Home, run: RunConfig, data: TokenDataset) -> None:
     """Stores the run's tokenizer beside the run, if the data does not lie in the node's directory: it may be moved."""
-    if data.tokenizer.kind == "json" and find_dataset(config, run.data.manifest).resolve() != data.directory.resolve():
-        place = run_directory(config, run.id)
+    if data.tokenizer.kind == "json" and home.dataset(run.data.manifest).resolve() != data.directory.resolve():
+        place = home.of_run(run.id)
         make_directory(place)
         write_atomically(place / TOKENIZER_NAME, data.open_tokenizer().file_bytes)
 
 
-def beside(config: NodeConfig, run: RunConfig) -> dict[str, bytes]:
+def beside(home: Home, run: RunConfig) -> dict[str, bytes]:
     """Returns the files to export beside a checkpoint so that it can be read elsewhere: config and tokenizer.
 
     A lost tokenizer is left out with a warning.
@@ -249,13 +247,13 @@ def beside(config: NodeConfig, run: RunConfig) -> dict[str, bytes]:
     files = {RUN_NAME: run.canonical()}
     if run.tokenizer.kind == "json":
         try:
-            files[TOKENIZER_NAME] = _tokenizer(config, run, run_directory(config, run.id)).file_bytes
+            files[TOKENIZER_NAME] = _tokenizer(home, run, home.of_run(run.id)).file_bytes
         except DataError as error:
             log.warning("exporting without the tokenizer: %s", error)
     return files
 
 
-def _open(config: NodeConfig, directory: Path) -> tuple[Checkpoint, RunConfig]:
+def _open(home: Home, directory: Path) -> tuple[Checkpoint, RunConfig]:
     """Opens a checkpoint and its run's config. Raises `DataError` if it is damaged."""
     if not (directory / STAMP_NAME).exists():
         fix = "Name a directory made by `p2ptrain checkpoint export`"
@@ -265,7 +263,7 @@ def _open(config: NodeConfig, directory: Path) -> tuple[Checkpoint, RunConfig]:
     checkpoint = Checkpoint(directory, stamp)
     if why := Checkpoints(directory.parent, run_id).verify(checkpoint):
         raise DataError(why)
-    for place in (directory, run_directory(config, run_id)):
+    for place in (directory, home.of_run(run_id)):
         run = _run_in(place / RUN_NAME)
         if run is not None and run.run_id == stamp.run:
             return checkpoint, run
@@ -283,11 +281,11 @@ def _run_in(path: Path) -> RunConfig | None:
     return run if run.is_sealed else None
 
 
-def _dataset(config: NodeConfig, run: RunConfig) -> TokenDataset:
-    return TokenDataset.open(find_dataset(config, run.data.manifest), run.data.manifest)
+def _dataset(home: Home, run: RunConfig) -> TokenDataset:
+    return TokenDataset.open(home.dataset(run.data.manifest), run.data.manifest)
 
 
-def held_out_of(config: NodeConfig, run: RunConfig, directory: Path | None, sequences: int) -> tuple[TokenDataset, int]:
+def held_out_of(home: Home, run: RunConfig, directory: Path | None, sequences: int) -> tuple[TokenDataset, int]:
     """Opens the data set in `directory`, or without one the run's; returns it and how many sequences to measure.
 
     sequences: how many are wanted; 0: as many as are here
@@ -296,7 +294,7 @@ def held_out_of(config: NodeConfig, run: RunConfig, directory: Path | None, sequ
         fix = "Call swarm.evaluate(loss) in the script"
         raise ConfigError("only the script that trains this model can compute its loss", key="model.kind", fix=fix)
     if directory is None:
-        dataset = _dataset(config, run)
+        dataset = _dataset(home, run)
     else:
         dataset = TokenDataset.open(directory, manifest_digest(read_manifest(directory)))
     check_tokens(run, dataset)
@@ -310,14 +308,14 @@ def held_out_of(config: NodeConfig, run: RunConfig, directory: Path | None, sequ
     return dataset, min(sequences or here, here)
 
 
-def _tokenizer(config: NodeConfig, run: RunConfig, directory: Path) -> Tokenizer:
+def _tokenizer(home: Home, run: RunConfig, directory: Path) -> Tokenizer:
     """Opens the run's tokenizer, from beside the checkpoint, from the run's directory or from its data."""
     if run.tokenizer.kind == "bytes":
         return BytesTokenizer()
-    places = (directory, run_directory(config, run.id))
+    places = (directory, home.of_run(run.id))
     path = next((each / TOKENIZER_NAME for each in places if (each / TOKENIZER_NAME).exists()), None)
     if path is None:
-        return _dataset(config, run).open_tokenizer()
+        return _dataset(home, run).open_tokenizer()
     file_bytes = read_regular(path, TOKENIZER_BYTES_MAX) or b""
     if tokenizer_digest(file_bytes) != run.tokenizer.digest:
         raise DataError(f"{path}: damaged, or from another run: its digest is not {run.tokenizer.digest}")

@@ -29,8 +29,8 @@ from p2ptrain.models.kinds import NamedShapes, named_shapes
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import Reach, is_within, split
 from p2ptrain.net.transport import TransportError
-from p2ptrain.node.directories import data_directory
 from p2ptrain.node.edges import Edges
+from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import LearnerThread, LocalWorker, Note
 from p2ptrain.region.shift import Region, World
 from p2ptrain.region.worker import RegionWorker
@@ -130,7 +130,7 @@ class WorldLink:
 
     async def _take_part(self, edges: Edges) -> None:
         """Runs the world node, and listens to it until it ends, which raises DataError."""
-        directory = data_directory(self._config) / DIRECTORY
+        directory = Home(self._config).directory / DIRECTORY
         met = self._config.region.bootstrap or await self._ask_around(edges)
         until = perf_counter() + ASK_SECONDS
         while not met and not directory.exists():

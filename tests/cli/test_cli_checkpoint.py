@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.config.node import NodeConfig, StorageConfig
-from p2ptrain.node.directories import run_directory
+from p2ptrain.node.home import Home
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoints
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.store import CHECKPOINTS_NAME
@@ -26,7 +26,7 @@ def node(tmp_path: Path) -> NodeConfig:
 def checkpoints(node: NodeConfig) -> Checkpoints:
     run = named_run()
     run_id = run.id
-    directory = run_directory(node, run_id)
+    directory = Home(node).of_run(run_id)
     directory.mkdir(parents=True)
     (directory / "run.json").write_bytes(run.canonical())
     made = Checkpoints(directory / CHECKPOINTS_NAME, run_id)
@@ -97,7 +97,7 @@ def test_which_run_is_meant_has_to_be_clear(
 ) -> None:
     place = ("--data-dir", node.storage.directory)
     other = named_run("y")
-    directory = run_directory(node, other.id)
+    directory = Home(node).of_run(other.id)
     directory.mkdir(parents=True)
     (directory / "run.json").write_bytes(other.canonical())
     status, _, err = p2ptrain(capsys, "checkpoint", "list", *place)

@@ -21,7 +21,7 @@ from p2ptrain.data.packing import PLAIN, Packing
 from p2ptrain.data.prepare import DatasetSummary, prepare
 from p2ptrain.data.tokenizer import JsonTokenizer
 from p2ptrain.models.kinds import shapes_digest
-from p2ptrain.node.directories import dataset_directory
+from p2ptrain.node.home import Home
 from tests.helpers import daemons
 from tests.helpers.export import Command, Node, model_of, run_of, state_of
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
@@ -55,7 +55,7 @@ def node_with(
         {**run_of(**sections).model_dump(), "data": {"manifest": made.digest, **sections.get("data", {})}}
     )
     config = NodeConfig(storage=StorageConfig(directory=str(tmp_path / "node")))
-    place = dataset_directory(config, made.digest)
+    place = Home(config).usual_dataset(made.digest)
     place.parent.mkdir(parents=True)
     shutil.move(made.path, place)
     node = Node(tmp_path / "node", run)

@@ -12,7 +12,7 @@ from p2ptrain.core.events import Certified
 from p2ptrain.core.state import genesis
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.tokenizer import JsonTokenizer
-from p2ptrain.node.directories import dataset_directory
+from p2ptrain.node.home import Home
 from p2ptrain.node.saved import keep_tokenizer
 from p2ptrain.store.checkpoints import STAMP_NAME, STATE_NAME, TRAINER_NAME
 from p2ptrain.store.log import Log
@@ -169,7 +169,7 @@ def worded(tmp_path: Path) -> tuple[Node, bytes]:
     raw = RunConfig.model_validate({"name": "x", "model": {**SMALL, "vocab_size": 300}, "tokenizer": named})
     run = raw.sealed(manifest=made.digest, initial_root="2" * 64, founders=[KEYS[0].hex()])
     node = Node(tmp_path / "node", run)
-    place = dataset_directory(node.config, made.digest)
+    place = Home(node.config).usual_dataset(made.digest)
     place.parent.mkdir()
     made.path.rename(place)
     node.save(8, state_of(run))
@@ -194,10 +194,10 @@ def test_the_tokenizer_of_data_that_lies_elsewhere_is_kept_with_the_run(
     node, file_bytes = worded
     [place] = node.directory.glob("data/*")
     data = TokenDataset.open(place, node.run.data.manifest)
-    keep_tokenizer(node.config, node.run, data)
+    keep_tokenizer(Home(node.config), node.run, data)
     assert not (node.run_directory / "tokenizer.json").exists(), "it is in the node's directory already"
     elsewhere = place.rename(tmp_path / "elsewhere")
-    keep_tokenizer(node.config, node.run, TokenDataset.open(elsewhere, node.run.data.manifest))
+    keep_tokenizer(Home(node.config), node.run, TokenDataset.open(elsewhere, node.run.data.manifest))
     elsewhere.rename(tmp_path / "moved")
     assert p2ptrain("export", tmp_path / "out", *node.place)[0] == 0
     assert p2ptrain("checkpoint", "export", tmp_path / "copy", *node.place)[0] == 0

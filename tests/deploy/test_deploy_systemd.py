@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.cli.exits import ExitStatus
-from p2ptrain.node.directories import BASE_MAX
 from p2ptrain.node.notify import BEATS, TELL_SECONDS
+from p2ptrain.node.socket_directory import BASE_MAX
 from tests.helpers.deploy import DEPLOY, run, tool
 from tests.helpers.sandbox import settings
 

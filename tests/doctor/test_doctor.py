@@ -23,7 +23,7 @@ from p2ptrain.errors import DeviceError
 from p2ptrain.identity import Identity
 from p2ptrain.models import hf_model
 from p2ptrain.net.transport import TransportError
-from p2ptrain.node.directories import dataset_directory
+from p2ptrain.node.home import Home
 from p2ptrain.node.limits import disk_demand
 from p2ptrain.store.lock import LOCK_NAME, Lock
 from p2ptrain.train.memory import DiskDemand, MemoryDemand, need_of
@@ -306,12 +306,12 @@ def test_room_is_compared_with_what_the_run_keeps() -> None:
 def test_data_that_are_here_do_not_count_as_room_for_the_rest(tmp_path: Path) -> None:
     config = NodeConfig.model_validate({"storage": {"directory": str(tmp_path)}})
     run = RunConfig(name="x").sealed(manifest="ab" * 32, initial_root="cd" * 32, founders=["ef" * 32])
-    before = disk_demand(run, config, need_of(run))
-    piece = dataset_directory(config, run.data.manifest) / "pieces" / "1"
+    before = disk_demand(run, Home(config), need_of(run))
+    piece = Home(config).usual_dataset(run.data.manifest) / "pieces" / "1"
     piece.parent.mkdir(parents=True)
     piece.write_bytes(bytes(2**20))
-    assert disk_demand(run, config, need_of(run)).used == before.used == 0
-    demand = disk_demand(run, config, need_of(run), data_bytes=2**20, of_data=piece.parent.parent)
+    assert disk_demand(run, Home(config), need_of(run)).used == before.used == 0
+    demand = disk_demand(run, Home(config), need_of(run), data_bytes=2**20, of_data=piece.parent.parent)
     assert demand.used >= 2**20
 
 

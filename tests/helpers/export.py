@@ -17,7 +17,7 @@ from p2ptrain.config.node import StorageConfig
 from p2ptrain.exact.root import covered_pieces, octets, state_root
 from p2ptrain.models.built_in import Transformer
 from p2ptrain.models.export import Weights
-from p2ptrain.node.directories import run_directory
+from p2ptrain.node.home import Home
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
 from tests.helpers.cli import p2ptrain
@@ -66,7 +66,7 @@ class Node:
         self.directory, self.run = directory, run
         self.config = NodeConfig(storage=StorageConfig(directory=str(directory)))
         run_id = run.id
-        self.run_directory = run_directory(self.config, run_id)
+        self.run_directory = Home(self.config).of_run(run_id)
         self.run_directory.mkdir(parents=True)
         (self.run_directory / "run.json").write_bytes(run.canonical())
         self.checkpoints = Checkpoints(self.run_directory / CHECKPOINTS_NAME, run_id)

@@ -25,8 +25,8 @@ from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError, TooLargeError
 from p2ptrain.node import limits
-from p2ptrain.node.directories import run_directory
-from p2ptrain.node.find import find_dataset, open_dataset
+from p2ptrain.node.find import open_dataset
+from p2ptrain.node.home import Home
 from p2ptrain.train import memory
 from p2ptrain.train.learner import EVALUATED_SEQUENCES, Trainer
 from p2ptrain.train.memory import need_of
@@ -121,8 +121,8 @@ def load_all(encoded: bytes, node: NodeConfig, dataset: TokenDataset) -> bool:
     to_toml(run)
     need_of(run)
     if run.is_sealed:
-        assert run_directory(node, digest("run id", encoded)).is_relative_to(node.storage.directory)
-        open_dataset(find_dataset(node, run.data.manifest), run.data.manifest)
+        assert Home(node).of_run(digest("run id", encoded)).is_relative_to(node.storage.directory)
+        open_dataset(Home(node).dataset(run.data.manifest), run.data.manifest)
     with suppress(P2ptrainError):  # of a tokenizer that the data was not made with
         Trainer(run, ONE_THREAD, dataset, initial=False)
     return True
@@ -245,7 +245,7 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_in_a_line(
     node = NodeConfig(storage=StorageConfig(directory=str(tmp_path)), device=ONE_THREAD)
     before = time.process_time()
     with pytest.raises((TooLargeError, ConfigError), match=why) as caught:
-        limits.refuse_too_large(run, node)
+        limits.refuse_too_large(run, Home(node))
     assert time.process_time() - before < 2 * NEED_SECONDS
     assert "\n" not in str(caught.value)
     assert [*tmp_path.iterdir()] == []
@@ -262,14 +262,14 @@ def test_a_run_is_refused_only_if_the_data_of_one_round_do_not_fit_the_disk_besi
         storage = StorageConfig(directory=str(tmp_path))
         return NodeConfig(storage=storage, limits=LimitsConfig(disk_bytes=disk_bytes))
 
-    needed = limits.disk_demand(run, allowed(0), need_of(run)).needed + len(encoded) + least
-    limits.keep_data_within(run, allowed(needed), data)
+    needed = limits.disk_demand(run, Home(allowed(0)), need_of(run)).needed + len(encoded) + least
+    limits.keep_data_within(run, Home(allowed(needed)), data)
     with pytest.raises(
         ConfigError,
         match=r"^limits\.disk_bytes: run large needs .* MB of data for a round\), and may have .*\. Make room, .*"
         r"or allow it with limits\.disk_bytes$",
     ):
-        limits.keep_data_within(run, allowed(needed - 1), data)
+        limits.keep_data_within(run, Home(allowed(needed - 1)), data)
     fetched = [bytes.fromhex(name) for name in names[: least // PIECE_BYTES]]
     assert data.need(np.arange(len(fetched)) * PIECE_BYTES // 256, 256) == fetched
     with pytest.raises(DataError, match="are needed at once"):

@@ -14,8 +14,8 @@ from p2ptrain.config.node import NetworkConfig, NodeConfig, StorageConfig
 from p2ptrain.daemon import launch
 from p2ptrain.errors import ConfigError
 from p2ptrain.net import questions
-from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import find_run
+from p2ptrain.node.home import Home
 from p2ptrain.store.records import RECORDS_NAME, Records
 from tests.helpers.core import KEYS
 from tests.helpers.memory_network import MemoryTransport, Network
@@ -48,7 +48,7 @@ async def returning(directory: Path, *offered: RunConfig, is_known: bool = True)
     config = NodeConfig(
         network=NetworkConfig(bootstrap=(network.address(BOOTSTRAP),)), storage=StorageConfig(directory=str(directory))
     )
-    stored = run_directory(config, MINE.id)
+    stored = Home(config).of_run(MINE.id)
     stored.mkdir(parents=True)
     (stored / "run.json").write_bytes(MINE.canonical())
     if is_known:
@@ -73,16 +73,16 @@ async def test_a_bootstrap_does_not_move_a_node_to_another_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with returning(tmp_path, THEIRS) as each:
-        run, sources = await find_run(each.me, each.config, None)
+        run, sources = await find_run(each.me, Home(each.config), None)
         assert (run, sources.peers) == (MINE, [])
         assert f"know only {THEIRS.run_id} (the-attackers); continuing run mine-for-months" in caplog.text
-        assert (await find_run(each.me, each.config, THEIRS.run_id))[0] == THEIRS, "the owner may, by its name"
+        assert (await find_run(each.me, Home(each.config), THEIRS.run_id))[0] == THEIRS, "the owner may, by its name"
 
 
 @skipping_time
 async def test_the_run_on_the_disk_is_chosen_of_several_that_are_offered(tmp_path: Path) -> None:
     async with returning(tmp_path, THEIRS, MINE) as each:
-        run, sources = await find_run(each.me, each.config, None)
+        run, sources = await find_run(each.me, Home(each.config), None)
         assert (run, sources.peers) == (MINE, [BOOTSTRAP])
 
 
@@ -90,14 +90,14 @@ async def test_the_run_on_the_disk_is_chosen_of_several_that_are_offered(tmp_pat
 async def test_a_bootstrap_that_the_run_does_not_know_moves_nobody_either(tmp_path: Path) -> None:
     async with returning(tmp_path, THEIRS, is_known=False) as each:
         with pytest.raises(ConfigError, match=rf"^--run: .* know only {THEIRS.run_id} \(the-attackers\), and this dir"):
-            await find_run(each.me, each.config, None)
+            await find_run(each.me, Home(each.config), None)
 
 
 @skipping_time
 async def test_a_prefix_that_an_attacker_can_grind_names_the_run_on_the_disk(tmp_path: Path) -> None:
     shared = next(run for number in range(200) if (run := named(f"ground-{number}")).run_id[0] == MINE.run_id[0])
     async with returning(tmp_path, shared) as each:
-        run, _ = await find_run(each.me, each.config, MINE.run_id[0])
+        run, _ = await find_run(each.me, Home(each.config), MINE.run_id[0])
         assert run == MINE
 
 

@@ -19,6 +19,7 @@ from p2ptrain.errors import ConfigError, P2ptrainError, TooLargeError
 from p2ptrain.net import questions
 from p2ptrain.net.questions import RUNS_MAX
 from p2ptrain.node.find import OfferError
+from p2ptrain.node.home import Home
 from tests.helpers.core import KEYS
 from tests.helpers.memory_network import Network
 from tests.helpers.net import skipping_time
@@ -90,7 +91,7 @@ async def test_whatever_a_bootstrap_offers_a_supervisor_starts_the_node_again(
     configs = {digest("run id", each): each for each in offered}
     async with offering(tmp_path, configs, monkeypatch) as config:
         with pytest.raises(OfferError, match=why) as caught:
-            await launch._join(config, None, None, b"", None, False, None)
+            await launch._join(Home(config), None, None, b"", None, False, None)
         assert not any(isinstance(caught.value, each) for each in STATUSES), "only these are not started again"
         if len(configs) == 1:
             [run_id] = configs

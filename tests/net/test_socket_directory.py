@@ -14,7 +14,7 @@ import pytest
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.node import directories
-from p2ptrain.node.directories import BASE_MAX, SOCKETS_LOCK, SOCKETS_PREFIX, private_directory
+from p2ptrain.node.socket_directory import BASE_MAX, SOCKETS_LOCK, SOCKETS_PREFIX, private_directory
 
 
 @pytest.fixture

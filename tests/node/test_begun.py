@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.node.begun import begun_here, note_begun
-from p2ptrain.node.directories import run_directory
+from p2ptrain.node.home import Home
 
 ME = "3" * 64
 SAID: dict[str, Any] = {"name": "x", "recipe": {"name": "demo", "k": 4}}
@@ -26,19 +26,19 @@ class Machine:
         self.config = NodeConfig.model_validate({"storage": {"directory": str(tmp_path)}})
 
     def directory(self, run: RunConfig) -> Path:
-        return run_directory(self.config, run.id)
+        return Home(self.config).of_run(run.id)
 
     def begin(self, said: dict[str, Any], **other_defaults: Any) -> RunConfig:
         """Begins a run as a release with other defaults for the recipe does it."""
         wanted = meant({**said, "recipe": {**other_defaults, **said.get("recipe", {})}})
         run = wanted.sealed(manifest="1" * 64, initial_root="2" * 64, founders=[ME])
-        note_begun(run, wanted, said, self.config)
+        note_begun(run, wanted, said, Home(self.config))
         self.directory(run).mkdir(parents=True, exist_ok=True)
         (self.directory(run) / "run.json").write_bytes(run.canonical())
         return run
 
     def found(self, said: dict[str, Any], me: str = ME) -> RunConfig | None:
-        return begun_here(meant(said), said, self.config, me)
+        return begun_here(meant(said), said, Home(self.config), me)
 
 
 def test_the_same_file_goes_on_with_its_run_though_defaults_have_changed(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ from p2ptrain.node.consent import (
     terms_of,
     watch_rounds,
 )
-from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import RunSources
+from p2ptrain.node.home import Home
 from p2ptrain.train.memory import PROCESS_BYTES, need_of
 from p2ptrain.visible import count_of
 from tests.helpers.core import KEYS
@@ -55,7 +55,7 @@ def mine(directory: Path) -> NodeConfig:
 
 
 def test_a_run_asks_for_what_its_model_and_its_members_take(tmp_path: Path) -> None:
-    terms = terms_of(RUN, mine(tmp_path), 3, RoundsSeen(2, 5.0))
+    terms = terms_of(RUN, Home(mine(tmp_path)), 3, RoundsSeen(2, 5.0))
     assert [*terms] == ["run", "model", "memory", "disk", "traffic", "at first"]
     assert terms["run"] == f"tiny, {RUN.run_id}"
     assert terms["model"] == f"1m (builtin), {NEED.parameters:,} parameters"
@@ -72,7 +72,7 @@ def test_a_run_asks_for_what_its_model_and_its_members_take(tmp_path: Path) -> N
 def test_a_run_of_own_data_says_what_leaves_the_machine(tmp_path: Path) -> None:
     raw = {**RUN.model_dump(), "data": {"source": "own", "manifest": "1" * 64}}
     raw["admission"] |= {"policy": "allowlist", "keys": (KEYS[0].hex(),)}
-    terms = terms_of(RunConfig.model_validate(raw), mine(tmp_path), 3, None)
+    terms = terms_of(RunConfig.model_validate(raw), Home(mine(tmp_path)), 3, None)
     assert terms["data"] == "your own, of which nothing is sent; but contributions, which are sent, are made of it"
     assert " MB, and held-out data as far as there is room" in terms["disk"]
     assert terms["at first"].endswith(" of weights are fetched, and held-out data as it is needed")
@@ -140,19 +140,19 @@ async def test_without_a_terminal_the_log_says_it_in_one_line_and_nobody_waits(
     sources = RunSources((), [PEER], questions.RunInfo(RUN_ID, "tiny", 7, 3))
     before = asyncio.get_running_loop().time()
     with caplog.at_level(logging.INFO, "p2ptrain.node"):
-        assert await takes_part(me, RUN, sources, mine(tmp_path), asks=True)
-        assert await takes_part(me, RUN, sources, mine(tmp_path), asks=False)
+        assert await takes_part(me, RUN, sources, Home(mine(tmp_path)), asks=True)
+        assert await takes_part(me, RUN, sources, Home(mine(tmp_path)), asks=False)
     assert asyncio.get_running_loop().time() == before
     first, again = (record.getMessage() for record in caplog.records)
     assert first == again
     assert first.startswith(f"what the run asks: run tiny, {RUN.run_id}; model 1m (builtin), ")
     assert "3 contributions" in first and "\n" not in first
     caplog.clear()
-    directory = run_directory(mine(tmp_path), RUN_ID)
+    directory = Home(mine(tmp_path)).of_run(RUN_ID)
     directory.mkdir(parents=True)
     (directory / "run.json").write_bytes(RUN.canonical())
     with caplog.at_level(logging.INFO, "p2ptrain.node"):
-        assert await takes_part(me, RUN, sources, mine(tmp_path), asks=True)
+        assert await takes_part(me, RUN, sources, Home(mine(tmp_path)), asks=True)
     assert caplog.records == []  # it has taken part before
     await me.close()
 
@@ -235,7 +235,7 @@ async def test_a_terminal_that_is_gone_takes_part_in_nothing(
     monkeypatch.setattr(consent, "is_at_terminal", lambda: True)
     os.close(person.ours)
     monkeypatch.setattr(consent, "ask", lambda table: ask(table, person.theirs, person.theirs))
-    assert not await takes_part(me, RUN, RunSources((), []), mine(tmp_path), asks=True)
+    assert not await takes_part(me, RUN, RunSources((), []), Home(mine(tmp_path)), asks=True)
     await me.close()
 
 
@@ -263,14 +263,14 @@ def test_only_who_is_in_front_at_a_terminal_is_asked(person: Person) -> None:
 
 def test_the_page_shows_what_is_asked(tmp_path: Path) -> None:
     page = (ROOT / "docs/how-to/join-from-home.md").read_text()
-    shown = terms_of(RUN, mine(tmp_path), 3, RoundsSeen(2, 5.0))
+    shown = terms_of(RUN, Home(mine(tmp_path)), 3, RoundsSeen(2, 5.0))
     for what in ("model", "traffic", "at first"):
         assert f"\n{what:<{consent.WIDTH}}  {shown[what]}\n" in page
 
 
 def test_a_region_tells_that_a_second_run_is_joined_and_what_that_takes(tmp_path: Path) -> None:
     region = RUN.model_copy(update={"world": WorldConfig(run="ab" * 32)})
-    terms, alone = (terms_of(run, mine(tmp_path), 3, None) for run in (region, RUN))
+    terms, alone = (terms_of(run, Home(mine(tmp_path)), 3, None) for run in (region, RUN))
     assert terms["world"] == f"also a node in run {'ab' * 32}, of which this run is a region"
     assert "world" not in alone
     need, without = need_of(region), need_of(RUN)

@@ -23,18 +23,17 @@ from p2ptrain.net.blobs.server import Server, blob_protocol
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Stream, everyone
 from p2ptrain.node import limits
-from p2ptrain.node.directories import run_directory
 from p2ptrain.node.find import (
     FIND_SECONDS_MAX,
     OfferError,
     RunSources,
     as_offered,
     fetch_dataset,
-    find_dataset,
     find_run,
     open_dataset,
     with_relays,
 )
+from p2ptrain.node.home import Home
 from p2ptrain.store.records import RECORDS_NAME, Records
 from tests.helpers.blobs import MemoryBlob
 from tests.helpers.core import KEYS
@@ -112,9 +111,9 @@ async def test_who_tells_of_the_run_first_and_gives_nothing_keeps_nobody_from_jo
     async with swarm(tmp_path) as each:
         if not is_silent:  # but does not even speak of data
             each.network.nodes[LIAR]._handlers.pop(blob_protocol(each.run.id))
-        run, sources = await find_run(each.me, each.config, None)
+        run, sources = await find_run(each.me, Home(each.config), None)
         assert (run, sources.peers) == (each.run, [LIAR])
-        got = await fetch_dataset(each.me, each.config, run, tmp_path / "got", sources)
+        got = await fetch_dataset(each.me, Home(each.config), run, tmp_path / "got", sources)
         assert got.manifest_bytes() == each.data.manifest_bytes()
         assert each.asked == [ME]
         assert sources.peers == [GOOD, LIAR]  # who came late is asked first
@@ -124,16 +123,16 @@ async def test_who_tells_of_the_run_first_and_gives_nothing_keeps_nobody_from_jo
 @skipping_time
 async def test_a_run_that_is_on_the_disk_without_its_data_is_joined_once_somebody_is_there(tmp_path: Path) -> None:
     async with swarm(tmp_path) as each:
-        directory = run_directory(each.config, each.run.id)
+        directory = Home(each.config).of_run(each.run.id)
         directory.mkdir(parents=True)
         (directory / "run.json").write_bytes(each.run.canonical())
         with closing(Records(directory / RECORDS_NAME)) as records:
             records.remember([each.network.address(GOOD)])
         for peer in (LIAR, GOOD):
             each.network.cut(ME, peer)
-        run, sources = await find_run(each.me, each.config, None)
+        run, sources = await find_run(each.me, Home(each.config), None)
         assert (run, sources.peers) == (each.run, [])
-        fetching = asyncio.create_task(fetch_dataset(each.me, each.config, run, tmp_path / "got", sources))
+        fetching = asyncio.create_task(fetch_dataset(each.me, Home(each.config), run, tmp_path / "got", sources))
         await at(1_000.0)
         assert not fetching.done()
         each.network.heal()
@@ -147,21 +146,21 @@ async def test_whoever_names_a_stranger_to_the_runs_on_the_disk_means_another_ru
         old = RunConfig.model_validate({"name": "old"}).sealed(
             manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[5].hex()]
         )
-        directory = run_directory(each.config, old.id)
+        directory = Home(each.config).of_run(old.id)
         directory.mkdir(parents=True)
         (directory / "run.json").write_bytes(old.canonical())
         for peer in (LIAR, GOOD):
             each.network.cut(ME, peer)
-        finding = asyncio.create_task(find_run(each.me, each.config, None))
+        finding = asyncio.create_task(find_run(each.me, Home(each.config), None))
         await at(100.0)
         assert not finding.done()
-        assert (await find_run(each.me, each.config, old.run_id[:8]))[0] == old  # which is then named
+        assert (await find_run(each.me, Home(each.config), old.run_id[:8]))[0] == old  # which is then named
         each.network.heal()
         with pytest.raises(
             ConfigError, match=rf"know only {each.run.run_id} \(x\), and this directory has {old.run_id}"
         ):
             await finding
-        assert (await find_run(each.me, each.config, each.run.run_id))[0] == each.run, "once it is named"
+        assert (await find_run(each.me, Home(each.config), each.run.run_id))[0] == each.run, "once it is named"
 
 
 @skipping_time
@@ -179,7 +178,7 @@ async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path)
             each.network.nodes[key]._handlers.pop(questions.PROTOCOL)
             await questions.serve(each.network.nodes[key], answer)
         with pytest.raises(ConfigError, match=r"uses protocol 1, and this release speaks 2. Install a release"):
-            await find_run(each.me, each.config, None)
+            await find_run(each.me, Home(each.config), None)
 
 
 @skipping_time
@@ -198,7 +197,7 @@ async def test_a_config_that_is_not_the_runs_is_refused_and_the_next_is_asked(
 
         each.network.nodes[LIAR]._handlers.pop(questions.PROTOCOL)
         await questions.serve(each.network.nodes[LIAR], answer)
-        assert (await find_run(each.me, each.config, None))[0] == each.run
+        assert (await find_run(each.me, Home(each.config), None))[0] == each.run
         assert f"{LIAR.hex()[:16]} sent a config that is not the run's" in caplog.text
 
 
@@ -213,11 +212,11 @@ async def test_a_bootstrap_without_the_named_run_does_not_speak_for_those_that_h
 
         each.network.nodes[LIAR]._handlers.pop(questions.PROTOCOL)
         await questions.serve(each.network.nodes[LIAR], answer)
-        run, sources = await find_run(each.me, each.config, each.run.run_id)
+        run, sources = await find_run(each.me, Home(each.config), each.run.run_id)
         assert (run, sources.peers) == (each.run, [GOOD])
         assert f"do not know run {each.run.run_id}, only 0000000000000000 (another); the node keeps" in caplog.text
         with pytest.raises(OfferError, match=r"^--run: the bootstrap nodes do not know run 12, only 0000"):
-            await find_run(each.me, each.config, "12")  # all of them have answered
+            await find_run(each.me, Home(each.config), "12")  # all of them have answered
 
 
 def test_only_of_the_run_that_its_owner_names_a_mistake_is_the_owners() -> None:
@@ -227,27 +226,27 @@ def test_only_of_the_run_that_its_owner_names_a_mistake_is_the_owners() -> None:
         for wanted in (None, "ab", "ab" * 31):  # whoever makes runs can make one whose id begins like that
             with (
                 pytest.raises(OfferError, match=f"^{error}. The bootstrap nodes choose the run"),
-                as_offered(asks, wanted),
+                as_offered(Home(asks), wanted),
             ):
                 raise error
         for config, wanted in ((asks, "ab" * 32), (NodeConfig(), None)):
-            with pytest.raises(type(error), match=f"^{error}$"), as_offered(config, wanted):
+            with pytest.raises(type(error), match=f"^{error}$"), as_offered(Home(config), wanted):
                 raise error
-    with pytest.raises(DataError, match=r"^damaged$"), as_offered(asks, None):
+    with pytest.raises(DataError, match=r"^damaged$"), as_offered(Home(asks), None):
         raise DataError("damaged")
 
 
 @skipping_time
 async def test_a_damaged_list_of_the_data_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with swarm(tmp_path) as each:
-        run, sources = await find_run(each.me, each.config, None)
+        run, sources = await find_run(each.me, Home(each.config), None)
         directory = tmp_path / "got"
         assert open_dataset(directory, run.data.manifest) is None
         directory.mkdir()
         (directory / MANIFEST_NAME).write_bytes(each.data.manifest_bytes()[:-1] + b" ")
         assert open_dataset(directory, run.data.manifest) is None
         assert "fetching it again" in caplog.text
-        await fetch_dataset(each.me, each.config, run, directory, sources)
+        await fetch_dataset(each.me, Home(each.config), run, directory, sources)
         found = open_dataset(directory, run.data.manifest)
         assert found is not None
         assert found.manifest_bytes() == each.data.manifest_bytes()
@@ -257,8 +256,8 @@ def test_data_that_a_run_begun_here_has_made_is_found_under_its_other_name(tmp_p
     config = NodeConfig(storage=StorageConfig(directory=str(tmp_path)))
     made = a_dataset(tmp_path / "data" / "embedded")
     name = manifest_digest(made.manifest_bytes())
-    assert find_dataset(config, name) == tmp_path / "data" / "embedded"
-    assert find_dataset(config, "0" * 64) == tmp_path / "data" / ("0" * 16)
+    assert Home(config).dataset(name) == tmp_path / "data" / "embedded"
+    assert Home(config).dataset("0" * 64) == tmp_path / "data" / ("0" * 16)
 
 
 def test_relays_are_the_bootstraps_and_whom_a_node_reached_last_time(tmp_path: Path) -> None:
@@ -269,20 +268,22 @@ def test_relays_are_the_bootstraps_and_whom_a_node_reached_last_time(tmp_path: P
     hosts = ["192.168.1.7", *(f"11.0.0.{number}" for number in range(1, len(KEYS)))]
     addresses = [f"/ip4/{host}/tcp/4001/p2p/{peer_id_of(key)}" for host, key in zip(hosts, KEYS, strict=True)]
     config = NodeConfig(storage=storage)
-    directory = run_directory(config, run.id)
+    directory = Home(config).of_run(run.id)
     directory.mkdir(parents=True)
     (directory / "run.json").write_bytes(run.canonical())
     with closing(Records(directory / RECORDS_NAME)) as records:
         records.remember(addresses)
     given = NodeConfig(storage=storage, network=NetworkConfig(bootstrap=(addresses[-1],)))
     for wanted in (None, run.run_id[:8]):
-        first, *rest = with_relays(given, wanted).trusted_relays
+        first, *rest = with_relays(Home(given), wanted).trusted_relays
         assert (first, rest[-1]) == (addresses[-1], addresses[0])  # the neighbour at home last
         assert sorted(rest) == sorted(addresses)
-    assert len({with_relays(config, None).trusted_relays for _ in range(9)}) > 1  # in no order that peers could choose
+    assert (
+        len({with_relays(Home(config), None).trusted_relays for _ in range(9)}) > 1
+    )  # in no order that peers could choose
     named = NetworkConfig(bootstrap=(addresses[0],), trusted_relays=(addresses[-1],))
-    assert with_relays(NodeConfig(storage=storage, network=named), None) == named
-    assert with_relays(config, "0" * 65).trusted_relays == ()  # of another run's peers, none
+    assert with_relays(Home(NodeConfig(storage=storage, network=named)), None) == named
+    assert with_relays(Home(config), "0" * 65).trusted_relays == ()  # of another run's peers, none
 
 
 @skipping_time
@@ -294,5 +295,5 @@ async def test_data_that_do_not_fit_the_disk_end_the_start_before_a_piece_is_fet
         await each.me.connect(each.network.address(GOOD))
         with pytest.raises(ConfigError, match=r"^limits\.disk_bytes: run x needs about .* and may have 0 MB"):
             async with asyncio.timeout(60.0):
-                await fetch_dataset(each.me, each.config, each.run, tmp_path / "got", RunSources((), [GOOD]))
+                await fetch_dataset(each.me, Home(each.config), each.run, tmp_path / "got", RunSources((), [GOOD]))
         assert each.asked == [ME], "for the list of pieces alone"

@@ -19,6 +19,7 @@ from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
 from p2ptrain.exact.shortage import mega
 from p2ptrain.node import limits as limits_module
 from p2ptrain.node import pacing
+from p2ptrain.node.home import Home
 from p2ptrain.node.limits import (
     MachineLimits,
     is_on_battery,
@@ -101,26 +102,26 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
     run = RunConfig.model_validate({"name": "large"})
     (main,) = demands_of(run, config_of(0))
     with caplog.at_level("INFO"):
-        refuse_too_large(run, config_of(0))
+        refuse_too_large(run, Home(config_of(0)))
     assert "run large needs about" in caplog.text, "what it takes is told before it is taken"
     assert "weights 3 MB + gradient 3 MB + residual 3 MB + inner state 7 MB + activations" in caplog.text
-    refuse_too_large(run, config_of(main.needed))
+    refuse_too_large(run, Home(config_of(main.needed)))
     with pytest.raises(ConfigError, match=r"^limits\.memory_bytes: run large needs about .*weights .* Raise it"):
-        refuse_too_large(run, config_of(main.needed - 1))
+        refuse_too_large(run, Home(config_of(main.needed - 1)))
     # Less than nothing: what this process, of many tests, has taken counts as free.
     monkeypatch.setattr(memory_module, "free_memory_bytes", lambda: -resident_bytes())
-    refuse_too_large(run, config_of(0))
+    refuse_too_large(run, Home(config_of(0)))
     assert "are free now. Close other programs" in caplog.text, "others may leave: a warning"
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least)
     with pytest.raises(TooLargeError, match=r"but there are only .* Set device\.sequences_per_pass = 1, so that less"):
-        refuse_too_large(run, config_of(0))
+        refuse_too_large(run, Home(config_of(0)))
     small = config_of(0).device.model_copy(update={"sequences_per_pass": 1})
-    refuse_too_large(run, config_of(0).model_copy(update={"device": small}))
+    refuse_too_large(run, Home(config_of(0).model_copy(update={"device": small})))
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: main.least - 1)
     with pytest.raises(
         TooLargeError, match=r"even with one sequence per pass, but there are only .*device\.checkpointing"
     ):
-        refuse_too_large(run, config_of(0))
+        refuse_too_large(run, Home(config_of(0)))
 
 
 def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
@@ -134,22 +135,22 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     monkeypatch.setattr(memory_module, "find_device", lambda config: (torch.device("cuda:0"), True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(there))
     with caplog.at_level("INFO"):
-        refuse_too_large(run, NodeConfig())
+        refuse_too_large(run, Home(NodeConfig()))
     assert f"and {mega(need.trainer)} of cuda:0 (weights 386 MB + gradient 386 MB + residual" in caplog.text
     assert "are free now" not in caplog.text
     there[:] = need.trainer - 1, least.trainer
-    refuse_too_large(run, NodeConfig())
+    refuse_too_large(run, Home(NodeConfig()))
     assert "of cuda:0 are free now" in caplog.text
     there[1] -= 1
     with pytest.raises(TooLargeError, match=r"of cuda:0 \(weights .* even with one sequence per pass"):
-        refuse_too_large(run, NodeConfig())
+        refuse_too_large(run, Home(NodeConfig()))
 
     def full(device: object) -> None:
         raise RuntimeError("CUDA error: out of memory\nmore")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", full)
     with pytest.raises(DeviceError, match=r"cuda:0 cannot be opened: CUDA error: out of memory\. Close"):
-        refuse_too_large(run, NodeConfig())
+        refuse_too_large(run, Home(NodeConfig()))
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.config.node import NodeConfig, StorageConfig
 from p2ptrain.config.text import to_toml
 from p2ptrain.identity import peer_id_of
-from p2ptrain.node.directories import run_directory
+from p2ptrain.node.home import Home
 from p2ptrain.observe.export import CONTRIBUTORS_SHOWN, RecordedRun, exported, read_recorded_run, rows_of
 from p2ptrain.observe.schema import RoundRecord
 from p2ptrain.store.checkpoints import Checkpoints
@@ -191,7 +191,7 @@ def test_the_page_draws_its_charts_from_a_file_and_asks_nobody(
 def directory(tmp_path: Path) -> Path:
     """The data directory of a node with nine rounds and three checkpoints, one of which has a wrong root."""
     node = NodeConfig(storage=StorageConfig(directory=str(tmp_path / "node")))
-    made = run_directory(node, RUN_ID)
+    made = Home(node).of_run(RUN_ID)
     made.mkdir(parents=True)
     (made / "run.json").write_bytes(RUN.canonical())
     (made / "identity").write_text(KEYS[1].hex() + "\n")
@@ -230,7 +230,7 @@ def test_a_run_without_rounds_or_a_directory_without_runs_is_told(
     status, out, err = p2ptrain(capsys, "report", "--data-dir", tmp_path / "none")
     assert (status, out) == (2, "")
     assert "no run in" in err
-    (run_directory(NodeConfig(storage=StorageConfig(directory=str(directory))), RUN_ID) / RECORDS_NAME).unlink()
+    (Home(NodeConfig(storage=StorageConfig(directory=str(directory)))).of_run(RUN_ID) / RECORDS_NAME).unlink()
     status, out, err = p2ptrain(capsys, "report", "--data-dir", directory)
     assert (status, out) == (1, "")
     assert "no round is recorded" in err
@@ -239,7 +239,7 @@ def test_a_run_without_rounds_or_a_directory_without_runs_is_told(
 
 
 def test_a_damaged_checkpoint_is_counted_and_a_damaged_owner_is_nobody(directory: Path) -> None:
-    place = run_directory(NodeConfig(storage=StorageConfig(directory=str(directory))), RUN_ID)
+    place = Home(NodeConfig(storage=StorageConfig(directory=str(directory)))).of_run(RUN_ID)
     (place / "identity").write_text("nonsense")
     stamp = next((place / CHECKPOINTS_NAME).glob("*/*.json"))
     stamp.write_text("{}")

@@ -18,6 +18,7 @@ from p2ptrain.models.built_in import Model
 from p2ptrain.models.export import load_model
 from p2ptrain.models.kinds import first_model, without_adapters
 from p2ptrain.models.sample import SampleRequest, sample
+from p2ptrain.node.home import Home
 from p2ptrain.node.saved import SavedModel, find_model
 from p2ptrain.train.memory import need_of
 from tests.helpers.daemons import AGREEMENT, Swarm, p2ptrain
@@ -99,7 +100,7 @@ def test_four_nodes_adapt_a_real_model_to_chats(swarm: Swarm) -> None:
     first = swarm.add("first", "start", file, "--data", data, "--weights", gguf).start()
     nodes = swarm.train(first, ("second", "third", "fourth"), ROUNDS, REAL_SECONDS)
 
-    found = find_model(NodeConfig(storage=StorageConfig(directory=str(nodes[1].directory))))
+    found = find_model(Home(NodeConfig(storage=StorageConfig(directory=str(nodes[1].directory)))))
     before, after = _before(found), load_model(found.weights, torch.device("cpu"))
     losses = [_held_out(model, found.run, dataset) for model in (before, after)]
     plain = RunConfig(name="whole", model=without_adapters(found.run.model), recipe=found.run.recipe)

@@ -17,6 +17,7 @@ from p2ptrain.config import NodeConfig, StorageConfig
 from p2ptrain.data.dataset import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.models.export import load_model
 from p2ptrain.models.given_weights import read_weights
+from p2ptrain.node.home import Home
 from p2ptrain.node.saved import find_model
 from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, Daemon, Swarm, p2ptrain
 from tests.helpers.hf_models import (
@@ -198,7 +199,7 @@ def test_a_real_model_goes_on_learning_on_three_nodes(swarm: Swarm, transformers
 
 def _held_out(dataset: TokenDataset, given: Path | None, node: Daemon) -> float:
     """Returns the loss of the given weights, or of those that the node has saved, on the same held-out sequences."""
-    found = find_model(NodeConfig(storage=StorageConfig(directory=str(node.directory))))
+    found = find_model(Home(NodeConfig(storage=StorageConfig(directory=str(node.directory)))))
     model = load_model(found.weights, torch.device("cpu"))
     if given is not None:
         flat, at = read_weights(given, found.run.model), 0

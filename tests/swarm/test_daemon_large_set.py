@@ -11,6 +11,7 @@ from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.files import PARTIAL_SUFFIX
+from p2ptrain.node.home import Home
 from p2ptrain.node.limits import disk_demand
 from p2ptrain.train.memory import need_of
 from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, TINY_MODEL, Swarm
@@ -73,4 +74,4 @@ def test_a_joiner_with_little_room_trains_on_a_large_set_and_keeps_within_it(swa
 
 def needed_by(run: RunConfig, directory: Path) -> int:
     config = NodeConfig.model_validate({"storage": {"directory": str(directory)}})
-    return disk_demand(run, config, need_of(run)).needed
+    return disk_demand(run, Home(config), need_of(run)).needed

@@ -1,4 +1,4 @@
-"""The paths of the node's files on this machine's disk."""
+"""A directory for sockets, which this process alone has."""
 
 from __future__ import annotations
 
@@ -9,36 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import platformdirs
-
-from p2ptrain.config import NodeConfig
 from p2ptrain.errors import ConfigError
 
 SOCKETS_PREFIX = ".p2ptrain-"
 SOCKETS_LOCK = ".lock"
 BASE_MAX = 40  # characters of the sockets' parent: a socket's path may have 107, and hivemind adds 64 to this
-
-
-def data_directory(config: NodeConfig) -> Path:
-    """Returns the directory that holds all of the node's data."""
-    return Path(config.storage.directory or platformdirs.user_data_dir("p2ptrain"))
-
-
-def identity_file(config: NodeConfig) -> Path:
-    return Path(config.identity.file) if config.identity.file else data_directory(config) / "identity.key"
-
-
-def run_directory(config: NodeConfig, run_id: bytes) -> Path:
-    return data_directory(config) / "runs" / run_id.hex()[:16]
-
-
-def dataset_directory(config: NodeConfig, manifest: str) -> Path:
-    return data_directory(config) / "data" / manifest[:16]
-
-
-def bases_directory(config: NodeConfig) -> Path:
-    """Returns where the frozen weights of runs that train adapters are kept."""
-    return data_directory(config) / "bases"
 
 
 @contextmanager
