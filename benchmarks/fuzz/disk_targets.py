@@ -25,7 +25,7 @@ from p2ptrain.store import segment
 from p2ptrain.store.checkpoints import STAMP_NAME, FileStamp, Stamp, read_stamp
 from p2ptrain.store.diary import Trained, _encoded, read_entries
 from p2ptrain.store.mismatches import Mismatches
-from p2ptrain.store.records import OLD_PEERS_NAME, Batch, Records, remembered_peers
+from p2ptrain.store.records import Batch, Records
 from p2ptrain.train.private import Spent, SpentSteps, Told
 from tests.helpers.records import lived, row
 from tests.helpers.store import some_records
@@ -161,8 +161,6 @@ def disk_targets(folder: Path) -> list[Target]:
                partial(_in_file, folder / "ledger", lambda path: SpentSteps(path, 8)), (DataError, ConfigError)),
         Target("records", "bytes", (database,), partial(_records, folder / "records" / "records.sqlite"), DAMAGED,
                seconds=0.05, memory=2**21, every=3),
-        Target("old-addresses", "json", (b'["/ip4/1.2.3.4/tcp/1"]',),
-               partial(_in_file, folder / "old" / OLD_PEERS_NAME, lambda path: remembered_peers(path.parent)), DAMAGED),
         Target("key-file", "bytes", (key,), partial(_key, folder / "key"), (ConfigError,), memory=2**18),
         Target("invitation-file", "text", (invitation.encode(),), partial(_invited, folder / "invitation"),
                (ConfigError,), seconds=0.01),

@@ -5,19 +5,20 @@ hundreds of nodes can run in one process under virtual time, and why a failure i
 The package imports only itself, the standard library, msgspec, blake3, and three leaves of p2ptrain: config, errors
 and digest. A test enforces this.
 
-`events` has every event and effect on one screen, `effect_queue` the order in which effects are carried out; `node`
-joins the parts below, which share a `context`, and `inbox` routes verified messages to them.
+`events` has every event and effect on one screen, `effect_queue` the order in which effects are carried out. `node`
+hands events to its `participant`, which joins the parts below; they share a `context`, and `inbox` routes verified
+messages to them.
 
 - The agreed state: `messages` and `wire` decode, `roster`, `state` and `manifest` are what all members share,
   `agreement` is Tendermint for one round.
 - One round as a node lives it: `round`, with `arrivals` (how long contributions take), `collecting` (whom to wait for,
   and until when), `newcomers` (how long a short round stays open for them) and `pace` (local steps of a slow machine).
-- Getting what is missing: `offers` and `payloads` (contributions), `requests` (joins, leaves, evidence), `questions`
-  (messages by name), `repair` (lost messages).
+- Getting what is missing: `pools` has what rounds share, among it `offers` and `payloads` (contributions) and `requests`
+  (joins, leaves, evidence); `questions` asks for messages by name, `repair` for lost ones.
 - The past: `history` and `chain` keep certified rounds, `catchup` follows the history of peers that are ahead,
   `regroup` goes on without a quorum, `trust` waits for a head that a person vouches for.
-- This node: `local_work` decides when to train and apply, `membership` asks to be admitted and leaves, `journal` folds
-  the saved records into a state to start from.
+- This node: `voice` is what it has said and may not contradict, `local_work` decides when to train and apply,
+  `membership` asks to be admitted and leaves, `journal` folds the saved records into a state to start from.
 - Others: `admission` (who comes and goes), `reputation` (misbehaviour); for display `tally` (what became of
   contributions) and `claims` (what members report).
 - To the outside: `view` is what may be seen of a node, `complaints` are its problems as data.

@@ -5,11 +5,11 @@ et al. 2021) and TigerBeetle: a seed repeats a run exactly, the options themselv
 Groce et al. 2012), and checkers watch the invariants.
 
 - A simulation: `scenario` describes it, `setup` makes its parts, `cluster` runs the nodes on a `calendar` of virtual
-  time until the `goal` is reached, `outcome` compares the result with what was expected.
-- One node: `machine`, with `executor` (carries out effects), `devices`, `payload_exchange`, `disk` and `keys`.
-- The world: `network` over `lines` and a `topology`, `faults`.
+  time, `outcome` compares the result with what was expected.
+- One node: `machine`, with `executor` (carries out effects), `devices`, `disk` and `keys`.
+- The `world` that all of them see: `network` over a `topology`, `faults`.
 - Lies: `liars` names them all, `rewriting` makes a liar of an honest node; `round_lies`, `branch_lies`, `noise`,
   `collusion`.
-- What is checked: `watch` shows `checkers` what honest nodes do, with a `ledger` of rosters and decisions and `claims`.
-- Afterwards: `measurements`, `report`, and `replay` of one node's log.
+- What is checked: `watch` shows `checkers` what honest nodes do, with a `ledger` of rosters and decisions.
+- Afterwards: `measurements` and `report`.
 """

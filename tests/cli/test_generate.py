@@ -31,8 +31,9 @@ from p2ptrain.node.control import Control, ask
 from tests.helpers.core import KEYS
 from tests.helpers.export import Command, Node, saved_node, state_of
 from tests.helpers.tokenizers import prepared, written
-from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY, Trainer, worker_of
+from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY, Trainer
 from tests.helpers.web import STATUS, a_status
+from tests.helpers.worker import worker_of
 
 MORE = ("--tokens", "30")
 

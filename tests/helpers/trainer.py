@@ -13,7 +13,6 @@ from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.prepare import prepare
 from p2ptrain.data.tokenizer import load_tokenizer
-from p2ptrain.node.local_worker import LearnerThread, LocalWorker
 from p2ptrain.train.learner import Learner
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 64, "sequence_length": 64}
@@ -74,14 +73,6 @@ class Trainer(Learner):
 
     def save(self, path: Path) -> None:
         self.capture().write(path)
-
-
-def worker_of(trainer: Trainer, me: bytes = bytes(32)) -> LocalWorker:
-    """Makes a worker that keeps no diary."""
-
-    async def note(entry: object) -> None: ...
-
-    return LocalWorker(LearnerThread(trainer), me, note)
 
 
 def embedded(directory: Path) -> TokenDataset:

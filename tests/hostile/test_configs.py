@@ -28,11 +28,11 @@ from p2ptrain.node import limits
 from p2ptrain.node.find import open_dataset
 from p2ptrain.node.home import Home
 from p2ptrain.train import memory
-from p2ptrain.train.learner import EVALUATED_SEQUENCES, Trainer
+from p2ptrain.train.learner import EVALUATED_SEQUENCES
 from p2ptrain.train.memory import need_of
 from tests.helpers.large_sets import manifest_of
 from tests.helpers.plugins import install
-from tests.helpers.trainer import ONE_THREAD, TINY, embedded
+from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, embedded
 
 PROBE = "a_module_that_a_stranger_names"
 TEXTS = (

@@ -342,7 +342,7 @@ def test_what_a_recipe_plugin_has_packed_is_applied_as_others_read_it(dataset: T
     trainer = noisy(dataset, "0.1")
     trainer.train(0, 0, 1)
     trainer.contribute(0)
-    assert not trainer._unpacked, "it may be something else than its payload says"
+    assert not trainer.replica._unpacked, "it may be something else than its payload says"
 
 
 @pytest.mark.usefixtures("example")

@@ -7,7 +7,6 @@ from pathlib import Path
 from p2ptrain.core import events as ev
 from p2ptrain.core.tally import AUTHORS_MAX
 from tests.helpers.core import KEYS
-from tests.helpers.records import lived
 from tests.helpers.rounds import Watched
 
 
@@ -39,8 +38,3 @@ def test_what_the_core_forgets_of_a_peer_is_not_taken_from_what_was_counted(tmp_
     record = watched.rounds.peers.by_key[gone]
     assert (record.offered, record.applied, record.late, record.refused) == (7, 6, 4, {"bad payload": 2})
     assert (watched.rounds.mine.applied, watched.rounds.mine.applied_of_all) == (4, 4 * 4 + 6)
-
-
-def test_a_record_that_counts_less_than_none_late_is_told_all_the_same() -> None:
-    """Earlier releases wrote such records."""
-    assert lived(1, late=-3).late == 0

@@ -136,7 +136,10 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(there))
     with caplog.at_level("INFO"):
         refuse_too_large(run, Home(NodeConfig()))
-    assert f"and {mega(need.trainer)} of cuda:0 (weights 386 MB + gradient 386 MB + residual" in caplog.text
+    assert (
+        f"and {mega(need.trainer)} of cuda:0 (agreed weights 386 MB + weights 386 MB + gradient 386 MB + residual"
+        in caplog.text
+    )
     assert "are free now" not in caplog.text
     there[:] = need.trainer - 1, least.trainer
     refuse_too_large(run, Home(NodeConfig()))

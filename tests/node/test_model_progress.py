@@ -25,7 +25,8 @@ from p2ptrain.node.model_progress import (
 )
 from p2ptrain.node.work import Figures, StoppedError
 from p2ptrain.visible import one_line
-from tests.helpers.trainer import RECIPES, embedded, make, swarm_round, worker_of
+from tests.helpers.trainer import RECIPES, embedded, make, swarm_round
+from tests.helpers.worker import worker_of
 
 SEQUENCES = 8  # a tenth of the ten steps of eight sequences of the data set below
 BOTH = Train(1, 0, 0, 1, (), samples=True, evaluates=True)

@@ -230,6 +230,10 @@ def test_a_broken_rule_is_reported_and_a_look_alike_is_not(rule: Rule) -> None:
 CIRCLES = {
     ("p2ptrain/core/manifest.py", "p2ptrain/core/state.py"): "a manifest names the state that it changes to the next",
     ("p2ptrain/net/boundary.py", "p2ptrain/net/transport.py"): "a connection reports what its boundary has caught",
+    (
+        "p2ptrain/observe/app.py",
+        "p2ptrain/observe/http.py",
+    ): "the routes answer with what the face that serves them has",
 }
 
 

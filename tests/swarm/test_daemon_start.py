@@ -163,7 +163,7 @@ def test_a_run_that_does_not_fit_is_refused_on_both_ways_in_before_anything_is_m
     """With a limit of one byte it is refused; with enough memory, its need is logged before it is allocated."""
     first = swarm.first().start().until_up()
     assert first.text.index("needs about") < first.text.index("p2ptrain join --bootstrap")
-    assert " of main memory (weights " in first.text
+    assert " of main memory (agreed weights " in first.text
     limit = {"P2PTRAIN_LIMITS__MEMORY_BYTES": "1"}
     beginning = swarm.add("beginning", "start", swarm.run_file("other"), **limit).start()
     joining = swarm.joiner("joining", first.address, **limit).start()

@@ -18,7 +18,8 @@ from p2ptrain.node.work import Task
 from p2ptrain.train.begin import begin
 from p2ptrain.train.own_data import OwnData, open_own, share_held_out
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
-from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, worker_of
+from tests.helpers.trainer import ONE_THREAD, TINY, Trainer
+from tests.helpers.worker import worker_of
 
 ME, OTHER = b"m" * 32, b"o" * 32
 KEY = ME.hex()

@@ -355,7 +355,7 @@ def test_a_recipe_is_chosen_by_name() -> None:
     assert kinds == {"distro": GradientRecipe, "demo": GradientRecipe, "local": LocalRecipe}
     for name in RECIPES:
         assert (
-            make_recipe(RecipeConfig(chunk=64, k=32, name=name), live, (layout,)).agreed.numel() == live.weights.numel()
+            make_recipe(RecipeConfig(chunk=64, k=32, name=name), live, (layout,)).base.numel() == live.weights.numel()
         )
 
 

@@ -20,7 +20,7 @@ from p2ptrain.errors import ConfigError, DataError, DeviceError, MemoryShortErro
 from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer
 from p2ptrain.models.sample import SampleRequest
-from p2ptrain.train import trainer as trainer_module
+from p2ptrain.train import learner
 from p2ptrain.train.learner import open_device
 from tests.helpers.tokenizers import prepared
 from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY, Trainer, embedded, make, swarm_round
@@ -387,7 +387,7 @@ def test_one_of_the_cores_that_may_be_used_stays_free(
     cores: int, threads: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr(trainer_module, "cores", lambda: cores)
+    monkeypatch.setattr(learner, "cores", lambda: cores)
     try:
         open_device(DeviceConfig(name="cpu", threads=threads))
         assert torch.get_num_threads() == wanted

@@ -13,9 +13,10 @@ import torch
 from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.errors import DataError, RemoteProtocolError
-from p2ptrain.train import trainer as trainer_module
-from p2ptrain.train.learner import EVALUATED_SEQUENCES, Trainer
-from tests.helpers.trainer import FAMILY, ONE_THREAD, RECIPES, embedded, make, swarm_round
+from p2ptrain.exact import replica
+from p2ptrain.train import learner
+from p2ptrain.train.learner import EVALUATED_SEQUENCES
+from tests.helpers.trainer import FAMILY, ONE_THREAD, RECIPES, Trainer, embedded, make, swarm_round
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +147,7 @@ def test_without_initial_weights_nothing_is_drawn(dataset: TokenDataset, monkeyp
         raise AssertionError("drawn")
 
     first = make(dataset)
-    monkeypatch.setattr(trainer_module, "first_model", slow)
+    monkeypatch.setattr(learner, "first_model", slow)
     second = newcomer(first, dataset)
     second.adopt(0, [first.state_bytes()])
     assert contribution(second, 0) == contribution(first, 0)
@@ -254,7 +255,7 @@ def test_a_payload_that_was_checked_is_not_unpacked_again_and_gives_the_same_wei
     monkeypatch.setattr("p2ptrain.exact.aggregate.unpack", unpack)
     first.apply(0, [payload])
     assert first.root() == second.root()
-    assert not first._unpacked, "it is of no more use"
+    assert not first.replica._unpacked, "it is of no more use"
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *FAMILY])
@@ -273,13 +274,13 @@ def test_no_more_unpacked_payloads_are_kept_than_there_is_room_for(
     dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make(dataset)
-    monkeypatch.setattr(trainer_module, "UNPACKED_BYTES", 2 * trainer.outer.contribution_bytes)
+    monkeypatch.setattr(replica, "UNPACKED_BYTES", 2 * trainer.outer.contribution_bytes)
     payloads = []
     for number in range(3):
         trainer.train(number, 0, 1)
         payloads.append(trainer.contribute(number))
         assert trainer.check(payloads[-1]) is None
-    assert list(trainer._unpacked) == payloads[1:]
+    assert list(trainer.replica._unpacked) == payloads[1:]
 
 
 def test_a_payload_that_came_too_late_for_its_round_is_not_kept_unpacked(dataset: TokenDataset) -> None:
@@ -288,9 +289,9 @@ def test_a_payload_that_came_too_late_for_its_round_is_not_kept_unpacked(dataset
     payload = trainer.contribute(0)
     assert trainer.check(payload) is None
     trainer.apply(0, [])
-    assert list(trainer._unpacked) == [payload], "it may be one for the next round, from someone faster"
+    assert list(trainer.replica._unpacked) == [payload], "it may be one for the next round, from someone faster"
     trainer.apply(1, [])
-    assert not trainer._unpacked
+    assert not trainer.replica._unpacked
 
 
 # ---------------------------------------------------------------------------------------------------
