@@ -13,7 +13,7 @@ messages to them.
   `agreement` is Tendermint for one round.
 - One round as a node lives it: `round`, with `arrivals` (how long contributions take), `collecting` (whom to wait for,
   and until when), `newcomers` (how long a short round stays open for them) and `pace` (local steps of a slow machine).
-- Getting what is missing: `pools` has what rounds share, among it `offers` and `payloads` (contributions) and `requests`
+- Getting what is missing: `pools` has what rounds share, such as `offers`, `payloads` (contributions) and `requests`
   (joins, leaves, evidence); `questions` asks for messages by name, `repair` for lost ones.
 - The past: `history` and `chain` keep certified rounds, `catchup` follows the history of peers that are ahead,
   `regroup` goes on without a quorum, `trust` waits for a head that a person vouches for.
