@@ -22,7 +22,7 @@ from p2ptrain.core.manifest import contradiction
 from p2ptrain.core.messages import Ballot, Certificate, Evidence, Message, Received, encode
 from p2ptrain.core.reputation import Reason, Reputation
 from p2ptrain.core.wire import encode as packed
-from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError, SettingError
 from p2ptrain.identity import Identity
 from p2ptrain.node.find import _check_protocol
 from tests.helpers.core import KEYS, RUN, announced, authored, line_of, payload_digest, run_of, signed, voted
@@ -217,7 +217,7 @@ def core_targets() -> list[Target]:
         Target("run-config", "json", tuple(runs()), RunConfig.from_canonical, REFUSED, lambda run: run.canonical(),
                seconds=0.02, forget=read_hf_config.cache_clear),
         Target("run-protocol", "json", tuple(runs()[:2]), lambda data: _check_protocol(RUN, data), (ConfigError,)),
-        Target("hf-config", "json", (llama().encode(), GPT2.encode(), QWEN3.encode()), _hf_config, (ValueError,),
+        Target("hf-config", "json", (llama().encode(), GPT2.encode(), QWEN3.encode()), _hf_config, (SettingError,),
                forget=read_hf_config.cache_clear),
         Target("scores-of-peers", "msgpack", (scores(),), _restored, (DataError,)),
     ]  # fmt: skip

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = "3.12"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_12_x86_64")
 PACKAGES = (
-    *("annotated-types", "blake3", "msgspec", "psutil"),
+    *("annotated-types", "blake3", "msgspec", "nvidia-ml-py", "psutil"),
     *("pydantic", "pydantic-core", "pydantic-settings", "python-dotenv", "typing-extensions", "typing-inspection"),
     *("iniconfig", "packaging", "pluggy", "pygments", "pytest"),  # the tests
 )

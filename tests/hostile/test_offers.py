@@ -96,4 +96,4 @@ async def test_whatever_a_bootstrap_offers_a_supervisor_starts_the_node_again(
         if len(configs) == 1:
             [run_id] = configs
             with pytest.raises(kind, match=why):  # of the run that the owner has named
-                await launch._join(config, run_id.hex(), None, b"", None, False, None)
+                await launch._join(Home(config), run_id.hex(), None, b"", None, False, None)

@@ -79,5 +79,5 @@ def test_a_file_that_says_the_same_in_other_words_is_noted_anew(tmp_path: Path) 
     run = machine.begin(SAID)
     other = {**SAID, "data": {"manifest": "embedded"}}
     assert machine.found(other) is None, "then the run that it means is this one anyway"
-    note_begun(run, meant(other), other, machine.config)
+    note_begun(run, meant(other), other, Home(machine.config))
     assert machine.found(other) == run
