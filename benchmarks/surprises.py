@@ -25,7 +25,8 @@ QUIET_SECONDS = 20.0  # without another function that raises, until a kind is do
 LOG_CHARACTERS = 20_000
 ROUNDS = 5  # that have to follow
 PROGRAM = Path(surprises.__file__)
-PAYLOADS = "\n[agreement]\non_quorum_loss = \"halt\"\ninline_bytes_max = 0\n"  # contributions are fetched; no branch has other roots
+# Contributions are fetched; and no branch of its own has other roots.
+PAYLOADS = '\n[agreement]\non_quorum_loss = "halt"\ninline_bytes_max = 0\n'
 
 
 class Victim:

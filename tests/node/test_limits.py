@@ -145,7 +145,7 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     refuse_too_large(run, Home(NodeConfig()))
     assert "of cuda:0 are free now" in caplog.text
     there[1] -= 1
-    with pytest.raises(TooLargeError, match=r"of cuda:0 \(weights .* even with one sequence per pass"):
+    with pytest.raises(TooLargeError, match=r"of cuda:0 \(agreed weights .* even with one sequence per pass"):
         refuse_too_large(run, Home(NodeConfig()))
 
     def full(device: object) -> None:
