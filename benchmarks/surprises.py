@@ -21,7 +21,7 @@ from tests.helpers import surprises
 from tests.helpers.daemons import Daemon, Swarm, p2pds
 from tests.helpers.surprises import KINDS, Found
 
-QUIET_SECONDS = 20.0  # without another function that raises, until a kind is done
+QUIET_SECONDS = 12.0  # without another function that raises, until a kind is done
 LOG_CHARACTERS = 20_000
 ROUNDS = 5  # that have to follow
 PROGRAM = Path(surprises.__file__)

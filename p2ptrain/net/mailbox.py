@@ -190,8 +190,9 @@ class Mailboxes:
         if len(self._questions) >= QUESTIONS_MAX:
             asyncio.get_running_loop().call_soon(self._no_history, peer, "too many requests are open already")
             return
-        question = self._questions[peer] = PendingHistory(asyncio.get_running_loop().time())
+        question = PendingHistory(asyncio.get_running_loop().time())
         self._start(peer, lambda why: self._give_up(peer, why), self._await_answer, question)
+        self._questions[peer] = question
         self.post(peer, HistoryQuery(branch, number))
 
     def forget(self, peer: bytes) -> None:
@@ -226,8 +227,11 @@ class Mailboxes:
         if outgoing is None:
             if len(self._outgoing) >= PEERS_MAX // (1 if self._is_admitted(peer) else 2):
                 return None
-            outgoing = self._outgoing[peer] = Outgoing()
+            outgoing = Outgoing()
             self._start(peer, lambda _: self._outgoing.pop(peer, None), self._talk, outgoing)
+            self._outgoing[peer] = (
+                outgoing  # once there is a task that sends it: else the peer would never be told more
+            )
         return outgoing
 
     def _queue(self, peer: bytes, outgoing: Outgoing, frames: list[bytes]) -> bool:

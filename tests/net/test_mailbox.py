@@ -289,6 +289,25 @@ async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() ->
 
 
 @skipping_time
+async def test_a_task_that_cannot_be_started_leaves_no_queue_and_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by injection: a node was mute to a peer for good."""
+    async with pair(Network()) as (mailboxes, other, _, ear):
+
+        def broken(*_: object) -> None:
+            raise IndexError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(mailboxes, "_start", broken)
+            with pytest.raises(IndexError):
+                mailboxes.post(B, Deliver((b"lost",)))
+            with pytest.raises(IndexError):
+                mailboxes.ask_history(B, bytes(32), 3)
+        assert mailboxes.post(B, Deliver((b"heard",)))
+        mailboxes.ask_history(B, bytes(32), 3)
+        await until(lambda: len(ear.heard) == 2)
+
+
+@skipping_time
 async def test_a_question_that_cannot_be_sent_ends_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or no other would ever be put to that peer."""
     async with pair(Network()) as (mailboxes, _, ear, _):
