@@ -291,7 +291,7 @@ async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() ->
 @skipping_time
 async def test_a_task_that_cannot_be_started_leaves_no_queue_and_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by injection: a node was mute to a peer for good."""
-    async with pair(Network()) as (mailboxes, other, _, ear):
+    async with pair(Network()) as (mailboxes, _, _, ear):
 
         def broken(*_: object) -> None:
             raise IndexError
