@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.node import directories
+from p2ptrain.node import socket_directory as directories
 from p2ptrain.node.socket_directory import BASE_MAX, SOCKETS_LOCK, SOCKETS_PREFIX, private_directory
 
 
