@@ -6,7 +6,7 @@ are resolved as a reader would: `self.x` in its class, another `x` wherever it i
 found now and then, and none too few.
 
 As a program it becomes the command that follows, with these functions wrapped: it raises what the lines of ORDERS
-say (`KIND NAME...`), each function once, and notes in the log which has raised.
+say (`KIND NAME...`), each function once, and notes in the log which has raised; without a name, no more is raised.
 
     python surprises.py ORDERS LOG python -m p2ptrain join ...
 """
@@ -265,6 +265,8 @@ def main() -> None:
                 for line in lines:
                     kind, *names = line.split()
                     armed.update(dict.fromkeys(names, kind))
+                    if not names:
+                        armed.clear()
 
     ended = threading.Event()
     threading.Thread(target=hear, daemon=True).start()
