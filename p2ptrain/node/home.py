@@ -11,7 +11,6 @@ import platformdirs
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
-from p2ptrain.store.records import remembered_peers
 
 RUN_NAME = "run.json"  # in a run's directory
 
@@ -56,6 +55,8 @@ class Home:
 
     def peers_of(self, run: RunConfig) -> Sequence[str]:
         """Returns the addresses that are remembered of a run's peers."""
+        from p2ptrain.store.records import remembered_peers  # noqa: PLC0415  # the command line does without
+
         return remembered_peers(self.of_run(run.id))
 
     def usual_dataset(self, manifest: str) -> Path:
