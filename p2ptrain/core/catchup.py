@@ -117,7 +117,7 @@ class CatchingUp:
 
     @property
     def counted(self) -> tuple[object, ...]:
-        """What may let the node advance, as far as a message changes it without an effect."""
+        """Whatever may let the node advance and a message can change without an effect."""
         return self.deadline, self.is_behind
 
     @property

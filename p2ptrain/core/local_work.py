@@ -312,7 +312,7 @@ class LocalWork:
 
     @property
     def counted(self) -> int:
-        """What may let the node advance: the arrivals so far, while the next one may let us tell the pace."""
+        """The arrivals so far, while the next one may let us tell the pace and so advance."""
         is_waiting = self.training is not None and not self.training.is_paced
         return self.pools.arrivals.count if is_waiting and self.context.run.recipe.local_steps_min else 0
 

@@ -204,7 +204,7 @@ class Participant:
 
     @property
     def counted(self) -> tuple[object, ...]:
-        """What `go_on` depends on and a message may change without an effect, as the parts say it. Must be cheap."""
+        """Whatever `go_on` depends on and a message can change without an effect. Must be cheap."""
         return (
             self.here.counted,
             self.pools.counted,

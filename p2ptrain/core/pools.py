@@ -43,7 +43,7 @@ class Pools:
 
     @property
     def counted(self) -> tuple[object, ...]:
-        """What may let the node advance, as far as a message changes it without an effect."""
+        """Whatever may let the node advance and a message can change without an effect."""
         return len(self.requests.by_name), self.payloads.deadline
 
     def limits(self) -> dict[str, tuple[int, int]]:

@@ -71,7 +71,7 @@ class Regrouping:
 
     @property
     def counted(self) -> tuple[object, ...]:
-        """What may let the node advance, as far as a message changes it without an effect."""
+        """Whatever may let the node advance and a message can change without an effect."""
         return len(self.calls), len(self.signed)
 
     # -----------------------------------------------------------------------------------------------

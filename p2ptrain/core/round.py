@@ -483,7 +483,7 @@ class Round:
 
     @property
     def counted(self) -> tuple[object, ...]:
-        """What may let the node advance, as far as a message changes it without an effect."""
+        """Whatever may let the node advance and a message can change without an effect."""
         agreement = self.agreement
         return (
             self.closed_at,

@@ -1,7 +1,7 @@
 """Starts a run, joins one, or lists the runs that the bootstrap nodes know.
 
 To start or join: lock the directory; load the identity; start p2pd; get the run's config (from a file, the disk or a
-peer) and its data; then build the node and run it (daemon.py) until it has left or is stopped.
+peer) and its data; then build the node and run it (`life`) until it has left or is stopped.
 """
 
 from __future__ import annotations
@@ -228,16 +228,8 @@ async def _start(
     loop: Loop | None,
 ) -> None:
     config = home.config
-    be_nice(config.limits.nice)
-    set_up(config.logging)
-    check_addresses(config.network)
     async with AsyncExitStack() as stack:
-        identity = _open_identity(stack, home)
-        if loop is not None:
-            await stack.enter_async_context(loop.attached())
-        daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
-        owner = await _answer_owner(stack, home, daemon)
-        http = await _show(stack, config, daemon)
+        identity, daemon, owner, http = await _open(stack, home, loop)
         await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
         log.info("preparing the data and the first weights of %s", run.name)
         before = begun_here(run, said, home, identity.key.hex())
@@ -271,18 +263,10 @@ async def _join(
     loop: Loop | None,
 ) -> None:
     config = home.config
-    be_nice(config.limits.nice)
-    set_up(config.logging)
-    check_addresses(config.network)
     wanted = _pinned(config.network.run, wanted)
     read = read_invitation(invitation) if invitation else None
     async with AsyncExitStack() as stack:
-        identity = _open_identity(stack, home)
-        if loop is not None:
-            await stack.enter_async_context(loop.attached())
-        daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
-        owner = await _answer_owner(stack, home, daemon)
-        http = await _show(stack, config, daemon)
+        identity, daemon, owner, http = await _open(stack, home, loop)
         transport = await _open_with_relays(stack, home, wanted, owner.sockets)
         # A script gets the error itself: no supervisor reads its status.
         offered = as_offered(home, wanted) if loop is None else nullcontext()
@@ -357,6 +341,22 @@ def refuse_trust_in_the_start(trust: bytes, run: RunConfig) -> None:
     if trust.hex() == run.run_id:
         what = "that is the run's id, with which every history of the run begins: it protects from nothing"
         raise ConfigError(what, key="--trust", fix=HEAD_FIX)
+
+
+async def _open(
+    stack: AsyncExitStack, home: Home, loop: Loop | None
+) -> tuple[Identity, Future[Daemon], _Owner, HttpFace | None]:
+    """Opens everything that a node has before it knows its run: its identity, and its faces to the owner."""
+    config = home.config
+    be_nice(config.limits.nice)
+    set_up(config.logging)
+    check_addresses(config.network)
+    identity = _open_identity(stack, home)
+    if loop is not None:
+        await stack.enter_async_context(loop.attached())
+    daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
+    owner = await _answer_owner(stack, home, daemon)
+    return identity, daemon, owner, await _show(stack, config, daemon)
 
 
 def _open_identity(stack: AsyncExitStack, home: Home) -> Identity:

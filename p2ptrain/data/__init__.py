@@ -1,4 +1,4 @@
-"""What is trained on: from files of texts and chats to the sequences of a step.
+"""The training data: from files of texts and chats to the sequences of a step.
 
 `prepare` makes a data set: `corpus` and `chats` read documents, a `tokenizer` turns them into tokens
 (`tokenize_in_processes` uses all cores, `tokenizer_rules` decides which files are trusted, `tokenizer_trial` loads one

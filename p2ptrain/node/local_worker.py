@@ -70,7 +70,7 @@ class _Repeated:
 
 
 class _Diary:
-    """What the diary says of trainings, before a restart and now."""
+    """The trainings that the diary knows, from before a restart and since."""
 
     def __init__(self) -> None:
         self.trained = 0  # the number of the last training that the learner's state includes

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the replica was after a round."""
+    """The replica's place in the history after a round."""
 
     round: int
     branch: bytes  # empty, like `head`: the state was adopted

@@ -34,7 +34,7 @@ class StoppedError(P2ptrainError):
 
 
 class Shift(Protocol):
-    """What a region adds to a training. Both are called in the worker's thread."""
+    """Lets a region add to a training. Both methods are called in the worker's thread."""
 
     def begin(self, number: int, weights: Tensor) -> Tensor | None:
         """Returns what to add to the agreed weights before the first step of a round; None: nothing. The replica is
@@ -66,7 +66,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What the replica is now; it stays locked while a worker hears of it."""
+    """The replica as it is now; it stays locked while a worker hears of it."""
 
     round: int
     weights: Tensor  # the replica's own
@@ -75,7 +75,7 @@ class Base:
 
 @dataclass(slots=True)
 class Figures:
-    """What is shown of a worker's steps."""
+    """The figures that a node shows of its worker's steps."""
 
     loss: float | None = None  # mean of the last round
     gradient_norm: float | None = None  # likewise, before clipping
@@ -151,7 +151,7 @@ class Worker(Protocol):
 
     @property
     def privacy(self) -> Privacy | None:
-        """What contributions may tell of the data that this node trains on, if there is a limit."""
+        """The limit on how much contributions tell of the data that this node trains on, if there is one."""
 
     @property
     def is_stopping(self) -> bool:
@@ -159,7 +159,7 @@ class Worker(Protocol):
 
     @property
     def complaints(self) -> list[Complaint]:
-        """What is wrong with whoever takes the steps."""
+        """Lists the problems of whoever takes the steps."""
 
     def positions(self, number: int, place: int, places: int) -> Positions:
         """Returns the sequences of a round."""
