@@ -51,49 +51,57 @@ def poll(question: Ask, now: float) -> Poll:
 class KeyReader:
     """Reads single keys from the terminal."""
 
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor  # None without a terminal
+    def __init__(self, descriptor: int | None, woken: int) -> None:
+        """`descriptor` is None without a terminal. A wait also ends once `woken` can be read."""
+        self._descriptor, self._woken = descriptor, woken
 
     def pressed(self, seconds: float) -> str:
         """Waits for a key; returns an empty string if none is pressed in time."""
-        if self._descriptor is None:
-            select.select([], [], [], seconds)
-            return ""
-        ready, _, _ = select.select([self._descriptor], [], [], seconds)
-        if not ready:
+        keys = [] if self._descriptor is None else [self._descriptor]
+        ready, _, _ = select.select([*keys, self._woken], [], [], seconds)
+        if self._descriptor not in ready:
             return ""
         key = os.read(self._descriptor, 1).decode(errors="replace")
         return key or "q"  # the terminal is gone
 
 
 @contextmanager
-def ended_in_order() -> Iterator[None]:
-    """On a signal, restores the screen and the terminal first, and exits with 128 + its number."""
+def ended_in_order() -> Iterator[int]:
+    """On a signal, restores the screen and the terminal first, and exits with 128 + its number.
+
+    Yields a descriptor that can be read after a signal. One that arrives right before a wait does not interrupt it.
+    """
 
     def end(number: int, _: object) -> None:
         for each in ENDINGS:
             signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
         raise SystemExit(128 + number)
 
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    woken_before = signal.set_wakeup_fd(wakes)
     before = {each: signal.signal(each, end) for each in ENDINGS}
     try:
-        yield
+        yield woken
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+        signal.set_wakeup_fd(woken_before)
+        os.close(woken)
+        os.close(wakes)
 
 
 @contextmanager
-def keys_of(file: Any = sys.stdin) -> Iterator[KeyReader]:
+def keys_of(woken: int, file: Any = sys.stdin) -> Iterator[KeyReader]:
     """Puts the terminal into single-key mode, and restores it at the end if it still exists."""
     descriptor = file.fileno() if file.isatty() else None
     if descriptor is None:
-        yield KeyReader(None)
+        yield KeyReader(None, woken)
         return
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)  # Ctrl-C still sends a signal
-        yield KeyReader(descriptor)
+        yield KeyReader(descriptor, woken)
     finally:
         with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
@@ -147,7 +155,7 @@ def show_once(data_dir: Path, console: Console) -> None:
 def show(data_dir: Path, interval: float) -> None:
     console = Console()
     try:
-        with ended_in_order(), keys_of() as keys:
+        with ended_in_order() as woken, keys_of(woken) as keys:
             Screen(question_of(data_dir)).watch(console, keys, interval)
     except KeyboardInterrupt:
         pass  # the same as q

@@ -54,10 +54,12 @@ async def nodes_in(tmp_path: Path) -> AsyncIterator[Make]:
     tasks_before = asyncio.all_tasks()
     with tempfile.TemporaryDirectory(prefix="p2p-") as runtime:  # pytest's paths are too long for sockets
         make = Make(tmp_path, Path(runtime))
-        yield make
-        children = [node._supervisor.process.pid for node in make.nodes]
-        for node in make.nodes:
-            await node.close()
+        try:
+            yield make
+        finally:
+            children = [node._supervisor.process.pid for node in make.nodes]
+            for node in make.nodes:
+                await node.close()
         assert [pid for pid in children if psutil.pid_exists(pid)] == []
         assert asyncio.all_tasks() <= tasks_before | {asyncio.current_task()}
 

@@ -26,7 +26,7 @@ from p2ptrain.errors import NoDaemonError, P2ptrainError
 from p2ptrain.node.control import Control
 from p2ptrain.observe.rounds import ROUNDS_KEPT
 from p2ptrain.observe.schema import LogLine
-from p2ptrain.observe.top import KeyReader, Screen, poll
+from p2ptrain.observe.top import KeyReader, Screen, ended_in_order, poll
 from tests.helpers.cli import p2ptrain
 from tests.helpers.memory_swarm import swarm
 from tests.helpers.net import skipping_time
@@ -76,7 +76,7 @@ def test_it_looks_again_until_q_is_typed() -> None:
 
     screen = Screen(daemon, lambda: now[0])
     console = Console(width=80, height=24, file=io.StringIO(), force_terminal=True)
-    screen.watch(console, Typing(None), interval=5.0)
+    screen.watch(console, Typing(None, woken=-1), interval=5.0)
     assert now[0] == pytest.approx(10.1)
     assert next(typed, None) is None
     assert console.file.getvalue().endswith("\x1b[?25h\x1b[?1049l")  # type: ignore[attr-defined]
@@ -84,14 +84,27 @@ def test_it_looks_again_until_q_is_typed() -> None:
 
 def test_keys_come_one_by_one_and_a_terminal_that_is_gone_ends_it() -> None:
     read, write = os.pipe()
-    keys = KeyReader(read)
+    woken, wakes = os.pipe()
+    keys = KeyReader(read, woken)
     assert keys.pressed(0.0) == ""
     os.write(write, b"ab")
     assert (keys.pressed(5.0), keys.pressed(5.0)) == ("a", "b")
     os.close(write)
     assert keys.pressed(5.0) == "q"
     os.close(read)
-    assert KeyReader(None).pressed(0.0) == ""
+    assert KeyReader(None, woken).pressed(0.0) == ""
+    os.write(wakes, b"!")
+    assert KeyReader(None, woken).pressed(60.0) == ""
+    os.close(woken)
+    os.close(wakes)
+
+
+def test_a_signal_right_before_a_wait_ends_the_wait() -> None:
+    with pytest.raises(SystemExit), ended_in_order() as woken:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            assert select.select([woken], [], [], 0.0)[0] == [woken]
 
 
 # ---------------------------------------------------------------------------------------------------
