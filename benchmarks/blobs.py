@@ -91,7 +91,7 @@ def sent_by(process: int) -> int:
 
 
 def p2pd_of(node: Node) -> int:
-    process = node.transport._supervisor.process
+    process = node.transport.supervisor.process
     assert process is not None
     return process.pid
 

@@ -20,16 +20,17 @@ import typer
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 import p2ptrain
 from p2ptrain.cli import app, exits
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.text import allowed, fields, sections, to_toml
 from p2ptrain.core.complaints import MEANINGS
-from p2ptrain.observe.app import App
+from p2ptrain.observe.app import EVENTS, PATHS, REFUSALS, App
+from p2ptrain.observe.guard import OPEN
 from p2ptrain.observe.metrics import MetricsPage
-from p2ptrain.observe.openapi import EVENTS, MODELS, describe
-from p2ptrain.observe.schema import RoundRecord, Status
+from p2ptrain.observe.schema import Answer, RoundRecord, Status
 
 HERE = Path(__file__).parent / "reference"
 HELP_COLUMNS = 80
@@ -223,24 +224,21 @@ def _example(kind: Any) -> Any:
 
 
 def _http() -> Iterator[str]:
-    described = describe("")
-    yield "# The HTTP answers\n\n" + NOTE.format(source="p2ptrain/observe/schema.py and openapi.py") + "\n"
+    yield "# The HTTP answers\n\n" + NOTE.format(source="p2ptrain/observe/schema.py and app.py") + "\n"
     yield (
-        f"{described['info']['description']}\nThe same for programs, as OpenAPI: `/openapi.json`. A field is never "
-        "renamed or removed within a\n`version`; new ones may be added. Beyond loopback a token is required, except "
-        "for those marked *open*.\n\n"
+        "Read-only. The node answers from its own knowledge, without asking others. HEAD works like GET. A field is\n"
+        "never renamed or removed within a `version`; new ones may be added. Beyond loopback a token is required,\n"
+        "except for those marked *open*.\n\n"
     )
-    anywhere = described["paths"]["/status"]["get"]["responses"]
-    yield "| address | what it tells | answers |\n|---|---|---|\n"
-    for path, methods in described["paths"].items():
-        yield _row(_code(path), *_address(methods["get"], anywhere))
+    yield "| address | what it tells |\n|---|---|\n"
+    for path, text in PATHS.items():
+        yield _row(_code(path), text + (" *open*" if path in OPEN else ""))
     yield "\nAny of them may also answer:\n\n| status | because |\n|---|---|\n"
-    for code, each in anywhere.items():
-        if code >= "400":
-            yield _row(code, each["description"])
+    for code, text in REFUSALS.items():
+        yield _row(str(code), text)
     events = [f"`{name}` with a [{model.__name__}](#{model.__name__.lower()})" for name, model in EVENTS.items()]
     yield f"\n`/events` sends {', '.join(events)}.\n"
-    for name, schema in _ordered(described["components"]["schemas"]):
+    for name, schema in _schemas():
         yield f"\n## {name}\n\n{schema.get('description', '')}\n\n| field | type | what it is |\n|---|---|---|\n"
         for field, each in schema["properties"].items():
             yield _row(_code(field), _type(each), each.get("description", ""))
@@ -250,25 +248,11 @@ def _http() -> Iterator[str]:
         yield _row(_code(code), meaning.severity, "503" if meaning.hinders else "200", meaning.text)
 
 
-def _address(get: dict[str, Any], anywhere: dict[str, Any]) -> tuple[str, str]:
-    """What it tells, and its answers that are not everyone's."""
-    parameters = [
-        f" `?{each['name']}=`: {_parameter(each)}." for each in get.get("parameters", []) if each["in"] == "query"
-    ]
-    is_open = " *open*" if get.get("security") == [] else ""
-    own = {code: each for code, each in get["responses"].items() if code < "400" or each != anywhere.get(code, each)}
-    answers = "; ".join(f"{code}: {each['description']}" for code, each in own.items())
-    return get["summary"] + "".join(parameters) + is_open, answers
-
-
-def _parameter(parameter: dict[str, Any]) -> str:
-    limits = parameter["schema"]
-    return f"{parameter['description']}, {limits['minimum']} to {limits['maximum']:,}; {limits['default']} without it"
-
-
-def _ordered(schemas: dict[str, Any]) -> list[tuple[str, Any]]:
+def _schemas() -> list[tuple[str, Any]]:
     """The answers first, then what they are made of; what has no fields is told where it is used."""
-    names = [model.__name__ for model in MODELS]
+    answers = Answer.__subclasses__()
+    schemas = models_json_schema([(each, "serialization") for each in answers])[1]["$defs"]
+    names = [model.__name__ for model in answers]
     rest = [name for name in schemas if name not in names]
     return [(name, schemas[name]) for name in [*names, *rest] if "properties" in schemas[name]]
 

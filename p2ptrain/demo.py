@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,6 @@ from rich.table import Table
 from p2ptrain.errors import DataError, P2ptrainError
 from p2ptrain.net.libp2p.process import tied_to_us
 from p2ptrain.node.control import ask
-from p2ptrain.observe.top_frame import chart
 from p2ptrain.visible import count_of
 
 RUN = """\
@@ -63,6 +63,7 @@ POLL_SECONDS = 0.5
 LINES_SECONDS = 5.0  # between progress lines without a terminal
 SAMPLE_TOKENS = 240
 LABEL, CHART_ROWS = 14, 6  # columns before what is summed up; the height of the loss curve
+LEVELS = " ▁▂▃▄▅▆▇█"
 REQUEST = "import ctypes; ctypes.CDLL(None).prctl(1, 15)"  # PR_SET_PDEATHSIG, SIGTERM
 
 
@@ -236,7 +237,7 @@ class Demo:
             if self.live is not None:
                 self.live.stop()
                 self.live = None
-        return self._sum_up()
+        return self.sum_up()
 
     def _is_whole(self) -> bool:
         return all(len(node.status.get("roster", ())) == len(self.nodes) for node in self.nodes)
@@ -261,7 +262,7 @@ class Demo:
     def _say(self, text: str) -> None:
         (self.live.console if self.live else self.console).print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _sum_up(self) -> bool:
+    def sum_up(self) -> bool:
         differing = sorted(number for number, roots in self.roots.items() if len({root for _, root in roots}) > 1)
         tellers = [len({name for name, _ in roots}) for roots in self.roots.values()]
         compared, by_all = sum(count > 1 for count in tellers), sum(count == len(self.nodes) for count in tellers)
@@ -273,7 +274,7 @@ class Demo:
         say("")
         if self.losses:
             number, loss = self.losses[0]
-            for row in chart([loss for _, loss in self.losses], self.console.width - LABEL, CHART_ROWS):
+            for row in chart([loss for _, loss in self.losses], max(1, self.console.width - LABEL), CHART_ROWS):
                 say(f"{'':<{LABEL}}{row}")
             say(f"loss          {loss:.3f} in round {number}, {self._late_loss():.3f} at the end")
         newest = max(self.roots)
@@ -320,6 +321,17 @@ def _brief(node: DemoNode) -> str:
         return node.note or "starting"
     loss = "" if node.status["loss"] is None else f", loss {node.status['loss']:.3f}"
     return f"round {node.applied}{loss}, root {node.status['state_root'][:8]}"
+
+
+def chart(values: Sequence[float], width: int, rows: int) -> list[str]:
+    """Draws values as blocks scaled from the least to the largest, averaged to fit the width; the top row first."""
+    each = -(-len(values) // width)
+    means = [sum(part) / len(part) for part in (values[i : i + each] for i in range(0, len(values), each))]
+    low, high, full = min(means), max(means), len(LEVELS) - 1
+    steps = full * rows - 1  # the least has a block, too
+    heights = [1 + (round((mean - low) / (high - low) * steps) if high > low else 0) for mean in means]
+    below = [full * row for row in reversed(range(rows))]
+    return ["".join(LEVELS[min(max(height - start, 0), full)] for height in heights) for start in below]
 
 
 def _as_ctrl_c(*_: object) -> None:

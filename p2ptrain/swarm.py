@@ -16,10 +16,11 @@ import re
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -30,7 +31,6 @@ from p2ptrain.core.pace import takes_another
 from p2ptrain.errors import ConfigError, NodeEndedError, P2ptrainError, TrainingError
 from p2ptrain.loop import channel
 from p2ptrain.loop.channel import Begin, NodeAnswer, ScriptRequest
-from p2ptrain.loop.gradients import keeps_gradients
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +41,34 @@ LOG_LINES = 5  # of it in the message, if the node dies
 NAME = re.compile(r"[A-Za-z0-9_.]{1,150}")  # of a parameter
 RENAME = "Rename the module that has it"
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 log = logging.getLogger("p2ptrain")
 _OPEN: WeakSet[Swarm] = WeakSet()
 _DECODER = msgspec.msgpack.Decoder(NodeAnswer)
+
+
+def keeps_gradients(function: Callable[P, T]) -> Callable[P, T]:
+    """Leaves gradients on or off as they were, wherever the function is interrupted.
+
+    An interrupt just after torch.no_grad has turned them off, before its block begins, would leave them off for good.
+    """
+
+    @wraps(function)
+    def keeping(*args: P.args, **kwargs: P.kwargs) -> T:
+        import torch  # noqa: PLC0415  # a script may not have imported it yet
+
+        before = torch.is_grad_enabled()
+        try:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                torch.set_grad_enabled(before)
+        finally:  # the first may have been interrupted
+            torch.set_grad_enabled(before)
+
+    return keeping
 
 
 def start(

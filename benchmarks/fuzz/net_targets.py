@@ -381,7 +381,7 @@ def net_targets(stack: ExitStack) -> list[Target]:
 
     async def found(data: bytes) -> object:
         says.answer = data
-        node._met(PEER_ID, place_of(PEER_ID).to_bytes())
+        node.met(PEER_ID, place_of(PEER_ID).to_bytes())
         if (answer := await node.call_find(PeerID(PEER_ID), [KEY])) is None:
             raise RemoteProtocolError("not a valid answer")
         return answer

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from p2ptrain.visible import visible
 
@@ -39,7 +41,7 @@ class Finding:
         return f"{line}. {self.fix}" if self.fix else line
 
 
-class Replay(NamedTuple):
+class Replay(msgspec.Struct, frozen=True):
     """How far the rounds were applied again."""
 
     first: int  # the round of the state that it began with
@@ -91,11 +93,11 @@ class Report:
         if self.certified is not None:
             rounds = f"rounds {self.certified[0]} to {self.certified[1]} certified"
         replayed = "nothing replayed"
-        if self.replayed is not None:
-            first, last, final_root, number = self.replayed
+        if (done := self.replayed) is not None:
             replayed = (
-                f"replayed from the state of round {first} to round {last}, whose state root is {final_root}; the "
-                f"newest certified root that it reproduced is of round {'none' if number is None else number}"
+                f"replayed from the state of round {done.first} to round {done.last}, whose state root is "
+                f"{done.final_root}; the newest certified root that it reproduced is of round "
+                f"{'none' if done.proved_round is None else done.proved_round}"
             )
         ends = f"{self.count(Grade.WRONG)} wrong, {self.count(Grade.OPEN)} not checkable"
         return [
@@ -105,26 +107,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report for programs."""
-        return {
-            "directory": self.directory,
-            "run_id": self.run_id,
-            "run_name": self.run_name,
-            "all_holds": self.all_holds,
-            "wrong": self.count(Grade.WRONG),
-            "not_checkable": self.count(Grade.OPEN),
-            "certified_from": self.certified[0] if self.certified else None,
-            "certified_to": self.certified[1] if self.certified else None,
-            "replayed_from": self.replayed.first if self.replayed else None,
-            "replayed_to": self.replayed.last if self.replayed else None,
-            "final_root": self.replayed.final_root if self.replayed else "",
-            "proved_round": self.replayed.proved_round if self.replayed else None,
-            "signatures": self.signatures,
-            "left_out": self.counts.total() - len(self.findings),
-            "findings": [
-                {"verdict": each.verdict.value, "subject": each.subject, "what": each.what, "fix": each.fix}
-                for each in self.findings
-            ],
-        }
+        told: dict[str, Any] = msgspec.to_builtins(self)
+        return told | {"all_holds": self.all_holds, "left_out": self.counts.total() - len(self.findings)}
 
 
 def _shown(text: str) -> str:

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from p2ptrain.audit.findings import Grade, Replay, Report
@@ -323,10 +324,10 @@ def replay(
         model.apply(weights, number, content)
         root = model.root(weights, number, entry.manifest.digest)
         if proved.roots.get(number) == root:
-            done = done._replace(proved_round=number)
+            done = replace(done, proved_round=number)
         if not _compare(number, root, start, saved.get(number), proved, report):
             return done
-        done = done._replace(last=number, final_root=root.hex())
+        done = replace(done, last=number, final_root=root.hex())
     if done.proved_round is None:
         what = f"no root of round {start.round} or later is certified yet, so it proves nothing"
         report.open("replay", what, "Let the node finish a few more rounds")

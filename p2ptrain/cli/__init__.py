@@ -5,8 +5,8 @@ takes long to import (above all torch) is imported by the functions that need it
 that names the key or file and says how to fix it; exit statuses are in `exits`. Typer handles Ctrl-C and closed pipes.
 
 `groups` lists the commands. `node` has those around a node (start, join, leave, status, demo), `control` those that
-change a running one, `config`, `data`, `invite`, `checkpoint`, `audit`, `doctor`, `report` and `top` what their names
-say, `model` export, generate and evaluate, `simulation` simulate and replay.
+change a running one, `config`, `data`, `invite`, `checkpoint`, `audit`, `doctor` and `report` what their names say,
+`model` export, generate and evaluate, `simulation` simulate and replay.
 """
 
 from __future__ import annotations

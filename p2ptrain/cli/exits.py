@@ -57,10 +57,6 @@ FOUND: dict[str, tuple[str, str]] = {
         "some of the node's data is wrong",
         "remove the file that the audit names; the node then fetches it from its peers",
     ),
-    "checkpoint verify": (
-        "a checkpoint is damaged",
-        "remove it: the node then starts from an older one, or fetches the state from its peers",
-    ),
     "demo": ("a node failed, or the replicas differ", "see the logs, with `--keep DIR`"),
     "doctor": ("a node could not start or take part here", "each failed line says what to do"),
     "replay": ("the core does not behave as recorded", "replay with the release that wrote the log"),

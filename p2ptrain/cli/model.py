@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from math import isnan
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import time
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -103,28 +102,17 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIR", help="Measure on the held-out part of this data set, not of the run's."),
     ] = None,
-    sequences: Annotated[
-        int, typer.Option(min=0, help="At most this many sequences, or examples of a task; 0: all that are here.")
-    ] = 0,
-    tasks: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="Run these tasks of lm-evaluation-harness instead, such as arc_easy,piqa."),
-    ] = None,
+    sequences: Annotated[int, typer.Option(min=0, help="At most this many sequences; 0: all that are here.")] = 0,
     checkpoint: Directory = None,
     number: Round = None,
     run: Run = None,
     config: NodeFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Measure the model's held-out loss, or run tasks.
+    """Measure the model's held-out loss.
 
     Takes the newest certified checkpoint of this node, or the one that is named.
     """
-    if tasks is not None:
-        if data is not None:
-            raise ConfigError("tasks bring data of their own", key="--data", fix="Leave it out")
-        _run_tasks(node_config(config, data_dir), run, number, checkpoint, tasks, sequences)
-        return
     from p2ptrain.data.run_data import packing_of
     from p2ptrain.node.saved import held_out_of
     from p2ptrain.train.evaluate import evaluate as measure
@@ -154,29 +142,6 @@ def evaluate(
         f"held-out loss {result.loss:.4f} nats a token{error}, perplexity {result.perplexity:.2f}: "
         f"{result.tokens:,} tokens of {result.sequences:,} sequences"
     )
-
-
-def _run_tasks(
-    node: NodeConfig, run: str | None, number: int | None, checkpoint: Path | None, tasks: str, limit: int
-) -> None:
-    """Exports the model to a temporary directory, and runs the tasks on it."""
-    from p2ptrain.models.export import export as write
-    from p2ptrain.train.evaluate import check_tasks, run_tasks
-    from p2ptrain.train.learner import open_device
-
-    check_tasks()
-    device, _ = open_device(node.device)
-    with TemporaryDirectory() as place:
-        out = Path(place) / "model"
-
-        def use(found: SavedModel) -> None:
-            if found.run.model.kind == "plugin":
-                raise ConfigError("the harness cannot load a plug-in's model", key="--tasks", fix="Leave it out")
-            write(out, found.weights, found.tokenizer, found.members)
-
-        found, _ = _used(use, node, run, number, checkpoint)
-        typer.echo(_which(found), err=True)
-        run_tasks(out, tasks, limit=limit, first_token=found.tokenizer.end_of_document, device=str(device))
 
 
 @contextmanager

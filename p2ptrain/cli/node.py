@@ -11,6 +11,7 @@ import typer
 from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.cli.groups import group
 from p2ptrain.config import NodeConfig, load_node_config, load_run_config, read_table, with_options
+from p2ptrain.daemon.order import JoinOrder, StartOrder
 from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity
 from p2ptrain.models.plugins import allow
@@ -117,13 +118,13 @@ def start(  # noqa: PLR0913, PLR0917  # a command has many options
     if (place := weights or source) is None:
         what, given = load_run_config(run), None
     else:
-        from p2ptrain.node.first_weights import open_weights
+        from p2ptrain.node.saved import open_weights
 
         given, beside = open_weights(Home(node), place)
         what = load_run_config(run, beside)
-    from p2ptrain.daemon.launch import start as begin  # last, so that errors need not wait two seconds for torch
+    from p2ptrain.daemon.launch import take_part  # last, so that errors need not wait two seconds for torch
 
-    begin(what, said, node, data, given)
+    take_part(StartOrder(config=node, data=data, run=what, said=said, given=given))
 
 
 def join(  # noqa: PLR0913, PLR0917  # a command has many options
@@ -155,9 +156,9 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
     what the run asks of this machine, and asks whether to take part.
     """
     node = node_config(config, data_dir, bootstrap, listen, log_level, log_format)
-    from p2ptrain.daemon.launch import join as take_part  # last, so that errors need not wait two seconds for torch
+    from p2ptrain.daemon.launch import take_part  # last, so that errors need not wait two seconds for torch
 
-    take_part(node, run, invitation, trust, data, asks=not yes)
+    take_part(JoinOrder(config=node, data=data, run=run, invitation=invitation, trust=trust, asks=not yes))
 
 
 def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:

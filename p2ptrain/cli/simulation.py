@@ -17,8 +17,7 @@ from p2ptrain.sim.checkers import standard
 from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.outcome import Outcome
 from p2ptrain.sim.outcome import simulate as run_scenario
-from p2ptrain.sim.report import check_plot, summary
-from p2ptrain.sim.report import plot as draw
+from p2ptrain.sim.report import summary
 from p2ptrain.sim.scenario import Scenario, load_scenario
 from p2ptrain.sim.swarm import SwarmSummary, swarm
 from p2ptrain.sim.watch import SIMULATED
@@ -35,7 +34,6 @@ def simulate(
     nodes: Annotated[
         int | None, typer.Option(min=1, max=4096, help="Number of nodes, instead of the scenario's.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Plot each node's rounds over time.")] = None,
     trace_node: Annotated[int | None, typer.Option(min=0, help="Write the events of this node to --events.")] = None,
     events: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file for --trace-node, for `p2ptrain replay`.")
@@ -53,7 +51,7 @@ def simulate(
     if (file is None) == (swarm is None):
         raise typer.BadParameter("give either a scenario or --swarm", param_hint="FILE")
     if file is None:
-        given = {"--nodes": nodes, "--plot": plot, "--trace-node": trace_node, "--events": events}
+        given = {"--nodes": nodes, "--trace-node": trace_node, "--events": events}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise typer.BadParameter("only works with a scenario, not with --swarm", param_hint=wrong[0])
         _simulate_swarm(swarm or 0, int(time.time()) if seed is None else seed, seconds)
@@ -64,12 +62,8 @@ def simulate(
         raise typer.BadParameter("--trace-node and --events must be given together", param_hint="--events")
 
     scenario, seed = load_scenario(file, nodes), seed or 0
-    if plot is not None:
-        check_plot(plot)
     outcome = _simulate_file(scenario, seed, trace_node, events)
     typer.echo(summary(outcome, seed))
-    if plot is not None:
-        draw(outcome, plot)
     if not outcome.is_good:
         raise typer.Exit(ExitStatus.FAILED)
 

@@ -238,7 +238,6 @@ class HfConfig:
     positions: int
     is_tied: bool
     dropout: float  # the highest of all dropout rates
-    parameters_most: int  # an upper bound
 
     @property
     def architecture(self) -> Architecture:
@@ -360,12 +359,11 @@ def _checked(kind: str, keys: dict[str, Any]) -> HfConfig:
     config = HfConfig(
         kind, keys, of("vocab_size"), dim, layers, heads, kv_heads, head_dim, ffn_dim, of("max_position_embeddings"),
         of("tie_word_embeddings", architecture.is_tied),
-        max([*dropouts, 0.0 if has_all else architecture.dropout]), parameters_most=0,
+        max([*dropouts, 0.0 if has_all else architecture.dropout]),
     )  # fmt: skip
-    most = _parameters_most(config)
-    if most > PARAMETERS_MAX:
+    if (most := parameters_most(config)) > PARAMETERS_MAX:
         raise SettingError(f"config.json describes {most:,} parameters", f"p2ptrain trains at most {PARAMETERS_MAX:,}")
-    return HfConfig(**{name: getattr(config, name) for name in HfConfig.__slots__} | {"parameters_most": most})
+    return config
 
 
 def _check_rotary(keys: Mapping[str, Any], head_dim: int) -> None:
@@ -388,7 +386,7 @@ def _check_rotary(keys: Mapping[str, Any], head_dim: int) -> None:
         raise SettingError(what, "they need pairs, change head_dim")
 
 
-def _parameters_most(config: HfConfig) -> int:
+def parameters_most(config: HfConfig) -> int:
     """Returns an upper bound on the parameters, with gated feed-forward layers, biases and norms everywhere."""
     wide, shared = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = config.dim * (2 * wide + 2 * shared)

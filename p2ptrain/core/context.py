@@ -58,7 +58,7 @@ class Context:
     def send(self, peer: bytes, *messages: Received) -> None:
         self.emit(Send(peer, tuple(message.envelope for message in messages)))
 
-    def some_peers(self, count: int, but: bytes = b"") -> list[bytes]:
+    def some_peers(self, count: int) -> list[bytes]:
         """Draws a few connected peers at random, so that nobody can predict which are asked."""
-        peers = [peer for peer in self.peers if peer != but]
+        peers = [*self.peers]
         return peers if len(peers) <= count else self.rng.sample(peers, count)

@@ -29,8 +29,9 @@ BANS_MAX = 4_096  # only admitted keys are banned, at most 1,024 at a time; then
 SPENT_MAX = 65_536  # uses of unexpired invitations; when full, no more are accepted until some expire
 USES_MAX = 1_024  # of an invitation: as many keys as a run admits
 WINDOW_MAX = 65 * ADMITTED_MAX  # staleness_rounds_max is 64 at most
-UNSEATED_ABSENCES = 64  # times absence_rounds_max: how long an open run keeps a key admitted that has no seat and
-# offers nothing. Long enough for a machine fifty times slower than the rest; a guess beyond that.
+# Times absence_rounds_max: how long an open run keeps a key that has no seat and offers nothing. Long enough for a
+# machine fifty times slower than the rest; a guess beyond that.
+UNSEATED_ABSENCES = 64
 
 
 class Admitted(Struct, frozen=True, array_like=True):

@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from random import Random, SystemRandom
 
@@ -41,6 +41,7 @@ from p2ptrain.node.replica_thread import ReplicaThread, Standing
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.node.strangers import messages_of_strangers
 from p2ptrain.node.work import Worker
+from p2ptrain.region.world import WorldLink
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.store import Store
@@ -58,7 +59,7 @@ class Launch:
     """The inputs that a node is built from."""
 
     run: RunConfig
-    config: NodeConfig
+    home: Home
     identity: Identity
     transport: Transport
     data: TokenDataset  # what all nodes of the run share
@@ -69,8 +70,8 @@ class Launch:
     own: OwnData | None = None  # what this node alone trains on; nothing but its trainer may have it
 
     @property
-    def home(self) -> Home:
-        return Home(self.config)
+    def config(self) -> NodeConfig:
+        return self.home.config
 
     @property
     def run_id(self) -> bytes:
@@ -92,6 +93,7 @@ class Workshop:
 
 MakeWorker = Callable[[LearnerThread, bytes, Note], Worker]  # of this node's key
 OpenWorkshop = Callable[[Launch, Note], Awaitable[Workshop]]
+Attach = Callable[[Edges], AbstractAsyncContextManager[None]]  # a worker to the network, while the node lives
 
 
 @dataclass(slots=True)
@@ -116,6 +118,14 @@ class Assembled:
                 watch(now, event)
 
         return Driver(self.node, self.replica, self.worker, self.intake, self.edges, note)
+
+
+def own_worker(launch: Launch) -> tuple[MakeWorker, Attach]:
+    """Returns how to make the worker of a node that takes its steps itself; in a region it follows the world's run."""
+    if not launch.run.world.run:
+        return LocalWorker, lambda edges: nullcontext()
+    world = WorldLink(launch.run, launch.config, launch.identity.key)
+    return world.worker, world.attached
 
 
 async def open_workshop(launch: Launch, note: Note, make: MakeWorker = LocalWorker) -> Workshop:
@@ -201,7 +211,7 @@ async def _connect(
     for address in config.network.bootstrap:
         _add(connections, address, Origin.USER)
     if config.network.bootstrap and not remembered:  # so that the next start can identify the run by them
-        await persistence.remember(config.network.bootstrap, ())
+        await persistence.remember(config.network.bootstrap)
     fetcher = Fetcher(transport, run_id, download=download, blame=intake.blame)
     served_blobs = ServedBlobs(run, store, states, launch.data, fetcher, launch.base)
     server = Server(transport, run_id, served_blobs.find, upload=upload, blame=intake.blame, is_admitted=view.is_in)

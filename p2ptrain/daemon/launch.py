@@ -14,16 +14,18 @@ import signal
 import stat
 import tempfile
 from asyncio import Future
-from collections.abc import Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
-from dataclasses import replace
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
-from p2ptrain.daemon.assembly import Launch, MakeWorker, open_workshop
+from p2ptrain.daemon.assembly import Launch, open_workshop, own_worker
 from p2ptrain.daemon.life import Daemon, Outputs, end_soon, live, save_last
+from p2ptrain.daemon.order import JoinOrder, StartOrder
+from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError
 from p2ptrain.identity import Identity
@@ -47,7 +49,6 @@ from p2ptrain.node.find import (
 from p2ptrain.node.home import Home
 from p2ptrain.node.invitations import claim_for, read_invitation
 from p2ptrain.node.limits import be_nice, keep_data_within, refuse_too_large
-from p2ptrain.node.local_worker import LocalWorker
 from p2ptrain.node.notify import notify
 from p2ptrain.node.saved import keep_tokenizer
 from p2ptrain.node.socket_directory import private_directory
@@ -58,15 +59,10 @@ from p2ptrain.observe.progress import ProgressLine
 from p2ptrain.observe.tensorboard import TensorBoard
 from p2ptrain.observe.tracking import Tracker, Tracking
 from p2ptrain.observe.wandb_run import WandbRun
-from p2ptrain.region.world import WorldLink
 from p2ptrain.store.lock import Lock
-from p2ptrain.train.begin import GivenWeights, begin, begin_again
+from p2ptrain.train.begin import begin, begin_again
 from p2ptrain.train.own_data import PREPARE_FIX, OwnData, open_own
 from p2ptrain.train.private import open_privacy, refuse_without_own_steps
-
-if TYPE_CHECKING:
-    from p2ptrain.node.local_worker import LearnerThread, Note
-    from p2ptrain.node.work import Worker
 
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
@@ -74,59 +70,23 @@ NO_MEMORY = "the system refused this process memory; it continues from its disk 
 HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node that you trust"
 
 
-class Loop(Protocol):
-    """The training loop of a script, which takes the steps instead of this node."""
-
-    def check(self, run: RunConfig) -> None:
-        """Refuses a run that the script cannot train."""
-
-    def attached(self) -> AbstractAsyncContextManager[None]:
-        """Listens to the script inside the block."""
-
-    def worker(self, thread: LearnerThread, me: bytes, note: Note) -> Worker:
-        """Makes the node's worker."""
-
-    def joined(self, daemon: Daemon) -> None:
-        """Notes that the node takes part."""
-
-
 # ---------------------------------------------------------------------------------------------------
 # Commands
 
 
-def start(
-    run: RunConfig,
-    said: Mapping[str, object],
-    config: NodeConfig,
-    dataset: Path | None,
-    given: GivenWeights | None = None,
-    loop: Loop | None = None,
-) -> None:
-    """Runs `p2ptrain start`.
-
-    said: what the run's file says, without defaults; given: the first weights, if they are not made from the seed;
-    loop: of a script that takes the steps
-    """
-    allow(config.plugins.allow)
-    _run(_start(run, said, Home(config), dataset, given, loop))
+def take_part(order: StartOrder | JoinOrder, loop: ScriptLoop | None = None) -> None:
+    """Begins a run or joins one, and runs the node until it has left; loop: of the script that takes the steps."""
+    allow(order.config.plugins.allow)
+    _run(follow(order, loop))
 
 
-def join(
-    config: NodeConfig,
-    run: str | None,
-    invitation: str | None,
-    trust: str | None = None,
-    data: Path | None = None,
-    *,
-    asks: bool = False,
-    loop: Loop | None = None,
-) -> None:
-    """Runs `p2ptrain join`.
-
-    data: this node's own; asks: before anything is fetched, ask the person at the terminal, if there is one
-    """
-    allow(config.plugins.allow)
-    _run(_join(Home(config), run, invitation, _read_trust(trust), data, asks, loop))
+async def follow(order: StartOrder | JoinOrder, loop: ScriptLoop | None = None) -> None:
+    """The same, as a coroutine."""
+    home = Home(order.config)
+    if isinstance(order, StartOrder):
+        await _start(order, home, loop)
+    else:
+        await _join(order, home, loop, _read_trust(order.trust))
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
@@ -219,21 +179,15 @@ def _loop_factory() -> Any:
 # Starting
 
 
-async def _start(
-    run: RunConfig,
-    said: Mapping[str, object],
-    home: Home,
-    dataset: Path | None,
-    given: GivenWeights | None,
-    loop: Loop | None,
-) -> None:
-    config = home.config
+async def _start(order: StartOrder, home: Home, loop: ScriptLoop | None) -> None:
+    run, dataset = order.run, order.data
     async with AsyncExitStack() as stack:
-        identity, daemon, owner, http = await _open(stack, home, loop)
+        opened = await _open(stack, home, loop)
+        me = opened.identity.key.hex()
         await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
         log.info("preparing the data and the first weights of %s", run.name)
-        before = begun_here(run, said, home, identity.key.hex())
-        own = await asyncio.to_thread(_own_data, before or run, home, dataset, identity, loop)
+        before = begun_here(run, order.said, home, me)
+        own = await asyncio.to_thread(_own_data, before or run, dataset, opened)
         if own is not None:
             dataset = own.dataset.directory
         named = before if before is not None and run.data.source == "own" else run  # its shared part has a digest
@@ -242,32 +196,21 @@ async def _start(
         if loop is not None and before is not None:  # the script's model has other weights by now
             begun = await asyncio.to_thread(begin_again, before, place, dataset)
         else:
-            begun = await asyncio.to_thread(
-                begin, before or run, place, [identity.key.hex()], dataset, given, home.bases
-            )
-        note_begun(begun.run, run, said, home)
+            begun = await asyncio.to_thread(begin, before or run, place, [me], dataset, order.given, home.bases)
+        note_begun(begun.run, run, order.said, home)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
         await asyncio.to_thread(keep_tokenizer, home, begun.run, data)
-        transport = await _open_with_relays(stack, home, begun.run.run_id, owner.sockets)
-        started = Launch(begun.run, config, identity, transport, data, begun.base, state=begun.state, own=own)
-        await _serve(stack, started, daemon, http, loop)
+        transport = await _open_with_relays(stack, home, begun.run.run_id, opened.sockets)
+        launch = Launch(begun.run, home, opened.identity, transport, data, begun.base, state=begun.state, own=own)
+        await _serve(stack, launch, opened)
 
 
-async def _join(
-    home: Home,
-    wanted: str | None,
-    invitation: str | None,
-    trust: bytes,
-    given: Path | None,
-    asks: bool,
-    loop: Loop | None,
-) -> None:
-    config = home.config
-    wanted = _pinned(config.network.run, wanted)
-    read = read_invitation(invitation) if invitation else None
+async def _join(order: JoinOrder, home: Home, loop: ScriptLoop | None, trust: bytes) -> None:
+    wanted = _pinned(home.config.network.run, order.run)
+    read = read_invitation(order.invitation) if order.invitation else None
     async with AsyncExitStack() as stack:
-        identity, daemon, owner, http = await _open(stack, home, loop)
-        transport = await _open_with_relays(stack, home, wanted, owner.sockets)
+        opened = await _open(stack, home, loop)
+        transport = await _open_with_relays(stack, home, wanted, opened.sockets)
         # A script gets the error itself: no supervisor reads its status.
         offered = as_offered(home, wanted) if loop is None else nullcontext()
         with offered:
@@ -275,11 +218,11 @@ async def _join(
             await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
             refuse_trust_in_the_start(trust, run)
             await asyncio.to_thread(refuse_too_large, run, home)
-            if given is not None and run.data.source == "shared":
+            if order.data is not None and run.data.source == "shared":
                 what = f"the nodes of run {run.name} share their training data, and do not bring their own"
                 raise ConfigError(what, key="--data", fix="Leave it out")
-            own = await asyncio.to_thread(_own_data, run, home, given, identity, loop)
-            if not await takes_part(transport, run, sources, home, asks):
+            own = await asyncio.to_thread(_own_data, run, order.data, opened)
+            if not await takes_part(transport, run, sources, home, order.asks):
                 return
             directory = home.dataset(run.data.manifest)
             data = open_dataset(directory, run.data.manifest)
@@ -288,29 +231,30 @@ async def _join(
             else:
                 await asyncio.to_thread(keep_data_within, run, home, data)
             base = await find_base(transport, home, run, sources)
-        claim = claim_for(read, identity, run.run_id) if read else b""
-        launch = Launch(run, config, identity, transport, data, base, claim=claim, trust=trust, own=own)
-        await _serve(stack, launch, daemon, http, loop)
+        claim = claim_for(read, opened.identity, run.run_id) if read else b""
+        launch = Launch(run, home, opened.identity, transport, data, base, claim=claim, trust=trust, own=own)
+        await _serve(stack, launch, opened)
 
 
-def _own_data(run: RunConfig, home: Home, given: Path | None, identity: Identity, loop: Loop | None) -> OwnData | None:
+def _own_data(run: RunConfig, given: Path | None, opened: Opened) -> OwnData | None:
     """Opens this node's own data, in a run whose nodes bring theirs; a script may have it in a loader of its own."""
-    refuse_without_own_steps(run, home.config.privacy, has_loop=loop is not None)
+    home = opened.home
+    refuse_without_own_steps(run, home.config.privacy, has_loop=opened.loop is not None)
     if run.data.source == "shared":
         return None
     own_data = home.config.storage.own_data
     named = given or (Path(own_data) if own_data else None)
     if named is not None:
-        own = open_own(run, named, identity.key)
+        own = open_own(run, named, opened.identity.key)
         sequences = own.dataset.sequences(run.model.sequence_length)
         return replace(own, privacy=open_privacy(run, home.config.privacy, home.directory, sequences))
-    if loop is not None:
+    if opened.loop is not None:
         return None
     what = f"the nodes of run {run.name} bring their own data, and this one has none"
     raise ConfigError(what, key="--data", fix=PREPARE_FIX)
 
 
-def _check_model(run: RunConfig, loop: Loop | None) -> None:
+def _check_model(run: RunConfig, loop: ScriptLoop | None) -> None:
     """Refuses a run whose model this node, or its script, cannot train."""
     if loop is not None:
         loop.check(run)
@@ -343,10 +287,19 @@ def refuse_trust_in_the_start(trust: bytes, run: RunConfig) -> None:
         raise ConfigError(what, key="--trust", fix=HEAD_FIX)
 
 
-async def _open(
-    stack: AsyncExitStack, home: Home, loop: Loop | None
-) -> tuple[Identity, Future[Daemon], _Owner, HttpFace | None]:
-    """Opens everything that a node has before it knows its run: its identity, and its faces to the owner."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a node has before it knows its run: its identity, and its faces to the owner and to a script."""
+
+    home: Home
+    identity: Identity
+    loop: ScriptLoop | None
+    sockets: Path
+    daemon: Future[Daemon]  # once there is one
+    http: HttpFace | None
+
+
+async def _open(stack: AsyncExitStack, home: Home, loop: ScriptLoop | None) -> Opened:
     config = home.config
     be_nice(config.limits.nice)
     set_up(config.logging)
@@ -355,8 +308,9 @@ async def _open(
     if loop is not None:
         await stack.enter_async_context(loop.attached())
     daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
-    owner = await _answer_owner(stack, home, daemon)
-    return identity, daemon, owner, await _show(stack, config, daemon)
+    sockets = stack.enter_context(private_directory())
+    await _answer_owner(stack, home, sockets, daemon)
+    return Opened(home, identity, loop, sockets, daemon, await _show(stack, config, daemon))
 
 
 def _open_identity(stack: AsyncExitStack, home: Home) -> Identity:
@@ -415,8 +369,8 @@ async def _open_with_relays(stack: AsyncExitStack, home: Home, wanted: str | Non
 class _Owner:
     """Answers the control socket from the start on, before there is a daemon to pass requests to."""
 
-    def __init__(self, sockets: Path, daemon: Future[Daemon]) -> None:
-        self.sockets, self._daemon = sockets, daemon
+    def __init__(self, daemon: Future[Daemon]) -> None:
+        self._daemon = daemon
         self._life = asyncio.current_task()
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -428,12 +382,10 @@ class _Owner:
         return {"error": "the node is starting or looking for the run; see its log"}
 
 
-async def _answer_owner(stack: AsyncExitStack, home: Home, daemon: Future[Daemon]) -> _Owner:
-    owner = _Owner(stack.enter_context(private_directory()), daemon)
-    control = Control(home.directory, owner.sockets, owner.answer)
+async def _answer_owner(stack: AsyncExitStack, home: Home, sockets: Path, daemon: Future[Daemon]) -> None:
+    control = Control(home.directory, sockets, _Owner(daemon).answer)
     await control.start()
     stack.push_async_callback(control.close)
-    return owner
 
 
 async def _show(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon]) -> HttpFace | None:
@@ -445,22 +397,19 @@ async def _show(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon
     return http
 
 
-async def _serve(
-    stack: AsyncExitStack, launch: Launch, running: Future[Daemon], http: HttpFace | None, loop: Loop | None
-) -> None:
+async def _serve(stack: AsyncExitStack, launch: Launch, opened: Opened) -> None:
     """Runs the node until it has left or is stopped."""
+    http, loop = opened.http, opened.loop
     hears = [each.note for each in _trackers(stack, launch)]
-    outputs = Outputs(hears=hears) if http is None else Outputs(http.url, http.lines, hears)
-    is_region = loop is None and bool(launch.run.world.run)
-    world = WorldLink(launch.run, launch.config, launch.identity.key) if is_region else None
-    make: MakeWorker = loop.worker if loop else world.worker if world else LocalWorker
+    outputs = Outputs(None if http is None else http.url, hears)
+    make, attached = (loop.worker, None) if loop else own_worker(launch)
     daemon = await Daemon.open(stack, launch, outputs, partial(open_workshop, make=make))
-    running.set_result(daemon)
+    opened.daemon.set_result(daemon)
     _tell_how_to_join(launch.transport, launch.run)
     if loop is not None:
         loop.joined(daemon)
-    if world is not None:
-        await stack.enter_async_context(world.attached(daemon.edges))
+    if attached is not None:
+        await stack.enter_async_context(attached(daemon.edges))
     progress = ProgressLine(launch.config.logging.format, lambda: status_of(daemon))
     progress.start()
     stack.callback(progress.stop)

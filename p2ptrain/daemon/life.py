@@ -22,7 +22,6 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code
 from p2ptrain.daemon.assembly import Assembled, Launch, OpenWorkshop, assemble, open_workshop
 from p2ptrain.errors import INTERRUPTED, ConfigError
-from p2ptrain.identity import peer_id_of
 from p2ptrain.models.sample import SampleRequest, read_request
 from p2ptrain.net import questions
 from p2ptrain.net.connections import topic_of
@@ -32,19 +31,17 @@ from p2ptrain.node.gpu_use import GpuWatch
 from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
 from p2ptrain.node.notify import SystemdNotifier, notify
-from p2ptrain.node.orders import obey
+from p2ptrain.node.owner import carry_out
 from p2ptrain.node.work import StoppedError
 from p2ptrain.observe.build import complaints_of, limits_of, peers_of, rounds_of, status_of
 from p2ptrain.observe.news import DropLog, News
 from p2ptrain.observe.progress import ProgressLine, line_of
 from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
-from p2ptrain.observe.schema import LogLine, RoundRecord, Rounds
-from p2ptrain.region.worker import RegionWorker
+from p2ptrain.observe.schema import RoundRecord, Rounds
 
 TELL_SECONDS = 1.0
 REMEMBER_SECONDS = 1.0  # between saves of the peers' addresses, if they have changed: the node may be killed soon
 ROUNDS_SECONDS = 5.0  # between saves of the rounds' records
-REACHED_SECONDS = 60.0  # between saves of when each address was last reached
 END_SECONDS = 3.0  # after a second signal, for everything to shut down, p2pd included
 SAMPLE_SECONDS_MAX = 60.0  # during which this node does not train; a swarm waits about as long for it
 
@@ -53,10 +50,9 @@ log = logging.getLogger("p2ptrain.daemon")
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of a node: HTTP, the log's last lines, and trackers."""
+    """The outputs of a node: HTTP and trackers."""
 
     http: str | None = None
-    lines: Callable[[], list[LogLine]] = list  # returns the last lines of the log
     hears: Sequence[Callable[[RoundRecord], None]] = ()  # called with each new round
 
 
@@ -67,7 +63,7 @@ class Daemon:
         self.run, self.edges, self.records = assembled.launch.run, assembled.edges, records
         self.driver = driver = assembled.drive(records.note)
         self.started = assembled.started
-        self.http, self.lines = outputs.http, outputs.lines
+        self.http = outputs.http
         self.lag = Lag()
         device = driver.worker.device
         self.gpu = GpuWatch(device, lambda: self.machine_limits.limits.on_gpu_busy == "pause")
@@ -86,18 +82,9 @@ class Daemon:
         outputs = outputs or Outputs()
         assembled = await assemble(stack, launch, opened)
         edges, transport = assembled.edges, launch.transport
-        persistence, protocol = edges.persistence, edges.server.protocol
+        persistence = edges.persistence
         past = await persistence.on_disk(persistence.store.records.past, ROUNDS_KEPT)
-        counters = transport.counters
-        records = Recorder(
-            assembled.node,
-            assembled.worker,
-            persistence,
-            counters,
-            protocol,
-            past,
-            hears=outputs.hears,
-        )
+        records = Recorder(assembled.node, assembled.worker, persistence, transport.counters, past, hears=outputs.hears)
         daemon = cls(assembled, records, outputs)
         # Questions first: a peer that sees us speak the run's protocol asks at once for our peers' addresses.
         is_admitted = assembled.node.view().is_in
@@ -120,7 +107,7 @@ class Daemon:
         """Answers a request of the owner over the control socket."""
         await self.driver.has_begun.wait()
         match request:
-            case {"do": "status" | "peers" | "rounds" | "log"}:
+            case {"do": "status" | "peers" | "rounds"}:
                 return self._tell(request)
             case {"do": "leave"} if self.keeps_place:
                 return {"error": "the node is already stopping and stays admitted. Start it again to leave"}
@@ -130,7 +117,7 @@ class Daemon:
             case {"do": "sample", **content}:
                 return {"text": await self._sample(read_request(content))}
             case {"do": "pause" | "resume" | "limit" | "checkpoint"}:
-                told = await obey(self.driver, self.machine_limits, request)
+                told = await carry_out(self.driver, self.machine_limits, request)
                 return limits_of(self).model_dump() if request["do"] == "limit" else told
             case _:
                 return {"error": "unknown request"}
@@ -143,9 +130,7 @@ class Daemon:
                 return peers_of(self).model_dump(mode="json")
             case {"do": "rounds", "last": int(last)} if 0 < last <= ROUNDS_KEPT:
                 return Rounds(rounds=rounds_of(self, last)).model_dump(mode="json")
-            case {"do": "rounds"}:
-                return {"error": f"last must be a number of rounds from 1 to {ROUNDS_KEPT}"}
-        return {"lines": [line.model_dump() for line in self.lines()]}
+        return {"error": f"last must be a number of rounds from 1 to {ROUNDS_KEPT}"}
 
     async def _sample(self, request: SampleRequest) -> str:
         """Samples text from the agreed weights after the current training, for a limited time."""
@@ -203,9 +188,9 @@ class Daemon:
                 return questions.States(edges.served_blobs.states.places() if is_ours else ())
             case questions.AskPeers():
                 if not is_ours:
-                    worker, asked = self.driver.worker, question.run_id.hex()
-                    if isinstance(worker, RegionWorker) and asked == self.run.world.run:
-                        return questions.Peers(worker.addresses)
+                    upstream = self.driver.worker.upstream
+                    if upstream is not None and question.run_id.hex() == upstream.run:
+                        return questions.Peers(upstream.addresses)
                     return questions.Peers()
                 edges.connections.takes_part(peer)
                 return questions.Peers(edges.connections.reachable(but=peer)[: questions.PEERS_MAX])
@@ -275,7 +260,7 @@ async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
 
 async def _remember(daemon: Daemon) -> None:
     saved: list[str] = []
-    saved_at = rounds_at = monotonic()
+    rounds_at = monotonic()
     while True:
         await asyncio.sleep(REMEMBER_SECONDS)
         if monotonic() - rounds_at >= ROUNDS_SECONDS:
@@ -285,14 +270,14 @@ async def _remember(daemon: Daemon) -> None:
         addresses = saved
         with daemon.edges.transport.boundary.contain("the addresses to remember"):
             addresses = daemon.edges.connections.remembered()
-        if addresses != saved or monotonic() - saved_at >= REACHED_SECONDS:
+        if addresses != saved:
             await _save_addresses(daemon.edges, addresses)
-            saved, saved_at = addresses, monotonic()
+            saved = addresses
 
 
 async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
     if addresses:  # while no peer is reachable, the earlier addresses are the best known ones
-        await edges.persistence.remember(addresses, {peer_id_of(peer) for peer in edges.connections.linked})
+        await edges.persistence.remember(addresses)
 
 
 async def save_last(daemon: Daemon) -> None:

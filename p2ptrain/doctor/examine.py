@@ -35,7 +35,6 @@ from p2ptrain.node.find import ask_around, check_addresses
 from p2ptrain.node.home import Home
 from p2ptrain.node.limits import disk_demand
 from p2ptrain.node.socket_directory import private_directory
-from p2ptrain.observe.top_frame import troubles
 from p2ptrain.train.memory import Need, demands_of, need_of
 
 DAEMON_SECONDS = 5.0  # time for a running daemon to answer
@@ -130,7 +129,7 @@ def look_for_daemon(directory: Path) -> DaemonHere:
         return DaemonHere([Diagnosis("daemon", "good", f"running, but: {error}")], is_answering=True)
     text = f"round {status['round']} of {status['run_name']}, {len(status['peers'])} peers"
     found = Diagnosis("daemon", "good", text)
-    if complaints := troubles(status):
+    if complaints := status["troubles"]:
         found = Diagnosis(
             "daemon", "warning", f"{text}: {'; '.join(each['text'] for each in complaints)}", "See its log"
         )

@@ -47,7 +47,7 @@ class Replica:
         self.adopted = 0  # states adopted
         self.lock = RLock()
         # By payload, the most recently checked last: how many rounds were applied then, and the contribution.
-        self._unpacked: OrderedDict[bytes, tuple[int, Contribution]] = OrderedDict()
+        self.unpacked: OrderedDict[bytes, tuple[int, Contribution]] = OrderedDict()
         self._unpacked_lock = Lock()
 
     @property
@@ -85,9 +85,9 @@ class Replica:
     def keep(self, payload: bytes, contribution: Contribution) -> None:
         """Keeps what a payload contains, so that `apply` need not unpack it."""
         with self._unpacked_lock:
-            self._unpacked[payload] = self.round, contribution
-            while len(self._unpacked) * self.outer.contribution_bytes > UNPACKED_BYTES:
-                self._unpacked.popitem(last=False)
+            self.unpacked[payload] = self.round, contribution
+            while len(self.unpacked) * self.outer.contribution_bytes > UNPACKED_BYTES:
+                self.unpacked.popitem(last=False)
 
     @torch.no_grad()
     def apply(self, number: int, payloads: Sequence[bytes]) -> Counted:
@@ -102,9 +102,9 @@ class Replica:
         """Removes these contributions, and those that came too late for a round, and returns the former."""
         oldest = self.round - self.run.agreement.staleness_rounds_max
         with self._unpacked_lock:
-            taken = {payload: self._unpacked.pop(payload)[1] for payload in payloads if payload in self._unpacked}
-            while self._unpacked and next(iter(self._unpacked.values()))[0] < oldest:
-                self._unpacked.popitem(last=False)
+            taken = {payload: self.unpacked.pop(payload)[1] for payload in payloads if payload in self.unpacked}
+            while self.unpacked and next(iter(self.unpacked.values()))[0] < oldest:
+                self.unpacked.popitem(last=False)
         return taken
 
     def root(self, manifest: bytes = bytes(32)) -> bytes:

@@ -240,7 +240,7 @@ class Layout:
         return padded.permute(0, 2, 1, 3).reshape(-1, c, c)
 
     def accumulate(self, tensors: Sequence[Tensor], residual: Tensor, keep: float) -> None:
-        """residual = keep * residual + DCT(tensors), chunk by chunk; approximate. Without a transform, + tensors.
+        """residual = keep * residual + DCT(tensors), chunk by chunk; approximate. Without a transform: + tensors.
 
         tensors: gradients, or other tensors of the parameters' shapes; residual: [chunks, area] fp32 or bf16
         """

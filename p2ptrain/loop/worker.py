@@ -23,7 +23,7 @@ from p2ptrain.errors import ConfigError, DataError, NodeEndedError, P2ptrainErro
 from p2ptrain.exact.outer import Uncounted
 from p2ptrain.loop.channel import Memory, RoundTrained
 from p2ptrain.node.local_worker import LearnerThread
-from p2ptrain.node.work import Base, Done, Fetch, Figures, StoppedError, Task
+from p2ptrain.node.work import Base, Done, Fetch, Figures, StoppedError, Task, Upstream
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.private import Privacy
 
@@ -46,6 +46,7 @@ class ScriptWorker:
     """Has a script take the steps."""
 
     privacy: Privacy | None = None
+    upstream: Upstream | None = None
 
     def __init__(self, thread: LearnerThread, me: bytes, memory: Memory, *, reads_data: bool = True) -> None:
         self.learner, self._thread, self._me, self.memory = thread.learner, thread, me, memory

@@ -48,11 +48,12 @@ def load(part: Part, plugin: str) -> type[Any]:
         fix = "It can do all that you can. If you trust it, install that version and write "
         fix += f'allow = ["{plugin}"] under [plugins] in the node\'s file, or set P2PTRAIN_PLUGINS__ALLOW="{plugin}"'
         raise ConfigError(what, key=f"{part}.plugin", fix=fix)
-    return _loaded(part, plugin)
+    return loaded(part, plugin)
 
 
 @cache
-def _loaded(part: Part, plugin: str) -> type[Any]:
+def loaded(part: Part, plugin: str) -> type[Any]:
+    """Loads the class of a package that is allowed, once."""
     key, (name, _, version) = f"{part}.plugin", plugin.partition(" ")
     install = f"Install that one: pip install {name}=={version}, or from where those who run it say"
     try:
@@ -68,8 +69,8 @@ def _loaded(part: Part, plugin: str) -> type[Any]:
         what = f"{plugin} has no {part}: there is no entry point {name} in its group {GROUPS[part]}"
         raise ConfigError(what, key=key, fix=AUTHOR_FIX)
     with blamed(part, plugin, "was loaded"):
-        loaded: type[Any] = point.load()
-    return loaded
+        kind: type[Any] = point.load()
+    return kind
 
 
 def make(part: Part, plugin: str, given: PluginSettings, *arguments: object) -> Any:

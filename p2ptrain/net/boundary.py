@@ -74,11 +74,21 @@ class Boundary:
                 failed(str(fault))
 
     async def contained(
-        self, place: str, peer: bytes, work: Work, *arguments: Any, failed: Failed = lambda why: None
+        self,
+        place: str,
+        peer: bytes,
+        work: Work,
+        *arguments: Any,
+        failed: Failed = lambda why: None,
+        ended: Callable[[], object] = lambda: None,
     ) -> None:
-        """Does the work of a task inside `contain`."""
-        with self.contain(place, peer, failed):
-            await work(*arguments)
+        """Does the work of a task inside `contain`; `ended` is called after it, even if it failed at its first line."""
+        try:
+            with self.contain(place, peer, failed):
+                await work(*arguments)
+        finally:
+            with self.contain(place, peer):
+                ended()
 
     def is_tired_of(self, peer: bytes) -> bool:
         """Whether a stranger has caused so many faults that it is not answered for a while."""

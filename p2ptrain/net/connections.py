@@ -32,6 +32,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from statistics import median
 
@@ -192,7 +193,9 @@ class Connections:
             with self.transport.boundary.contain("a look at who is connected"), contextlib.suppress(TransportError):
                 for peer in await self.look():
                     self.meeting.add(peer)
-                    group.create_task(contained("a meeting with a peer", peer, self._meet, peer), name="meeting")
+                    met = partial(self.meeting.discard, peer)
+                    work = contained("a meeting with a peer", peer, self._meet, peer, ended=met)
+                    group.create_task(work, name="meeting")
                 for peer in self._connected_anew():
                     group.create_task(contained("asking a peer anew", peer, self._learn_addresses, peer))
                 await self._keep()
@@ -298,11 +301,13 @@ class Connections:
             log.warning("%s is reachable, but %s", known.best, await questions.why_not(self.transport, peer))
 
     async def _dial_for_ever(self, group: asyncio.TaskGroup) -> None:
+        contained = self.transport.boundary.contained
         while True:
             with self.transport.boundary.contain("the choice of whom to dial"):
                 for peer in self._placed(self._due(_now()), self.dialling, DIALS_AT_ONCE):
                     self.dialling.add(peer)
-                    group.create_task(self.transport.boundary.contained("a dial", peer, self._dial, peer), name="dial")
+                    dialled = partial(self.dialling.discard, peer)
+                    group.create_task(contained("a dial", peer, self._dial, peer, ended=dialled), name="dial")
             await asyncio.sleep(0.2)
 
     def _due(self, now: float) -> list[bytes]:
@@ -368,7 +373,6 @@ class Connections:
             elif known.is_bootstrap:
                 tell(known.told, problem, _now())
         finally:
-            self.dialling.discard(peer)
             self._put_off(known)
 
     async def _reach(self, known: KnownPeer, priority: Priority) -> str:

@@ -154,10 +154,10 @@ class Mailboxes:
             is_admitted, where, strangers=STRANGERS_HISTORY_BYTES_PER_SECOND, upload=self._upload, parts=HISTORY_SHARES
         )
         self._long_limits = PeerLimits(is_admitted, where, each=LONG_RATES[0], strangers=LONG_RATES[1])
-        self._outgoing: dict[bytes, Outgoing] = {}
-        self._incoming: dict[bytes, list[Stream]] = {}
+        self.outgoing: dict[bytes, Outgoing] = {}
+        self.incoming: dict[bytes, list[Stream]] = {}
         self._questions: dict[bytes, PendingHistory] = {}
-        self._unasked: dict[Stream, int] = {}  # bytes still to come of an answer that is too late
+        self.unasked: dict[Stream, int] = {}  # bytes still to come of an answer that is too late
         self._counters: Counter[str] = Counter()
         self.history_bytes: Counter[str] = Counter()  # bytes of histories, "sent" and "received"
         self._tasks = Tasks(report_crash)
@@ -170,7 +170,7 @@ class Mailboxes:
 
     async def __aexit__(self, *_: object) -> None:
         self._is_open = False
-        for stream in [stream for streams in self._incoming.values() for stream in streams]:
+        for stream in [stream for streams in self.incoming.values() for stream in streams]:
             stream.abort()
         await self._tasks.cancel()
 
@@ -197,7 +197,7 @@ class Mailboxes:
 
     def forget(self, peer: bytes) -> None:
         """Drops the queue of a peer that has gone."""
-        if (outgoing := self._outgoing.get(peer)) is not None:
+        if (outgoing := self.outgoing.get(peer)) is not None:
             self._clear(outgoing)
 
     async def is_spoken_by(self, peer: bytes) -> bool:
@@ -216,22 +216,20 @@ class Mailboxes:
     @property
     def queued_frames(self) -> int:
         """Frames now waiting to be sent."""
-        return sum(len(each.frames) for each in self._outgoing.values())
+        return sum(len(each.frames) for each in self.outgoing.values())
 
     # ---------------------------------------------------------------------------------------------------
     # Outgoing
 
     def _to(self, peer: bytes) -> Outgoing | None:
         assert self._is_open
-        outgoing = self._outgoing.get(peer)
+        outgoing = self.outgoing.get(peer)
         if outgoing is None:
-            if len(self._outgoing) >= PEERS_MAX // (1 if self._is_admitted(peer) else 2):
+            if len(self.outgoing) >= PEERS_MAX // (1 if self._is_admitted(peer) else 2):
                 return None
             outgoing = Outgoing()
-            self._start(peer, lambda _: self._outgoing.pop(peer, None), self._talk, outgoing)
-            self._outgoing[peer] = (
-                outgoing  # once there is a task that sends it: else the peer would never be told more
-            )
+            self._start(peer, lambda _: self.outgoing.pop(peer, None), self._talk, outgoing)
+            self.outgoing[peer] = outgoing  # once there is a task that sends it: else the peer would never be told more
         return outgoing
 
     def _queue(self, peer: bytes, outgoing: Outgoing, frames: list[bytes]) -> bool:
@@ -259,7 +257,7 @@ class Mailboxes:
     def _has_room(self, peer: bytes, size: int, size_of: Callable[[Outgoing], int]) -> bool:
         """Whether so much more fits what waits for admitted peers, or what waits for strangers."""
         is_admitted = self._is_admitted(peer)
-        waiting = [(other, waits) for other, each in self._outgoing.items() if (waits := size_of(each))]
+        waiting = [(other, waits) for other, each in self.outgoing.items() if (waits := size_of(each))]
         total = sum(waits for other, waits in waiting if self._is_admitted(other) == is_admitted)
         return total + size <= QUEUED_TOTAL_BYTES_MAX // (1 if is_admitted else STRANGERS_ROOM)
 
@@ -294,7 +292,7 @@ class Mailboxes:
                     self._clear(outgoing)
                 else:
                     await asyncio.sleep(BACKOFF_SECONDS * 2 ** (tries - 1))
-        del self._outgoing[peer]  # no await since the queue was found empty, so nothing is lost
+        del self.outgoing[peer]  # no await since the queue was found empty, so nothing is lost
 
     async def _send_next(self, peer: bytes, stream: Stream, outgoing: Outgoing) -> bool:
         """Sends the next frame, or waits for one. False if none came for a long time."""
@@ -320,10 +318,10 @@ class Mailboxes:
 
     async def _listen(self, stream: Stream) -> None:
         peer = stream.peer
-        streams = self._incoming.setdefault(peer, [])
-        if not self._is_open or sum(map(len, self._incoming.values())) >= PEERS_MAX:
+        streams = self.incoming.setdefault(peer, [])
+        if not self._is_open or sum(map(len, self.incoming.values())) >= PEERS_MAX:
             if not streams:
-                del self._incoming[peer]
+                del self.incoming[peer]
             stream.abort()
             return
         streams.append(stream)
@@ -344,13 +342,13 @@ class Mailboxes:
             pass
         finally:
             stream.abort()
-            self._unasked.pop(stream, None)
+            self.unasked.pop(stream, None)
             if (question := self._questions.get(peer)) is not None and question.stream is stream:
                 question.end = 0.0
                 question.moved.set()
             streams.remove(stream)
-            if not streams and self._incoming.get(peer) is streams:
-                del self._incoming[peer]
+            if not streams and self.incoming.get(peer) is streams:
+                del self.incoming[peer]
 
     async def _receive(self, stream: Stream) -> Frame | None:
         """Returns the next frame; one of a stranger when its budget allows, and None if it was too long."""
@@ -397,13 +395,13 @@ class Mailboxes:
 
     def _begin_history(self, peer: bytes, stream: Stream, size: int) -> None:
         question = self._questions.get(peer)
-        if stream in self._unasked or (question is not None and question.stream is stream):
+        if stream in self.unasked or (question is not None and question.stream is stream):
             raise RemoteProtocolError("a history that begins inside another one")
         if question is None or question.stream is not None:
             self._counters["unasked"] += 1  # late, most likely: it is read and discarded
             if not self._is_admitted(peer):  # who would have us read 64 MiB for nothing
                 raise TransportError("a history that was not asked for, or long ago")
-            self._unasked[stream] = size
+            self.unasked[stream] = size
             return
         question.stream, question.size = stream, size
         self._progress(question)
@@ -412,16 +410,16 @@ class Mailboxes:
         question = self._questions.get(peer)
         if question is not None and question.stream is stream:
             missing = question.size - len(question.parts)
-        elif stream in self._unasked:
-            question, missing = None, self._unasked[stream]
+        elif stream in self.unasked:
+            question, missing = None, self.unasked[stream]
         else:
             raise RemoteProtocolError("a history part without a history")
         if len(data) != min(PART_BYTES, missing):
             raise RemoteProtocolError(f"a history part of {len(data)} bytes, but {missing} are missing")
         if question is None:
-            self._unasked[stream] = missing - len(data)
-            if not self._unasked[stream]:
-                del self._unasked[stream]
+            self.unasked[stream] = missing - len(data)
+            if not self.unasked[stream]:
+                del self.unasked[stream]
             return
         question.parts += data
         self._download.charge(len(data))  # not for unrequested answers: any stranger can send those
@@ -451,7 +449,7 @@ class Mailboxes:
         if self._questions.get(peer) is question:
             if question.stream is not None and question.end > 0:
                 if self._is_admitted(peer):
-                    self._unasked[question.stream] = question.size - len(question.parts)
+                    self.unasked[question.stream] = question.size - len(question.parts)
                 else:  # the rest would be read for nothing
                     question.stream.abort()
             so_far = f"after {len(question.parts)} of {question.size} bytes" if question.size else "at all"

@@ -92,7 +92,7 @@ def _answer_seconds(request: dict[str, Any]) -> float:
     match request.get("do"):
         case "sample" | "checkpoint":
             return SAMPLE_SECONDS
-        case "status" | "peers" | "rounds" | "log":
+        case "status" | "peers" | "rounds":
             return LOOK_SECONDS
     return ANSWER_SECONDS
 

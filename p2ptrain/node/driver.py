@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any
 
 from p2ptrain.core import events as ev
@@ -34,12 +35,11 @@ from p2ptrain.net.blobs.blob import verified
 from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.mail import Deliver, MessageQuery, TellHistory
 from p2ptrain.net.transport import TransportError
-from p2ptrain.node.edges import Edges
+from p2ptrain.node.edges import Edges, Outbox
 from p2ptrain.node.fetching import ignore
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.limits import Pauses
 from p2ptrain.node.model_progress import ModelProgress
-from p2ptrain.node.outbox import Outbox
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import StoppedError, Task, Worker
 from p2ptrain.store.store import PayloadLostError
@@ -202,16 +202,16 @@ class Driver:
         is_member = self.node.view().is_in(effect.peer)
         if effect.peer not in self._told and (is_member or len(self._told) < HISTORIES_MAX):
             self._told.add(effect.peer)
-            work = self._boundary.contained("the history for a peer", effect.peer, self._send_history, effect)
+            told = partial(self._told.discard, effect.peer)
+            work = self._boundary.contained(
+                "the history for a peer", effect.peer, self._send_history, effect, ended=told
+            )
             self._spawn(work, "history")
 
     async def _send_history(self, effect: ev.SendHistory) -> None:
         """Encodes a history in a thread, one at a time: it may have 64 MiB."""
-        try:
-            async with self._encoding:
-                encoded = await asyncio.to_thread(encode_answer, effect.history)
-        finally:
-            self._told.discard(effect.peer)
+        async with self._encoding:
+            encoded = await asyncio.to_thread(encode_answer, effect.history)
         if encoded is None:
             self.counters["histories too long to send"] += 1
             log.warning(

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from p2ptrain.core.view import NodeView
 from p2ptrain.net.blobs.server import Server
+from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.connections import Connections, topic_of
 from p2ptrain.net.mail import Deliver
 from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import STRANGERS, Transport
+from p2ptrain.net.transport import STRANGERS, Transport, TransportError
 from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import ServedBlobs
 from p2ptrain.node.strangers import Topic
 
 UNHEARD_ROUNDS = 2  # after which a member is taken to be away from everyone; a lost message may cost one
+OUTBOX_MAX = 1_024
+LOST = "messages not published"
 
 
 @dataclass(slots=True)
@@ -71,3 +77,41 @@ class Edges:
             heard=lambda: counters().get("gossip received", 0),
             is_needed=lambda: not self.view.has_started or not self.reaches_all(),
         )
+
+
+class Outbox:
+    """Gossips messages one after the other, and counts lost ones in `counters`.
+
+    When it is full, the oldest is dropped; it will be sent again.
+    """
+
+    def __init__(self, publish: Callable[[bytes], Awaitable[None]], counters: Counter[str], boundary: Boundary) -> None:
+        self._publish, self._counters, self._boundary = publish, counters, boundary
+        self._waiting: deque[bytes] = deque()
+        self._has_any = asyncio.Event()
+
+    def put(self, envelope: bytes) -> None:
+        if len(self._waiting) >= OUTBOX_MAX:
+            self._waiting.popleft()
+            self._counters[LOST] += 1
+        self._waiting.append(envelope)
+        self._has_any.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._has_any.wait()
+            self._has_any.clear()
+            while self._waiting:
+                is_lost = True
+                with self._boundary.contain("gossiping a message"), suppress(TransportError):
+                    await self._publish(self._waiting[0])
+                    is_lost = False
+                self._counters[LOST] += is_lost
+                self._waiting.popleft()
+
+    async def drain(self, others: Callable[[], int]) -> None:
+        """Waits up to a second for the last messages to go out, and for `others`, which returns how many there are."""
+        for _ in range(50):
+            if not self._waiting and not others():
+                return
+            await asyncio.sleep(0.02)

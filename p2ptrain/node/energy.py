@@ -1,58 +1,26 @@
-"""Measures the energy that the device uses, if it has its own meter.
+"""Measures the energy that a graphics card uses: by NVML's energy counter, or its power at each reading without one.
 
-    cuda   NVML's energy counter of the whole card, or its power at each reading if there is no counter
-    cpu    Linux's RAPL counters of the whole processors. On most systems only root may read them, since they leak
-           secrets of other programs (Lipp et al. 2021, PLATYPUS). They have about 32 bits and wrap within the hour
-
-Both include everything that uses the device, and nothing else: not the fans, the main memory or the losses of the
-power supply. Energy is counted only while the node is not paused.
+Everything that uses the card is included, and nothing else: not the fans, the main memory or the losses of the power
+supply. Energy is counted only while the node is not paused. Processors are not measured: only root may read Linux's
+RAPL counters, since they leak secrets of other programs (Lipp et al. 2021, PLATYPUS).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import pynvml
 import torch
 
 from p2ptrain.net.tasks import in_daemon_thread
 
-LOOK_SECONDS = 10.0  # a RAPL counter wraps after 20 minutes at 200 W
+LOOK_SECONDS = 10.0  # between readings; a guess
 WATTS_MAX = 5_000.0  # of a device: beyond this, the counter was reset, as after a sleep
-POWERCAP = Path("/sys/class/powercap")
-# No such file, number or function; or no driver, or CUDA has no meter.
+# No driver, no such function or number, or CUDA has no meter.
 UNTOLD = (OSError, ValueError, AttributeError, RuntimeError, pynvml.NVMLError)
-
-
-class Meter(Protocol):
-    """An energy meter. Its counters start anywhere and only grow. Raises an error of UNTOLD if it cannot measure."""
-
-    def read(self) -> list[tuple[float, float]]:
-        """Returns each counter's joules and the value at which it wraps, 0 if it does not wrap."""
-        ...
-
-
-class Rapl:
-    """The RAPL counters of this machine's processors."""
-
-    def __init__(self, directory: Path = POWERCAP) -> None:
-        self._zones = [
-            zone
-            for zone in sorted(directory.glob("intel-rapl:*"))  # AMD's have this name, too
-            if zone.name.count(":") == 1 and (zone / "name").read_text().startswith("package")
-        ]
-        if not self._zones:
-            raise OSError("no processor of this machine has an energy counter")
-
-    def read(self) -> list[tuple[float, float]]:
-        return [
-            (int((zone / "energy_uj").read_text()) / 1e6, int((zone / "max_energy_range_uj").read_text()) / 1e6)
-            for zone in self._zones
-        ]
 
 
 class Nvml:
@@ -62,15 +30,16 @@ class Nvml:
         self._handle, self._clock = handle_of(device), clock
         self._joules, self._looked_at = 0.0, clock()
 
-    def read(self) -> list[tuple[float, float]]:
+    def read(self) -> float:
+        """Returns joules, counted from anywhere. Raises an error of UNTOLD if the card does not tell."""
         try:
-            return [(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3, 0.0)]
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
         except pynvml.NVMLError:  # cards before Volta and MIG slices have no counter
             watts = pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
         now = self._clock()
         self._joules += watts * min(now - self._looked_at, 2 * LOOK_SECONDS)
         self._looked_at = now
-        return [(self._joules, 0.0)]
+        return self._joules
 
 
 def handle_of(device: torch.device) -> Any:
@@ -79,13 +48,11 @@ def handle_of(device: torch.device) -> Any:
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
-def meter_of(device: torch.device) -> Meter:
-    """Returns the meter of a device. Raises an error of UNTOLD if it has none."""
-    if device.type == "cpu":
-        return Rapl()
+def meter_of(device: torch.device) -> Callable[[], float]:
+    """Returns what reads the meter of a device. Raises an error of UNTOLD if it has none."""
     if device.type != "cuda":
         raise OSError(f"{device.type} has no energy counter")
-    return Nvml(device)
+    return Nvml(device).read
 
 
 class Energy:
@@ -93,29 +60,24 @@ class Energy:
 
     def __init__(
         self,
-        make: Callable[[], Meter],
+        make: Callable[[], Callable[[], float]],
         note: Callable[[float], None],
         is_counted: Callable[[], bool],
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._make, self._note, self._is_counted, self._clock = make, note, is_counted, clock
-        self._meter: Meter | None = None
-        self._before: list[tuple[float, float]] = []
+        self._read: Callable[[], float] | None = None
+        self._before: float | None = None
         self._looked_at = 0.0
 
     def look(self) -> float | None:
         """Returns the joules since the last reading; None if this is the first, or the figure is implausible."""
-        if self._meter is None:
-            self._meter = self._make()
-        found, now = self._meter.read(), self._clock()
+        if self._read is None:
+            self._read = self._make()
+        found, now = self._read(), self._clock()
         before, seconds = self._before, now - self._looked_at
         self._before, self._looked_at = found, now
-        if not before:
-            return None
-        used = 0.0
-        for (joules, _), (after, goes_round_at) in zip(before, found, strict=True):
-            used += after - joules if after >= joules else after - joules + goes_round_at
-        return used if 0 <= used <= WATTS_MAX * len(found) * seconds else None
+        return found - before if before is not None and 0 <= found - before <= WATTS_MAX * seconds else None
 
     async def watch(self) -> None:
         """Runs until the meter fails. Most machines have none, and it ends at once."""

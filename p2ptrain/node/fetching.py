@@ -201,7 +201,7 @@ class Fetching:
             asked_at = loop.time()
             try:
                 with self.transport.boundary.guard("the fetch of data"):
-                    sources = self._data_sources()
+                    sources = self.data_sources()
                     sink = await self.fetcher.fetch(name, PIECE_BYTES, sources, check=check, failed=failed)
             except (FetchError, TransportError) as error:
                 log.debug("%s; trying again", error)
@@ -211,7 +211,7 @@ class Fetching:
             await asyncio.to_thread(self.dataset.add_piece, piece, sink.data())
             return
 
-    def _data_sources(self) -> list[bytes]:
+    def data_sources(self) -> list[bytes]:
         """Returns the linked peers in random order, members first, and those which failed lately last."""
         now, members = asyncio.get_running_loop().time(), self.connections.members
         self.late = {peer: until for peer, until in self.late.items() if until > now}

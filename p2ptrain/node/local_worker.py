@@ -39,7 +39,7 @@ from p2ptrain.exact.shortage import is_out_of_memory
 from p2ptrain.models.adapters import FrozenBase
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.node.pacing import NAP_SECONDS, Pacing
-from p2ptrain.node.work import Base, Done, Fetch, Figures, StoppedError, Task
+from p2ptrain.node.work import Base, Done, Fetch, Figures, StoppedError, Task, Upstream
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.learner import Learner
 from p2ptrain.train.live import StepResult, mean_loss
@@ -189,6 +189,7 @@ class LocalWorker:
     """Takes the steps on a device of this machine; `note` writes the diary."""
 
     reads_data = True
+    upstream: Upstream | None = None
 
     def __init__(self, thread: LearnerThread, me: bytes, note: Note) -> None:
         self.learner, self._thread, self._me, self._note = thread.learner, thread, me, note
@@ -198,7 +199,8 @@ class LocalWorker:
         self._diary = _Diary()
         self._applied_after = 0  # local steps taken when the next round was taken in; 0: none was
         self._has_moved = Event()  # the replica
-        self._awaits: Callable[[], object] = lambda: None  # tells that a repeated training awaits a round
+        # Of a repeated training: the states adopted before it, and what tells that it awaits a round.
+        self._awaits: tuple[int, Callable[[], object]] = (0, lambda: None)
         self.capture = partial(thread.capture, lambda: self._diary.trained)
         self.evaluate, self.sample = thread.evaluate, thread.sample
 
@@ -371,8 +373,8 @@ class LocalWorker:
 
     def _repeat(self, each: Trained, loop: asyncio.AbstractEventLoop, begun: asyncio.Future[None]) -> None:
         learner, sequences = self.learner, self.learner.live.sequences_per_pass
+        self._awaits = self.replica.adopted, partial(loop.call_soon_threadsafe, _set, begun)
         learner.catch_up()
-        self._awaits = partial(loop.call_soon_threadsafe, _set, begun)
         _use_threads(each.threads)
         learner.live.set_sequences_per_pass(each.sequences_per_pass)
         task = Task(each.round, each.place, each.places, frozenset(each.outstanding))
@@ -412,8 +414,8 @@ class LocalWorker:
 
     def _await_round(self) -> None:
         """Takes in the next round, once the replica has it."""
-        self._awaits()
-        adopted = self.replica.adopted
+        adopted, tell = self._awaits
+        tell()
         while not self.learner.rebase():
             if self.is_stopping:
                 raise StoppedError("the node ends")

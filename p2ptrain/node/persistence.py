@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from shutil import disk_usage
-from time import monotonic, time
+from time import monotonic
 from typing import TypeVar
 
 from p2ptrain.core.manifest import Manifest
@@ -126,9 +126,9 @@ class Persistence:
         """Writes records; False if that failed. Only history is lost then, and the caller may try again."""
         return await self._note(self.store.records.write, batch)
 
-    async def remember(self, addresses: Sequence[str], linked: Collection[str]) -> bool:
-        """Stores addresses for the next start; `linked` are the ids of the peers connected now."""
-        return await self._note(self.store.records.remember, addresses, linked, time())
+    async def remember(self, addresses: Sequence[str]) -> bool:
+        """Stores addresses for the next start."""
+        return await self._note(self.store.records.remember, addresses)
 
     async def look_for_room(self) -> None:
         """Updates `free_bytes`. Runs in the records' thread, since a network disk may take minutes to answer."""

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,10 +28,12 @@ from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.files import make_directory, read_regular, trouble, write_atomically
 from p2ptrain.models.adapters import base_file, read_base
 from p2ptrain.models.export import Weights
+from p2ptrain.models.given_weights import config_beside, read_checkpoint, read_weights
 from p2ptrain.node.home import RUN_NAME, Home
 from p2ptrain.store.checkpoints import LOOKS_MAX, STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp
 from p2ptrain.store.log import read_journal
 from p2ptrain.store.store import CHECKPOINTS_NAME
+from p2ptrain.train.begin import GivenWeights
 
 LOG_NAME = "wal"
 OTHER_HISTORY = "not part of this node's history"
@@ -151,6 +154,17 @@ def weights_in(home: Home, directory: Path) -> Weights:
     return _weights(*_open(home, directory))
 
 
+def open_weights(home: Home, place: Path) -> tuple[GivenWeights, Callable[[], str]]:
+    """Opens the first weights that `p2ptrain start` is given: files of a model, or a checkpoint of a run.
+
+    Returns them, and how to get the config.json that they come with. Both are read later.
+    """
+    if not (place / STAMP_NAME).exists():
+        return GivenWeights(place, partial(read_weights, place)), partial(config_beside, place)
+    weights = weights_in(home, place)
+    return GivenWeights(place, partial(read_checkpoint, weights)), lambda: weights.run.model.config
+
+
 def _weights(checkpoint: Checkpoint, run: RunConfig, base: Path | None = None) -> Weights:
     stamp, path = checkpoint.stamp, checkpoint.path / STATE_NAME
     branch, head, root = checkpoint.branch, checkpoint.head, checkpoint.root
@@ -178,19 +192,7 @@ def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> JudgedC
     )
 
 
-def to_keep(checkpoints: Checkpoints, count: int) -> tuple[list[JudgedCheckpoint], list[JudgedCheckpoint]]:
-    """Splits the undamaged checkpoints into those to keep (the newest `count`, and the newest that the log certifies)
-    and the rest.
-
-    Damaged checkpoints and those that the log contradicts are in neither list.
-    """
-    whole = [each for each in _judged(checkpoints) if _is_whole(checkpoints, each.checkpoint)]
-    certified = [each for each in whole if each.judgement.is_certified]
-    kept = [each for each in whole if each in (*whole[:count], *certified[:1])]
-    return kept, [each for each in whole if each not in kept]
-
-
-def _judged(checkpoints: Checkpoints, number: int | None = None) -> list[JudgedCheckpoint]:
+def _judged(checkpoints: Checkpoints, number: int | None) -> list[JudgedCheckpoint]:
     """Returns the readable checkpoints that the log does not contradict, newest first; logs the others."""
     found = checkpoints.found()  # before reading the log, which may lack what a running node saves later
     journal = _journal_of(checkpoints.directory.parent)

@@ -130,6 +130,16 @@ class Figures:
         return sum(self.rates) / len(self.rates)
 
 
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """The world's run, as the worker of a region sees it."""
+
+    run: str  # its id
+    round: int | None  # that the region goes on from
+    contributions: int  # of the region to it, by this node
+    addresses: tuple[str, ...]  # of this node in it
+
+
 class Worker(Protocol):
     """Whoever takes the steps."""
 
@@ -152,6 +162,10 @@ class Worker(Protocol):
     @property
     def privacy(self) -> Privacy | None:
         """The limit on how much contributions tell of the data that this node trains on, if there is one."""
+
+    @property
+    def upstream(self) -> Upstream | None:
+        """The other run that this one's steps follow, if it is a region."""
 
     @property
     def is_stopping(self) -> bool:

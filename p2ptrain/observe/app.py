@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from hashlib import sha256
 from http import HTTPStatus
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,31 +15,51 @@ from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from p2ptrain.observe import plotly_asset
 from p2ptrain.observe.events import Events, client_of
 from p2ptrain.observe.figures import figures_of
 from p2ptrain.observe.guard import Guard, refusal, secured
 from p2ptrain.observe.metrics import MetricsPage
-from p2ptrain.observe.openapi import ROUNDS_DEFAULT, ROUNDS_MAX, describe
-from p2ptrain.observe.schema import Answer, Health, Readiness, RoundRecord, Rounds, Status
+from p2ptrain.observe.schema import Answer, Health, LogLine, Readiness, RoundRecord, Rounds, Status
 from p2ptrain.observe.sockets import Connection, Slots
 
 if TYPE_CHECKING:
     from p2ptrain.observe.http import HttpFace
 
 ASSETS = Path(str(files("p2ptrain.observe"))) / "assets"
-INDEX, DATA = "index.html", "<!-- data -->"
-PACKED_BYTES_MIN = 16_384  # larger JSON is compressed: a thousand rounds shrink to a fifth, in 15 ms
+INDEX, DATA, LIBRARY = "index.html", "<!-- data -->", "plotly.min.js"
+ROUNDS_DEFAULT, ROUNDS_MAX = 100, 1_000  # in an answer of /rounds: those that the daemon has in memory
+# What is served, which errors any path may return, and what /events sends, for docs/reference/http.md.
+PATHS = {
+    "/status": "The node's status.",
+    "/peers": "The node's peers and their standing.",
+    "/rounds": "The last rounds applied by the node, the oldest first. "
+    f"`?last=`: how many of the newest, 1 to {ROUNDS_MAX:,}; {ROUNDS_DEFAULT} without it.",
+    "/events": "Changes, as they happen: an endless stream of server-sent events with JSON.",
+    "/metrics": "Metrics for Prometheus, in its text format.",
+    "/healthz": "Whether the process is alive.",
+    "/readyz": "Whether the node takes part fully: 200 if it does; if it does not, 503 with the reasons.",
+    "/": "The dashboard.",
+    "/assets/{name}": "The dashboard's files.",
+}
+REFUSALS = {
+    400: "the request is malformed",
+    401: "the node's token is required",
+    404: "there is nothing at this address",
+    405: "only GET and HEAD are allowed",
+    408: "the request did not arrive in time",
+    413: "the request has a body",
+    421: "the Host is not one of this node's",
+    431: "the request is too long",
+    500: "an internal error",
+    503: "the node is starting, or all connections are in use",
+}
+EVENTS: dict[str, type[Answer]] = {"status": Status, "round": RoundRecord, "log": LogLine}
+PACKED_BYTES_MIN = 16_384  # larger answers are compressed: a thousand rounds shrink to a fifth, in 15 ms
 KINDS = {  # files of other types are not served
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
-    ".png": "image/png",
-    ".ico": "image/x-icon",
-    ".woff2": "font/woff2",
-    ".json": "application/json",
-    ".txt": "text/plain; charset=utf-8",
 }
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -48,12 +69,19 @@ def answer(model: Answer, status: HTTPStatus = HTTPStatus.OK) -> web.Response:
     return web.Response(status=status, text=model.model_dump_json(), content_type="application/json")
 
 
-def packed(request: web.Request, model: Answer) -> web.Response:
-    """A response that, if large, is compressed in a thread for clients that accept it, for the sake of slow links.
+def library_path() -> Path | None:
+    """Returns the path of the chart library, or None. Its Python package is not imported: it is not needed."""
+    spec = find_spec("plotly")
+    places = spec.submodule_search_locations if spec is not None else None
+    found = Path(places[0]) / "package_data" / LIBRARY if places else None
+    return found if found is not None and found.is_file() else None
+
+
+def packed(request: web.Request, response: web.Response) -> web.Response:
+    """Has a large response compressed in a thread for clients that accept it, for the sake of slow links.
 
     Its size cannot leak a secret (BREACH): no answer contains the token, or anything from a request.
     """
-    response = answer(model)
     response.headers["Vary"] = "Accept-Encoding"
     if (response.content_length or 0) >= PACKED_BYTES_MIN and "gzip" in request.headers.get("Accept-Encoding", ""):
         response.enable_compression(web.ContentCoding.gzip)
@@ -89,13 +117,11 @@ class App:
     def __init__(self, facts: HttpFace, guard: Guard, release: str, assets: Path = ASSETS) -> None:
         self.facts, self.guard, self.events = facts, guard, Events()
         self.slots = Slots()
-        # Kept in memory (70 kB): aiohttp leaks an open file if the client hangs up while the file is being opened.
-        kept = [path for path in sorted(assets.iterdir()) if path.suffix in KINDS and path.is_file()]
-        self._files = {path.name: path.read_bytes() for path in kept}
-        self._files[INDEX] = page_of(self._files[INDEX].decode()).encode()
-        found = plotly_asset.path_of()
-        self._library = plotly_asset.PlotlyAsset(found) if found is not None else None
-        self._openapi = describe(release)
+        # Kept in memory (5 MB): aiohttp leaks an open file if the client hangs up while the file is being opened.
+        kept = [path for path in assets.iterdir() if path.suffix in KINDS and path.is_file()]
+        bodies = {path.name: path.read_bytes() for path in (*kept, library_path()) if path is not None}
+        bodies[INDEX] = page_of(bodies[INDEX].decode()).encode()
+        self._files = {name: (body, sha256(body).hexdigest()[:32]) for name, body in bodies.items()}
         self._metrics = MetricsPage(release, facts.status, facts.rounds, self._own_metrics)
         self.application = web.Application(middlewares=[self._middleware])
         routes: dict[str, Handler] = {
@@ -108,7 +134,6 @@ class App:
             "/metrics": self._tell_metrics,
             "/healthz": self._healthz,
             "/readyz": self._readyz,
-            "/openapi.json": self._describe,
         }
         for path, handler in routes.items():
             self.application.router.add_get(path, handler, expect_handler=_expect_nothing)
@@ -142,7 +167,7 @@ class App:
 
     async def _peers(self, request: web.Request) -> web.StreamResponse:
         found = self.facts.peers()
-        return starting() if found is None else packed(request, found)
+        return starting() if found is None else packed(request, answer(found))
 
     async def _rounds(self, request: web.Request) -> web.StreamResponse:
         given = request.query.getall("last", [str(ROUNDS_DEFAULT)])
@@ -151,7 +176,7 @@ class App:
         if not 1 <= last <= ROUNDS_MAX:
             return refusal(HTTPStatus.BAD_REQUEST, "last is not a valid number", f"Give one from 1 to {ROUNDS_MAX}")
         found = self.facts.rounds(last)
-        return starting() if found is None else packed(request, Rounds(rounds=found))
+        return starting() if found is None else packed(request, answer(Rounds(rounds=found)))
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         status = self.facts.status()
@@ -204,9 +229,6 @@ class App:
         status = HTTPStatus.SERVICE_UNAVAILABLE if reasons else HTTPStatus.OK
         return answer(Readiness(ready=not reasons, reasons=told), status)
 
-    async def _describe(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(self._openapi)
-
     # -----------------------------------------------------------------------------------------------
     # The dashboard
 
@@ -214,21 +236,21 @@ class App:
         return self._file(request, INDEX)
 
     async def _asset(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
-        if name == plotly_asset.NAME and self._library is not None:
-            return await self._library.answer(request)
-        return self._file(request, name)
+        return self._file(request, request.match_info["name"])
 
     def _file(self, request: web.Request, name: str) -> web.StreamResponse:
         """Serves one of the files loaded at the start: no path is ever built from a request."""
-        body = self._files.get(name)
-        if body is None:
+        if name not in self._files:
             return refusal(HTTPStatus.NOT_FOUND, "not found")
+        body, tag = self._files[name]
         headers = {
             "Content-Type": KINDS[Path(name).suffix],
             "Cache-Control": "no-cache",  # may be cached, but must be revalidated
+            "ETag": f'"{tag}"',
         }
-        return plotly_asset.tagged(request, body, sha256(body).hexdigest()[:32], headers)
+        if any(each.value in (tag, "*") for each in request.if_none_match or ()):
+            return web.Response(status=HTTPStatus.NOT_MODIFIED, headers=headers)
+        return packed(request, web.Response(body=body, headers=headers))
 
 
 async def _expect_nothing(request: web.Request) -> None:

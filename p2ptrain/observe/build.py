@@ -28,7 +28,6 @@ from p2ptrain.observe.schema import (
     Status,
     Traffic,
 )
-from p2ptrain.region.worker import RegionWorker
 from p2ptrain.train.private import Privacy
 
 ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than once in so many
@@ -65,7 +64,7 @@ def status_of(daemon: Running) -> Status:
     """Builds the node's status."""
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
     view, worker, figures = driver.node.view(), driver.worker, driver.worker.figures
-    replica, region = driver.replica, worker if isinstance(worker, RegionWorker) else None
+    replica, upstream = driver.replica, worker.upstream
     state, roots, roster = view.state, view.roots, view.state.roster
     speed, complaints = figures.tokens_per_second, complaints_of(daemon)
     swarm = None if speed is None else records.swarm_tokens_per_second  # the others' scripts have loaders, too
@@ -94,7 +93,7 @@ def status_of(daemon: Running) -> Status:
         tokens_per_second=None if speed is None else round(speed, 1),
         training_seconds=round(figures.seconds, 3),
         swarm_tokens_per_second=None if swarm is None else round(swarm, 1),
-        world_round=region.region.world_round if region else None,
+        world_round=upstream.round if upstream else None,
         device=str(worker.device),
         is_paused=bool(driver.pauses),
         peers=sorted(peer_id_of(peer) for peer in edges.connections.linked),
@@ -125,7 +124,7 @@ def status_of(daemon: Running) -> Status:
         | dict(driver.counters)
         | edges.mailboxes.counters()
         | {"trainings not finite": figures.not_finite, "damaged files": edges.persistence.store.damaged_files}
-        | ({"contributions for the region": region.contributions} if region else {}),
+        | ({"contributions for the region": upstream.contributions} if upstream else {}),
         staleness={str(rounds): count for rounds, count in view.staleness.items()},
     )
 

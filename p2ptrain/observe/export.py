@@ -26,8 +26,7 @@ from p2ptrain.errors import DataError
 from p2ptrain.files import read
 from p2ptrain.identity import peer_id_of
 from p2ptrain.models.kinds import parameter_count
-from p2ptrain.observe import plotly_asset
-from p2ptrain.observe.app import ASSETS, INDEX, page_of
+from p2ptrain.observe.app import ASSETS, INDEX, library_path, page_of
 from p2ptrain.observe.figures import figures_of
 from p2ptrain.observe.rounds import recorded, tokens_of
 from p2ptrain.observe.schema import PHASES, RoundRecord, Status
@@ -83,7 +82,7 @@ def exported(recorded_run: RecordedRun, status: dict[str, Any] | None = None, ma
     parts = re.split(r"<!-- /?live -->", index)
     hashed = base64.b64encode(sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}' blob:"
-    found = plotly_asset.path_of()
+    found = library_path()
     library = _packed("library", b"" if found is None else found.read_bytes())
     rounds = _packed("rounds-packed", json.dumps(rows_of(recorded_run.rounds)).encode())
     parts[1] = (

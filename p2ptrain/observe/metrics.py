@@ -40,14 +40,12 @@ def of_figures(model: type[BaseModel], told: Any, prefix: str = "") -> Iterable[
     return families.values()
 
 
-def of_health(status: Status) -> Iterator[Metric]:
+def of_health(status: Status) -> Metric:
     codes = {each.code for each in status.complaints}
     health = GaugeMetricFamily("p2ptrain_health", "1 for each current complaint of the node.", labels=["kind"])
     for each in Code:
         health.add_metric([each.value], each in codes)
-    yield health
-    text = "1 while the disk refuses writes that must come before sending."
-    yield GaugeMetricFamily("p2ptrain_disk_degraded", text, value=Code.DEGRADED in codes)
+    return health
 
 
 class MetricsPage(Collector):
@@ -77,6 +75,6 @@ class MetricsPage(Collector):
         yield from self._own()
         if (status := self._status()) is not None:
             yield from of_figures(Status, status)
-            yield from of_health(status)
+            yield of_health(status)
         for each in self._rounds(1) or ():
             yield from of_figures(RoundRecord, each, OF_ROUND)

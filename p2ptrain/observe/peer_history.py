@@ -6,17 +6,14 @@ added up. The records are written together with those of rounds (rounds.py).
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from p2ptrain.core.view import PeerView
-from p2ptrain.observe.schema import PeerRecord, Points
+from p2ptrain.observe.schema import PeerRecord
 from p2ptrain.store.records import PEERS_MAX, Row
-
-POINTS_STEP = 0.5  # growth of points that gets a row: ten late contributions, or a malformed one
-POINTS_WAITING_MAX = 1_000  # rows waiting for a disk that fails; the oldest are dropped first
 
 
 @dataclass(slots=True)
@@ -33,9 +30,7 @@ class PeerHistory:
 
     def __init__(self, past: Iterable[Row]) -> None:
         self.by_key = {each.peer: each for each in PeerRecord.of_rows(past)}  # the longest unchanged first
-        self.points: deque[Points] = deque(maxlen=POINTS_WAITING_MAX)  # to be written, as `changed`
         self._changed: dict[bytes, None] = {}
-        self._pointed = {each.peer: each.points for each in self.by_key.values()}  # the points last written as a row
         self._before: dict[bytes, PeerView] = {}  # as of the last look
 
     @property
@@ -82,21 +77,12 @@ class PeerHistory:
             oldest = next(iter(self.by_key))
             del self.by_key[oldest]
             self._changed.pop(oldest, None)
-            self._pointed.pop(oldest, None)
-        if record.points - self._pointed.get(record.peer, 0.0) >= POINTS_STEP:
-            grown = Points(peer=record.peer, at=record.changed_at, points=record.points, observed=record.observed)
-            self.points.append(grown)
-            self._pointed[record.peer] = record.points
-        elif record.points < self._pointed.get(record.peer, 0.0):
-            self._pointed[record.peer] = record.points  # they have decayed, and may grow again
 
-    def written(self, peers: Iterable[PeerRecord], points: Collection[Points]) -> None:
+    def written(self, peers: Iterable[PeerRecord]) -> None:
         """Forgets what is on the disk now; later changes stay to be written."""
         for each in peers:
             if self.by_key.get(each.peer) is each:
                 del self._changed[each.peer]
-        done = {id(each) for each in points}
-        self.points = deque((each for each in self.points if id(each) not in done), POINTS_WAITING_MAX)
 
 
 def _nobody(peer: bytes) -> PeerView:

@@ -37,8 +37,8 @@ ROUNDS_KEPT = 1_000  # in memory, as many as a page shows; with 1,024 contributo
 RATE_ROUNDS = 32  # over which the swarm's speed is estimated
 PEERS_SECONDS = 60.0  # between writes of peers: in a large swarm all of them change in every round
 KEYS_MAX = 4_096  # contributors' keys that rounds share in memory
-BYTES = ("bytes_sent", "bytes_received", "bulk_bytes_sent", "bulk_bytes_received")
-HELD_OUT = ("held_out_loss", "held_out_round", "held_out_said")
+BYTES = ("bytes_sent", "bytes_received")
+HELD_OUT = ("held_out_loss", "held_out_round")
 
 log = logging.getLogger("p2ptrain.observe")
 
@@ -52,20 +52,17 @@ class Recorder:
         worker: Worker,
         persistence: Persistence,
         counters: Callable[[], dict[str, int]],
-        blob_protocol: str,
         past: SavedRows,
         clock: Callable[[], float] = time.time,
         hears: Sequence[Callable[[RoundRecord], None]] = (),
     ) -> None:
-        """`counters` returns the transport's counts, where `blob_protocol` names the one for blobs; `hears` are called
-        with each new record.
-        """
+        """`counters` returns the transport's counts; `hears` are called with each new record."""
         self.node, self.worker, self.clock = node, worker, clock
         self.mine = next(Mine.of_rows([past.mine]), Mine())
         self.peers = PeerHistory(past.peers)
         self.contribution_tokens = tokens_of(node.view().run)
         self._step_tokens = self.contribution_tokens // node.view().run.recipe.local_steps
-        self._persistence, self._counters, self._blob_protocol = persistence, counters, blob_protocol
+        self._persistence, self._counters = persistence, counters
         self._keys: dict[bytes, bytes] = {}
         self._kept: deque[RoundRecord] = deque(map(self._slim, RoundRecord.of_rows(past.rounds)), ROUNDS_KEPT)
         self.measured = next((each for each in reversed(self._kept) if each.held_out_round is not None), None)
@@ -158,10 +155,9 @@ class Recorder:
             hears(record)
 
     def _counts(self) -> dict[str, float]:
-        traffic, blobs = self._counters(), self._blob_protocol
-        names = ("bytes sent", "bytes received", f"sent {blobs}", f"received {blobs}")
-        counts: dict[str, float] = {field: traffic.get(name, 0) for field, name in zip(BYTES, names, strict=True)}
-        return counts | {"tokens": self.worker.figures.tokens, "training_seconds": self.worker.figures.seconds}
+        traffic, figures = self._counters(), self.worker.figures
+        counts = {name: traffic.get(name.replace("_", " "), 0) for name in BYTES}
+        return counts | {"tokens": figures.tokens, "training_seconds": figures.seconds}
 
     def _slim(self, record: RoundRecord) -> RoundRecord:
         return record.model_copy(update={"contributors": self._shared(record.contributors)})
@@ -200,18 +196,18 @@ class Recorder:
 
     async def save(self, *, all_of_it: bool = False) -> None:
         """Writes everything new in one batch; if that fails, it is retried with the next one."""
-        rounds, points = [*self._waiting], [*self.peers.points]
+        rounds = [*self._waiting]
         is_time = all_of_it or self._at - self._peers_saved_at >= PEERS_SECONDS
         peers = self.peers.changed if is_time else []
         mine = self.mine
-        if not (rounds or points or peers or mine != self._mine_saved):
+        if not (rounds or peers or mine != self._mine_saved):
             return
-        batch = Batch([*_rows(rounds)], [*_rows(peers)], [*_rows(points)], mine.row)
+        batch = Batch([*_rows(rounds)], [*_rows(peers)], mine.row)
         if not await self._persistence.record(batch):
             return
         written = {id(each) for each in rounds}
         self._waiting = deque((each for each in self._waiting if id(each) not in written), ROUNDS_KEPT)
-        self.peers.written(peers, points)
+        self.peers.written(peers)
         self._mine_saved = mine
         if is_time:
             self._peers_saved_at = self._at
@@ -223,7 +219,7 @@ def copied(source: object, *names: str) -> dict[str, Any]:
 
 
 def held_out_of(told: HeldOut | None) -> dict[str, Any]:
-    return {} if told is None else dict(zip(HELD_OUT, (told.loss, told.round, told.said), strict=True))
+    return {} if told is None else dict(zip(HELD_OUT, (told.loss, told.round), strict=True))
 
 
 def tokens_of(run: RunConfig) -> int:

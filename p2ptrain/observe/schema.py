@@ -1,8 +1,8 @@
 """The schema of everything that a node tells, as pydantic models: HTTP answers, events and stored records.
 
-Within a version, fields keep their names and meanings; new ones may be added. Units are in the names or descriptions;
-/openapi.json uses the same descriptions. A number is annotated with its Figure (figures.py), by which every interface
-shows it. Each record (RoundRecord, PeerRecord, Points, Mine) is one row of records.sqlite: a msgpack map with the
+Within a version, fields keep their names and meanings; new ones may be added. Units are in the names or descriptions,
+which docs/reference/http.md has too. A number is annotated with its Figure (figures.py), by which every interface
+shows it. Each record (RoundRecord, PeerRecord, Mine) is one row of records.sqlite: a msgpack map with the
 fields' names as keys, under a digest. A field that is added later needs a default, for older rows.
 """
 
@@ -124,12 +124,12 @@ class Mine(Stored):
     )
     energy_joules: Annotated[
         float | None,
-        Figure("energy", "joules", "energy_joules", "counter", "Energy used by the whole device, over all starts."),
+        Figure("energy", "joules", "energy_joules", "counter"),
     ] = Field(
         None,
         ge=0,
-        description="an estimate: used by the whole device while this node was not paused; null: the device does not "
-        "report it",
+        description="an estimate of what the whole device used while this node was not paused, over all starts; null: "
+        "the device does not report it",
     )
 
     @computed_field(description="its part of all contributions taken")  # type: ignore[prop-decorator]  # as its own documentation does it
@@ -151,13 +151,11 @@ class LearningFigures(BaseModel):
     held_out_loss: Annotated[float | None, Figure("held-out loss", "nats a token")] = Field(
         None,
         description="of agreed weights, nats a token: the median of what three drawn members (all, if there are fewer) "
-        "claim to have measured on the same held-out text; null: not measured, in a round: not since the previous one",
+        "claim to have measured on the same held-out text, or the lower of two; null: not measured, in a round: not "
+        "since the previous one",
     )
     held_out_round: int | None = Field(
         None, ge=0, description="the round after which the weights had the held-out loss; null: it was not measured"
-    )
-    held_out_said: int = Field(
-        0, ge=0, description="how many of the drawn members said it: of two, the lower loss counts"
     )
     swarm_loss: Annotated[float | None, Figure("training loss of the swarm", "nats a token")] = Field(
         None,
@@ -195,7 +193,7 @@ class Status(Answer, LearningFigures):
     head: str = Field(description="of that history, hex, for `join --trust`")
     round: Annotated[Count, Figure("round")] = Field(description="the current round")
     phase: Annotated[Phase, Figure("phase", label="phase", values=PHASES, text="1 for the current phase of the round.")]
-    view: Annotated[Count, Figure("tries to agree", text="Failed views of the current round's agreement.")] = Field(
+    view: Annotated[Count, Figure("tries to agree")] = Field(
         description="the view of the round's agreement; 0: the first try"
     )
     applied_round: Annotated[Count, Figure("applied round")] = Field(
@@ -232,28 +230,24 @@ class Status(Answer, LearningFigures):
         description="the world's round that this region goes on from; null: not known, or the run is no region"
     )
     device: str = Field(description="the training device: cpu, cuda or cuda:N")
-    is_paused: Annotated[
-        bool, Figure("paused", "is", text="1 while training is paused by its owner, hours or battery.")
-    ] = Field(description="training is paused, while it keeps voting and applying rounds; `health` says why")
-    peers: Annotated[list[str], Figure("peers", metric="connected_peers", text="Peers that are connected.")] = Field(
-        description="ids of the connected nodes of this run"
+    is_paused: Annotated[bool, Figure("paused", "is")] = Field(
+        description="training is paused, while it keeps voting and applying rounds; `health` says why"
     )
-    roster: Annotated[list[str], Figure("members", metric="roster_members", text="Peers with a vote.")] = Field(
-        description="ids of the peers with a vote"
+    peers: Annotated[list[str], Figure("peers", metric="connected_peers")] = Field(
+        description="the connected nodes of this run, by id"
+    )
+    roster: Annotated[list[str], Figure("members", metric="roster_members")] = Field(
+        description="the peers with a vote, by id"
     )
     quorum: Annotated[Count, Figure("quorum", metric="quorum_members")] = Field(
         description="members needed for a decision"
     )
     fault_tolerance: FaultTolerance
-    admitted: Annotated[Count, Figure("may contribute", metric="admitted_peers", text="Peers that may contribute.")] = (
-        Field(description="peers that may contribute")
+    admitted: Annotated[Count, Figure("may contribute", metric="admitted_peers")] = Field(
+        description="peers that may contribute"
     )
-    is_member: Annotated[bool, Figure("a member", "is", text="1 if this node has a vote.")] = Field(
-        description="this node has a vote"
-    )
-    is_admitted: Annotated[bool, Figure("admitted", "is", text="1 if this node may contribute.")] = Field(
-        description="this node may contribute"
-    )
+    is_member: Annotated[bool, Figure("a member", "is")] = Field(description="this node has a vote")
+    is_admitted: Annotated[bool, Figure("admitted", "is")] = Field(description="this node may contribute")
     held: Annotated[Count, Figure("contributions here", metric="held_contributions")] = Field(
         description="offered contributions that this node has fetched"
     )
@@ -270,12 +264,12 @@ class Status(Answer, LearningFigures):
         description="the most that all steps so far tell of one sequence of the owner's data; null: no limit is set"
     )
     roots: dict[str, str] = Field(description="this node's own state roots after the last rounds, by round, hex")
-    payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes", text="Size of one contribution.")] = (
-        Field(description="of one contribution")
+    payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes")] = Field(
+        description="of one contribution"
     )
-    state_bytes: Annotated[
-        Count, Figure("size of the state", "bytes", text="Size of the weights, and of the outer momentum.")
-    ] = Field(description="of the weights, and of the outer momentum if there is one")
+    state_bytes: Annotated[Count, Figure("size of the state", "bytes")] = Field(
+        description="of the weights, and of the outer momentum if there is one"
+    )
     bytes: dict[str, int] = Field(description="the transport's own counters, by name, since this start")
     traffic: Annotated[dict[Purpose, Traffic], Figure("traffic", label="purpose")] = Field(
         description="bytes by purpose, since this start"
@@ -333,7 +327,6 @@ class Status(Answer, LearningFigures):
     ] = Field(description="counts of events, by name, since this start")  # fmt: skip
     staleness: Annotated[dict[str, int], Figure(
         "contributions by rounds of delay", metric="taken_contributions", kind="counter", label="staleness_rounds",
-        text="Contributions that rounds took, by the rounds between the state they were trained from and that one.",
     )] = Field(description="contributions that rounds took since this start, by the number of rounds between the state "
                "that they were trained from and the round: 0 if none lies between")  # fmt: skip
     observed: Annotated[
@@ -389,15 +382,6 @@ class PeerRecord(Stored):
     points: float = Field(0.0, ge=0, description="penalty points for its faults; they halve each hour")
 
 
-class Points(Stored):
-    """A row of a peer's penalty points, written when they have grown."""
-
-    peer: PeerId
-    at: float = Field(description="seconds since 1970")
-    points: float
-    observed: dict[str, int]
-
-
 class Peer(PeerRecord):
     """A peer as this node sees it. All counts are this node's own observations."""
 
@@ -440,12 +424,12 @@ class RoundRecord(Answer, LearningFigures, Stored):
     applied_at: float = Field(description="seconds since 1970")
     root: Hex = Field(description="digest of the weights after the round, hex")
     manifest: Hex = Field(description="digest of the agreed manifest, hex")
-    contributors: Annotated[
-        tuple[PeerId, ...], Figure("contributions taken", text="Contributions that the round took.")
-    ] = Field(description="ids of the peers whose contributions it took")
+    contributors: Annotated[tuple[PeerId, ...], Figure("contributions taken")] = Field(
+        description="the peers whose contributions it took, by id"
+    )
     mine_taken: Annotated[
         tuple[int, ...],
-        Figure("mine taken", tracked="mine/taken", text="Contributions of this node that the round took."),
+        Figure("mine taken", tracked="mine/taken"),
     ] = Field(description="the rounds for which this node made the contributions that were taken")
     views: Annotated[Count, Figure("tries", tracked="round/tries")] = Field(
         description="tries needed to agree; usually 1"
@@ -460,8 +444,6 @@ class RoundRecord(Answer, LearningFigures, Stored):
     bytes_received: Annotated[Count, Figure("received", "bytes", tracked="bytes/received")] = Field(
         description="by the whole node, for all purposes"
     )
-    bulk_bytes_sent: Count = Field(description="the part for payloads, states and data")
-    bulk_bytes_received: Count = Field(description="the part for payloads, states and data")
     loss: Annotated[float | None, Figure("loss", "nats a token", "last_round_loss_nats", tracked="mine/loss")] = Field(
         description="mean over the training done here, nats a token; null: there was none"
     )

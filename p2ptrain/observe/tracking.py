@@ -64,11 +64,11 @@ class Tracking:
         self.lost = 0  # rounds
         self._tracker = tracker
         self._waiting, self._lock = 0, threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "tracking")
+        self.thread = ThreadPoolExecutor(1, "tracking")
 
     def close(self) -> None:
         """Waits until everything is written, but not for long."""
-        ending = self._thread.submit(self._tracker.close)
+        ending = self.thread.submit(self._tracker.close)
         try:
             ending.result(CLOSE_SECONDS)
         except TimeoutError:
@@ -76,7 +76,7 @@ class Tracking:
             self._tracker.kill()
         except OSError as error:
             log.warning("%s: the last figures may be lost: %s", self._tracker.directory, error)
-        self._thread.shutdown()
+        self.thread.shutdown()
 
     def note(self, record: RoundRecord) -> None:
         """Queues the record of an applied round."""
@@ -85,7 +85,7 @@ class Tracking:
                 self._lose("the tracker does not keep up")
                 return
             self._waiting += 1
-        self._thread.submit(self._write, record)
+        self.thread.submit(self._write, record)
 
     def _write(self, record: RoundRecord) -> None:
         try:

@@ -44,7 +44,7 @@ class WandbRun:
         self.directory = directory.absolute()
         self._project = f"{run.name}-{run.run_id[:8]}"
         self._config = {"name": run.name, "run_id": run.run_id}
-        self._child: subprocess.Popen[bytes] | None = None
+        self.child: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the child
         fcntl.fcntl(self._said, fcntl.F_SETFL, os.O_APPEND)  # also for the child, so that it continues after truncation
         self._kept = b""  # the end of what was cut off
@@ -53,14 +53,14 @@ class WandbRun:
 
     def write(self, record: RoundRecord) -> None:
         """Writes a round's figures. OSError if the child has ended; a restart would take seconds each round."""
-        if self._child is None:
-            self._child = self._start()
+        if self.child is None:
+            self.child = self._start()
         figures = {name: value for name, value in tracked_of(record).items() if math.isfinite(value)}
         line = json.dumps({"round": record.round, **figures}).encode() + b"\n"
-        assert self._child.stdin is not None
+        assert self.child.stdin is not None
         try:
-            self._child.stdin.write(line)
-            self._child.stdin.flush()
+            self.child.stdin.write(line)
+            self.child.stdin.flush()
         except (OSError, ValueError) as error:  # the pipe is closed
             raise OSError(self._last_words()) from error
 
@@ -81,12 +81,12 @@ class WandbRun:
     def close(self) -> None:
         """Waits until the child has written everything. OSError if it failed."""
         try:
-            if self._child is None:
+            if self.child is None:
                 return
-            assert self._child.stdin is not None
+            assert self.child.stdin is not None
             with suppress(OSError):
-                self._child.stdin.close()
-            if self._child.wait():
+                self.child.stdin.close()
+            if self.child.wait():
                 raise OSError(self._last_words())
         finally:
             self._is_closed.set()
@@ -95,8 +95,8 @@ class WandbRun:
             self._said.close()
 
     def kill(self) -> None:
-        if self._child is not None:
-            self._child.kill()
+        if self.child is not None:
+            self.child.kill()
 
     def _bound(self) -> None:
         """Keeps the child's output from filling the disk."""

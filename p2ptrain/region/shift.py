@@ -147,7 +147,7 @@ class Region:
         return self._tell(tails, agreed.to("cpu", copy=True)) if is_due else None
 
     def _note_shift(self, target: int, share: float) -> None:
-        """Moves R by the share that a round held of a shift to this round of the world."""
+        """Moves R, from which the region goes on, towards the world's weights of round `target`."""
         world = next((each for each in (self._shifting, self._newest) if each and each.round == target), None)
         if world is None or not (self._is_new or self._from is not None):
             if LIARS * share > 1:

@@ -15,7 +15,7 @@ from p2ptrain.data.assignment import Positions
 from p2ptrain.errors import PassedError
 from p2ptrain.exact.outer import Tail, Uncounted
 from p2ptrain.node.local_worker import LocalWorker
-from p2ptrain.node.work import Base, Done, Fetch, Task
+from p2ptrain.node.work import Base, Done, Fetch, Task, Upstream
 from p2ptrain.region.shift import Region, World
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.private import Privacy
@@ -28,8 +28,10 @@ class RegionWorker:
 
     reads_data = True
 
-    def __init__(self, inner: LocalWorker, region: Region, contribute: Callable[[Tensor], None]) -> None:
-        self._inner, self.region, self._contribute = inner, region, contribute
+    def __init__(
+        self, inner: LocalWorker, region: Region, world_run: str, contribute: Callable[[Tensor], None]
+    ) -> None:
+        self._inner, self.region, self._world_run, self._contribute = inner, region, world_run, contribute
         self.replica, self.figures, self.learner = inner.replica, inner.figures, inner.learner
         self.capture, self.evaluate, self.sample = inner.capture, inner.evaluate, inner.sample
         self.contributions = 0  # to the world, by this node
@@ -65,6 +67,10 @@ class RegionWorker:
     def contributed(self) -> None:
         """Notes that this node has contributed to the world."""
         self.contributions += 1
+
+    @property
+    def upstream(self) -> Upstream:
+        return Upstream(self._world_run, self.region.world_round, self.contributions, self.addresses)
 
     @property
     def complaints(self) -> list[Complaint]:

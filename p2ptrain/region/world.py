@@ -88,10 +88,10 @@ class WorldLink:
     def worker(self, thread: LearnerThread, me: bytes, note: Note) -> RegionWorker:
         """Makes the worker of this node."""
 
-        def contribute(moved: Tensor) -> None:  # in the replica's thread
-            self._loop.call_soon_threadsafe(self._contribute, moved)
+        def moved(by: Tensor) -> None:  # in the replica's thread
+            self._loop.call_soon_threadsafe(self.contribute, by)
 
-        self._made = RegionWorker(LocalWorker(thread, me, note), self._region, contribute)
+        self._made = RegionWorker(LocalWorker(thread, me, note), self._region, self._run.world.run, moved)
         return self._made
 
     @property
@@ -99,7 +99,7 @@ class WorldLink:
         assert self._made is not None, "it is made before the node is"
         return self._made
 
-    def _contribute(self, moved: Tensor | None = None) -> None:
+    def contribute(self, moved: Tensor | None = None) -> None:
         """Has the world node contribute what the region has moved: now, or to the next round that it trains."""
         if moved is not None:
             self._keep(moved)
@@ -149,7 +149,7 @@ class WorldLink:
                 while True:
                     async with asyncio.timeout(SILENT_SECONDS if session.steps else JOIN_SECONDS):
                         answered = _DECODER.decode(await channel.read_frame(reader))
-                    self._hear(answered, session)
+                    self.hear(answered, session)
             raise DataError(f"the world node has ended; {directory / channel.LOG_NAME} says why")
         except TimeoutError as error:
             raise DataError(
@@ -173,7 +173,8 @@ class WorldLink:
                 found |= dict.fromkeys([each for each in told if _is_address(each) and is_within(each, met)][:TOLD])
         return tuple(found)
 
-    def _hear(self, answered: NodeAnswer, session: Session) -> None:
+    def hear(self, answered: NodeAnswer, session: Session) -> None:
+        """Takes in what the world node has said."""
         contributed = session.sent is not None and answered.number == session.sent[0]
         match answered.body:
             case channel.NodeReady(steps=steps, addresses=addresses):
@@ -190,7 +191,7 @@ class WorldLink:
                 session.since, session.has_heard = perf_counter(), True
                 self._worker.hear(World(base, session.memory.base.clone()))
                 session.ask(channel.NextRound(base))
-                self._contribute()
+                self.contribute()
             case channel.CarriedOut() if contributed:
                 session.sent = None
                 self._worker.contributed()

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from p2ptrain.core.admission import decode_claim, make_claim, make_ticket
 from p2ptrain.core.events import StopRequested
 from p2ptrain.digest import digest
+from p2ptrain.errors import ConfigError
 from p2ptrain.sim import liars
 from p2ptrain.sim import scenario as sc
 from p2ptrain.sim.cluster import Cluster
@@ -217,6 +218,9 @@ def _leave(cluster: Cluster, number: int, fault: sc.Departure) -> None:
 
 
 def _lie(cluster: Cluster, number: int, fault: sc.Lie) -> None:
+    if fault.how not in liars.KINDS:
+        fix = f"Choose {', '.join(liars.KINDS)}"
+        raise ConfigError(f"no liar does {fault.how!r}", key=f"fault[{number}].how", fix=fix)
     make = liars.KINDS[fault.how]
 
     def begin_to_lie(node: SimNode) -> None:

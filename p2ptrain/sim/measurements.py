@@ -6,7 +6,7 @@ once for every receiver.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,8 +17,6 @@ from p2ptrain.core.messages import Message, Vote, kind_of
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.network import bits
 from p2ptrain.sim.scenario import Expect
-
-POINTS_MAX = 2_001  # of a node's timeline: more than a picture shows. Odd, so that halving keeps the first and the last
 
 
 class ManifestFacts(NamedTuple):
@@ -38,7 +36,7 @@ class Measurements:
         periods = [(each.since, each.until) for each in expect.paused]
         periods += [(each.since, each.until) for each in expect.progress]
         self._applied: dict[tuple[float, float], Counter[int]] = {period: Counter() for period in periods}
-        self.timeline: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)  # by node: when it applied what
+        self.last_applied: dict[int, tuple[float, int]] = {}  # by node: when it applied its last round, and which
         self.heard_messages = 0  # all nodes together
         self.heard_bytes = 0
         self.kinds: Counter[str] = Counter()  # messages sent, by kind
@@ -94,10 +92,7 @@ class Measurements:
         self.payloads_fetched += 1
 
     def applied(self, node: SimNode, manifest: Manifest, now: float) -> None:
-        points = self.timeline[node.index]
-        points.append((now, manifest.round))
-        if len(points) >= POINTS_MAX:
-            del points[1::2]
+        self.last_applied[node.index] = now, manifest.round
         for (since, until), applied in self._applied.items():
             applied[node.index] += since < now <= until
 

@@ -74,9 +74,9 @@ def clean_twin(scenario: Scenario) -> Scenario:
 def rate(cluster: Cluster) -> float:
     """Returns the rounds that the median honest node applies in a virtual minute, without branches that lost."""
     rates = [
-        60.0 * applied[-1][1] / applied[-1][0]
+        60.0 * applied[1] / applied[0]
         for node in cluster.nodes
-        if node.honest and (applied := cluster.metrics.timeline.get(node.index))
+        if node.honest and (applied := cluster.metrics.last_applied.get(node.index))
     ]
     return median(rates) if rates else 0.0
 

@@ -1,12 +1,9 @@
-"""The report: a simulation in a few lines for a person, and as a picture."""
+"""The report: a simulation in a few lines for a person."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
-from p2ptrain.errors import ConfigError
 from p2ptrain.sim.outcome import Outcome, final_members, history, rate
 
 NAMED_MAX = 12  # nodes listed in a line
@@ -62,52 +59,3 @@ def _named(nodes: Iterable[int]) -> str:
     found = sorted(nodes)
     more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
     return (", ".join(map(str, found[:NAMED_MAX])) + more) or "nobody"
-
-
-def check_plot(path: Path) -> None:
-    """Raises ConfigError if no picture can be written to this path; called first: simulations may take minutes."""
-    try:
-        import matplotlib as mpl  # noqa: PLC0415  (an extra, and slow to import)
-    except ImportError as error:
-        raise ConfigError("needs matplotlib", key="--plot", fix="Run: pip install 'p2ptrain[plot]'") from error
-    mpl.use("agg")
-    from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415
-
-    why = ""
-    if path.suffix.lstrip(".").lower() not in {"", *FigureCanvasBase.get_supported_filetypes()}:
-        why = f"{path.suffix} is not a picture format"
-    elif path.is_dir() or not path.parent.is_dir():
-        why = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "permission denied"
-    if why:
-        raise ConfigError(f"cannot be written: {why}", source=str(path), fix="Choose a file such as out.png")
-
-
-def plot(outcome: Outcome, path: Path) -> None:
-    """Draws each node's rounds over time, with the faults in the background."""
-    check_plot(path)
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    cluster = outcome.cluster
-    figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
-    for fault in cluster.setup.scenario.fault:
-        until = getattr(fault, "until", None) or fault.at
-        until = max(until, fault.at + 0.002 * cluster.calendar.now)
-        axes.axvspan(fault.at, until, color="tab:red", alpha=0.08, linewidth=0)
-    for node in cluster.nodes:
-        applied = cluster.metrics.timeline.get(node.index, [])
-        times, numbers = [0.0, *(at for at, _ in applied)], [0, *(number for _, number in applied)]
-        colour = "tab:blue" if node.honest else "tab:orange"
-        axes.step(times, numbers, where="post", color=colour, alpha=0.5, linewidth=1)
-    axes.set_xlabel("virtual seconds")
-    axes.set_ylabel("round applied")
-    axes.set_title(cluster.setup.scenario.sentence, wrap=True, fontsize=10)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot be written: {error}", source=str(path), fix="Choose a file such as out.png"
-        ) from error
-    finally:
-        pyplot.close(figure)

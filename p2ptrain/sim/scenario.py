@@ -9,15 +9,13 @@ for nodes takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the l
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -224,47 +222,8 @@ class Departure(Fault, frozen=True, tag="leave"):
     nodes: Nodes
 
 
-LIES = {  # by name: what a liar does (liars.py)
-    "equivocate announcements": "offers half of the swarm a different contribution",
-    "equivocate votes": "votes for a manifest towards one half, and nil towards the other",
-    "equivocate proposals": "proposes different availabilities to each half",
-    "false lengths": "announces payloads, its own and others', with a false length",
-    "withhold": "announces payloads, but serves them to a quarter of the swarm only",
-    "bad payloads": "announces payloads that the strict decoder refuses",
-    "propose the unavailable": "names an availability that nobody else has",
-    "censor": "keeps the first member's contributions out of manifests",
-    "false manifests": "proposes a digest that the availabilities do not lead to",
-    "two-faced availabilities": "tells each half that it holds other contributions",
-    "false roots": "claims a state root that is not its own",
-    "votes for all": "votes for every proposal, whatever it voted for before",
-    "replay": "repeats old messages, its own and others'",
-    "keep the dead": "repeats messages of members that are gone, so that they keep their seats",
-    "ask": "asks one member for messages and histories as often as it can",
-    "flood": "signs messages of all kinds with absurd rounds and views, as many as it can",
-    "flood quietly": "the same, but never two messages for one place",
-    "crowd": "asks for admission with ever new keys, which announce others' payloads",
-    "forge": "sends messages in others' names, and garbage",
-    "silent announce": "announces nothing",
-    "silent avail": "never says what it holds",
-    "silent propose": "proposes nothing when it is its turn",
-    "silent prevote": "never prevotes",
-    "silent precommit": "never precommits",
-    "silent": "listens, sends nothing and serves nobody",
-    "speaks to some": "sends its messages to half of the swarm only",
-    "double calls": "calls for many attempts at once, and signs two sets",
-    "coup": "signs a branch of which it is the only member",
-    "false histories": "answers with histories that are cut, reversed or unsigned",
-    "claim to be ahead": "says that it is ahead, or on another branch, without proof",
-    "endless histories": "answers so that every answer needs another question",
-    "false jumps": "answers with a jump to a branch of its own, which binds nobody",
-    "fork": "proposes two manifests with the other colluders, and votes for each towards a different half",
-    "propose anew": "lets a few decide, and then proposes something else",
-    "collude": "changes its lie every few seconds, together with all colluders",
-}
-
-
 class Lie(Fault, frozen=True, tag="liar"):
-    """These nodes are Byzantine: `how` is one of LIES. They never become honest again."""
+    """These nodes are Byzantine: `how` is one of KINDS (liars.py). They never become honest again."""
 
     nodes: Nodes
     how: str
@@ -450,8 +409,6 @@ def _check_nodes(scenario: Scenario) -> None:
         until = getattr(fault, "until", None)
         if until is not None and until < fault.at:
             raise ConfigError(f"ends at {until}, before it begins", key=f"{key}.until", fix=f"Write {fault.at} or more")
-        if isinstance(fault, Lie) and fault.how not in LIES:
-            raise ConfigError(f"no liar does {fault.how!r}", key=f"{key}.how", fix=f"Choose {', '.join(LIES)}")
         places += [(f"{key}.nodes", nodes) for nodes in [getattr(fault, "nodes", None)] if nodes is not None]
         places += [(f"{key}.groups", nodes) for nodes in getattr(fault, "groups", [])]
     places += [
@@ -475,40 +432,8 @@ def _check_nodes(scenario: Scenario) -> None:
 def _mistake(text: str, source: str) -> ConfigError:
     """Turns msgspec's message into ours: "Object contains unknown field `x` - at `$.links`"."""
     what, _, place = text.partition(" - at `$")
-    key = place.rstrip("`").lstrip(".").replace("[...]", "")
-    known = _keys_at(key)
-    if found := re.search(r"unknown field `(.*)`", what):
-        close = difflib.get_close_matches(found[1], known, n=1)
-        fix = f"Did you mean {close[0]}?" if close else f"Known here: {', '.join(known)}"
-        return ConfigError("unknown key", source=source, key=".".join(filter(None, (key, found[1]))), fix=fix)
-    if found := re.search(r"missing required field `(.*)`", what):
-        name = ".".join(filter(None, (key, found[1])))
-        return ConfigError("missing", source=source, key=name, fix=f"Write {found[1]} = ...")
-    if "Invalid value" in what and key.endswith("kind"):
-        return ConfigError(what[:1].lower() + what[1:], source=source, key=key, fix=f"Choose {', '.join(FAULT_KINDS)}")
-    return ConfigError(what[:1].lower() + what[1:], source=source, key=key, fix="Write a value of that kind")
-
-
-FAULT_KINDS: dict[str, type[Fault]] = {str(kind.__struct_config__.tag): kind for kind in get_args(AnyFault)}
-
-
-def _keys_at(key: str) -> list[str]:
-    """Returns the keys that are valid at a place in the file."""
-    kinds: list[Any] = [Scenario]
-    for part in re.sub(r"\[\d+\]", "", key).split(".") if key else []:
-        found = [get_type_hints(kind)[part] for kind in kinds if part in get_type_hints(kind)]
-        kinds = [inner for hint in found for inner in _structs_in(hint)]
-    names = {name for kind in kinds for name in kind.__struct_fields__}
-    names |= {"kind"} if any(issubclass(kind, Fault) for kind in kinds) else set()
-    return sorted(names | ({"line"} if Links in kinds else set()))
-
-
-def _structs_in(hint: Any) -> list[type[Struct]]:
-    if isinstance(hint, type) and issubclass(hint, Struct):
-        return [hint]
-    if get_origin(hint) in (list, Union, UnionType, Annotated):
-        return [kind for inner in get_args(hint) for kind in _structs_in(inner)]
-    return []
+    key, fix = place.rstrip("`").lstrip("."), "Compare with the files in scenarios/"
+    return ConfigError(what[:1].lower() + what[1:], source=source, key=key, fix=fix)
 
 
 def to_toml(scenario: Scenario) -> str:

@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from p2ptrain.core.roster import tolerated_by
-from p2ptrain.sim import checkers
+from p2ptrain.sim import checkers, liars
 from p2ptrain.sim import scenario as sc
 from p2ptrain.sim.ledger import TwoHistories
 from p2ptrain.sim.outcome import Outcome, simulate
@@ -30,7 +30,7 @@ NODES = (4, 16)
 ROUNDS = (20, 80)
 RECOVERY_SECONDS = 1_800.0  # after the faults: a few of the longest views, a regroup, and fetching a state
 SHRINK_SECONDS = 120.0  # of real time
-LIAR_KINDS = sorted(sc.LIES)
+LIAR_KINDS = sorted(liars.KINDS)
 Table: TypeAlias = dict[str, Any]  # of a scenario
 
 

@@ -293,10 +293,6 @@ class Checkpoints:
             finally:
                 forget(partial)
 
-    def remove(self, checkpoint: Checkpoint) -> None:
-        """Removes a checkpoint at the owner's request, while the node does not run."""
-        forget(checkpoint.path)
-
     def newest(self, journal: Journal) -> Checkpoint | None:
         """Returns the newest undamaged checkpoint on the saved history, after reading it completely.
 

@@ -1,9 +1,8 @@
 """The records: history for people, in one sqlite file in the run's directory.
 
-    addresses   peers' addresses for the next start, and when each was last reached
+    addresses   peers' addresses for the next start, best first
     rounds      one row for each round applied here
     peers       the outcome of each peer's contributions, and its offences
-    points      a peer's penalty points, each time they have grown
     mine        this node's own totals in the run, in one row
     format      the version of this format, in one row
 
@@ -18,8 +17,8 @@ has written the file only if both places agree, and then this one must not touch
 has flipped, which must not prevent a start.
 
 A round that was taken over with a state has no row. Rows are written every five seconds, peers' counts once a minute;
-up to 1,000 rounds wait in memory while the disk takes none. The file keeps 100,000 rounds and 256 MiB, 4,096 peers,
-20,000 rows of points and 1,024 addresses.
+up to 1,000 rounds wait in memory while the disk takes none. The file keeps 100,000 rounds and 256 MiB, 4,096 peers
+and 1,024 addresses.
 
 One thread writes at a time; readers open the file read-only, even while others write.
 """
@@ -30,7 +29,7 @@ import errno
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,7 +47,6 @@ ADDRESSES_MAX = 1_024  # a few are enough to find the others
 ADDRESS_LENGTH_MAX = 512
 ROUNDS_MAX = 100_000  # rows: two months of a round a minute, a day of a round a second
 PEERS_MAX = 4_096  # as many reputations as the core remembers
-POINTS_MAX = 20_000  # rows; the oldest are deleted first
 BYTES_MAX = 2**28  # size of the file: 100,000 rounds of 50 contributors, or 7,000 rounds of 1,024
 PRUNE_WRITES = 64  # writes between checks of these bounds
 WAL_PAGES = 256  # sqlite checkpoints its WAL after this many pages: 1 MB
@@ -58,16 +56,15 @@ BUSY_SECONDS = 2.0  # how long a writer waits for another, which should not exis
 _log = logging.getLogger("p2ptrain.store")
 T = TypeVar("T")
 Row = dict[str, Any]
-ROUND, PEER, POINTS, MINE = "RoundRecord", "PeerRecord", "Points", "Mine"  # the domains of the rows' digests
+ROUND, PEER, MINE = "RoundRecord", "PeerRecord", "Mine"  # the domains of the rows' digests
 
 _SCHEMA = """
-CREATE TABLE addresses (place INTEGER PRIMARY KEY, address TEXT NOT NULL UNIQUE, peer TEXT NOT NULL, reached_at REAL);
+CREATE TABLE addresses (place INTEGER PRIMARY KEY, address TEXT NOT NULL UNIQUE, peer TEXT NOT NULL);
 CREATE TABLE rounds (
     id INTEGER PRIMARY KEY, branch BLOB NOT NULL, round INTEGER NOT NULL, applied_at REAL NOT NULL,
     record BLOB NOT NULL, digest BLOB NOT NULL, UNIQUE (branch, round)
 );
 CREATE TABLE peers (peer BLOB PRIMARY KEY, changed_at REAL NOT NULL, record BLOB NOT NULL, digest BLOB NOT NULL);
-CREATE TABLE points (id INTEGER PRIMARY KEY, peer BLOB NOT NULL, record BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE mine (id INTEGER PRIMARY KEY CHECK (id = 1), record BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE format (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL);
 """
@@ -82,7 +79,6 @@ class Batch(Struct, frozen=True):
 
     rounds: Sequence[Row] = ()
     peers: Sequence[Row] = ()
-    points: Sequence[Row] = ()
     mine: Row | None = None
 
 
@@ -125,10 +121,6 @@ class Records:
                 "INSERT OR REPLACE INTO peers VALUES (?, ?, ?, ?)",
                 [(*_of(each, "peer", "changed_at"), *_packed(PEER, each)) for each in batch.peers],
             )
-            connection.executemany(
-                "INSERT INTO points (peer, record, digest) VALUES (?, ?, ?)",
-                [(each["peer"], *_packed(POINTS, each)) for each in batch.points],
-            )
             if batch.mine is not None:
                 connection.execute("INSERT OR REPLACE INTO mine VALUES (1, ?, ?)", _packed(MINE, batch.mine))
             if self._writes % PRUNE_WRITES == 0:
@@ -156,23 +148,16 @@ class Records:
         """Returns the remembered addresses, best first."""
         return self._read(_addresses_in, [])
 
-    def reached(self) -> dict[str, float | None]:
-        """Returns when each address was last reached, in seconds since 1970; None if unknown."""
-        query = "SELECT address, reached_at FROM addresses ORDER BY place"
-        return self._read(lambda each: dict(each.execute(query)), {})
-
-    def remember(self, addresses: Sequence[str], linked: Collection[str] = (), now: float | None = None) -> None:
-        """Replaces the remembered addresses; `linked` are the ids of the peers connected now."""
+    def remember(self, addresses: Sequence[str]) -> None:
+        """Replaces the remembered addresses."""
         kept = [each for each in dict.fromkeys(addresses) if len(each) <= ADDRESS_LENGTH_MAX][:ADDRESSES_MAX]
 
         def work(connection: sqlite3.Connection) -> None:
-            before = dict(connection.execute("SELECT address, reached_at FROM addresses"))
             connection.execute("DELETE FROM addresses")
-            rows = []
-            for place, address in enumerate(kept):
-                peer = address.rpartition("/p2p/")[2]
-                rows.append((place, address, peer, now if peer in linked else before.get(address)))
-            connection.executemany("INSERT INTO addresses VALUES (?, ?, ?, ?)", rows)
+            connection.executemany(
+                "INSERT INTO addresses (place, address, peer) VALUES (?, ?, ?)",
+                [(place, address, address.rpartition("/p2p/")[2]) for place, address in enumerate(kept)],
+            )
 
         self._do("written", work)
 
@@ -382,7 +367,6 @@ def _unpacked(rows: Iterable[tuple[bytes, bytes]], kind: str, path: Path) -> Ite
 def _prune(connection: sqlite3.Connection) -> None:
     """Deletes the oldest rows beyond the bounds."""
     connection.execute("DELETE FROM rounds WHERE id <= (SELECT max(id) FROM rounds) - ?", (ROUNDS_MAX,))
-    connection.execute("DELETE FROM points WHERE id <= (SELECT max(id) FROM points) - ?", (POINTS_MAX,))
     connection.execute(
         "DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM peers ORDER BY changed_at DESC LIMIT ?)", (PEERS_MAX,)
     )

@@ -1,17 +1,10 @@
-"""Measures a model's held-out loss: the mean, in nats, over the tokens that are learned. Or runs tasks of EleutherAI's
-lm-evaluation-harness on it, in a process of its own.
-"""
+"""Measures a model's held-out loss: the mean, in nats, over the tokens that are learned."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +12,7 @@ from torch import Tensor
 
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.packing import Packing
-from p2ptrain.errors import ConfigError, DataError
+from p2ptrain.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +69,3 @@ def _error(losses: list[float], weights: list[int], mean: float) -> float:
         return math.nan
     spread = sum((weight * (each - mean)) ** 2 for each, weight in zip(losses, weights, strict=True))
     return math.sqrt(spread * len(losses) / (len(losses) - 1)) / sum(weights)
-
-
-def check_tasks() -> None:
-    """Raises ConfigError if the harness is not installed."""
-    if find_spec("lm_eval") is None:
-        fix = "pip install 'p2ptrain[eval]'"
-        raise ConfigError("tasks take EleutherAI's lm-evaluation-harness", key="--tasks", fix=fix)
-
-
-def run_tasks(model: Path, tasks: str, *, limit: int, first_token: int, device: str) -> None:
-    """Runs tasks on an exported model; the harness prints their table.
-
-    tasks: names or files, with commas; limit: examples of each, 0: all; first_token: what a text follows
-    """
-    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--tasks", tasks, "--device", device]
-    command += ["--model_args", f"pretrained={model},dtype=float32,prefix_token_id={first_token}"]
-    command += ["--limit", str(limit)] if limit else []
-    kept = {key: each for key, each in os.environ.items() if key != "HF_HUB_OFFLINE"}  # tasks come from the hub
-    status = subprocess.run(command, env=kept, check=False).returncode  # noqa: S603  # our own Python
-    if status:
-        raise DataError(f"lm-eval ended with status {status}; it says why above")

@@ -145,9 +145,7 @@ class LiveModel:
         for place in range(len(batch)):
             if (loss := self._backward(batch[place : place + 1], 1)) is None:
                 raise _does_not_fit(batch)
-            if math.isfinite(loss) and (
-                size := privacy.clip(float(torch.linalg.vector_norm(self.gradient, dtype=torch.float64)))
-            ):
+            if math.isfinite(loss) and (size := privacy.clip(norm_of(self.gradient))):
                 total.add_(self.gradient, alpha=size)
                 losses.append(loss)
         for block in torch.split(total, NOISE_BLOCK):

@@ -51,7 +51,7 @@ from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel, StepResult
 
 EARLY_SHARE = 0.5  # of an own contribution, until it is applied; all of it diverges (log/, 2026-11-24)
-EXACT_BITS = 8  # from these on, numbers are as exact as they need be without a look for a better unit
+EXACT_BITS = 8  # with so many, no search for a better unit of the numbers is worth its time
 KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, and overlap adds some
 
 

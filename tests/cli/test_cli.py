@@ -71,7 +71,6 @@ def test_help_imports_nothing_heavy() -> None:
                 "limit",
                 "status",
                 "peers",
-                "top",
                 "runs",
                 "invite",
                 "doctor",
@@ -91,7 +90,7 @@ def test_help_imports_nothing_heavy() -> None:
         ),
         (("config",), ["check", "example", "schema", "show"]),
         (("data",), ["prepare"]),
-        (("checkpoint",), ["list", "verify", "export", "prune", "now"]),
+        (("checkpoint",), ["list", "export", "now"]),
         (("identity",), ["show", "new", "path"]),
     ],
 )

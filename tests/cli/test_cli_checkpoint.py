@@ -1,9 +1,8 @@
-"""`p2ptrain checkpoint` lists, verifies, copies and prunes a node's checkpoints."""
+"""`p2ptrain checkpoint` lists and copies a node's checkpoints."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from p2ptrain.config.node import NodeConfig, StorageConfig
 from p2ptrain.node.home import Home
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoints
-from p2ptrain.store.lock import Lock
 from p2ptrain.store.store import CHECKPOINTS_NAME
 from tests.helpers.cli import p2ptrain
 from tests.helpers.store import named_run, void
@@ -37,23 +35,13 @@ def checkpoints(node: NodeConfig) -> Checkpoints:
     return made
 
 
-def test_checkpoints_are_listed_and_checked(
-    node: NodeConfig, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_are_listed(node: NodeConfig, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     place = ("--data-dir", node.storage.directory)
     status, out, _ = p2ptrain(capsys, "checkpoint", "list", *place)
     lines = out.splitlines()
     assert (status, len(lines)) == (0, 3)
     assert lines[2].startswith(f"round       24  root {'18' * 8}               14 bytes  {checkpoints.directory}")
-    assert p2ptrain(capsys, "checkpoint", "verify", *place)[0] == 0
-
-    first, second, _third = checkpoints.present()
-    (first.path / STATE_NAME).write_bytes(b"weighty")
-    (second.path / "checkpoint.json").write_bytes(b"{}")
-    status, out, _ = p2ptrain(capsys, "checkpoint", "verify", *place)
-    assert status == 1
-    assert [line.split(" ")[0] for line in out.splitlines()] == ["DAMAGED", "DAMAGED", "OK"]
-    assert f"{first.path / STATE_NAME}: damaged" in out
+    (checkpoints.present()[1].path / "checkpoint.json").write_bytes(b"{}")
     assert p2ptrain(capsys, "checkpoint", "list", *place)[1].splitlines()[1].startswith("DAMAGED ")
 
 
@@ -75,21 +63,6 @@ def test_a_copy_is_made_of_what_is_whole(
         status, _, err = p2ptrain(capsys, "checkpoint", "export", tmp_path / "no", "--round", number, *place)
         assert (status, err) == (1, f"{checkpoints.directory}: no undamaged checkpoint of round {number}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "node", "old"]
-
-
-def test_old_ones_are_removed_unless_the_node_runs(
-    node: NodeConfig, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = ("--data-dir", node.storage.directory)
-    with Lock.of_directory(checkpoints.directory.parent):
-        status, _, err = p2ptrain(capsys, "checkpoint", "prune", *place)
-        assert status == 2
-        assert f"is in use by process {os.getpid()}" in err
-    (checkpoints.present()[2].path / STATE_NAME).write_bytes(b"weighty")
-    status, out, _ = p2ptrain(capsys, "checkpoint", "prune", "--keep", "1", *place)
-    assert status == 0
-    assert out.startswith("removed round        8")
-    assert [each.round for each in checkpoints.present()] == [16, 24], "what is damaged is not what is kept instead"
 
 
 def test_which_run_is_meant_has_to_be_clear(

@@ -22,8 +22,7 @@ from p2ptrain.data.prepare import DatasetSummary, prepare
 from p2ptrain.data.tokenizer import JsonTokenizer
 from p2ptrain.models.kinds import shapes_digest
 from p2ptrain.node.home import Home
-from tests.helpers import daemons
-from tests.helpers.export import Command, Node, model_of, run_of, state_of
+from tests.helpers.export import Command, NodeDirectory, model_of, run_of, state_of
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
 
 LENGTH = 33
@@ -49,7 +48,7 @@ def chats(path: Path) -> DatasetSummary:
 
 def node_with(
     tmp_path: Path, make: Callable[[Path], DatasetSummary] = texts, **sections: Any
-) -> tuple[Node, TokenDataset]:
+) -> tuple[NodeDirectory, TokenDataset]:
     made = make(tmp_path / "made")
     run = RunConfig.model_validate(
         {**run_of(**sections).model_dump(), "data": {"manifest": made.digest, **sections.get("data", {})}}
@@ -58,13 +57,15 @@ def node_with(
     place = Home(config).usual_dataset(made.digest)
     place.parent.mkdir(parents=True)
     shutil.move(made.path, place)
-    node = Node(tmp_path / "node", run)
+    node = NodeDirectory(tmp_path / "node", run)
     node.save(8, state_of(run, 1))
     node.save(16, state_of(run, 2))
     return node, TokenDataset.open(place, made.digest)
 
 
-def loss_of(node: Node, dataset: TokenDataset, packing: Packing = PLAIN, seed: int = 2, count: int = 0) -> float:
+def loss_of(
+    node: NodeDirectory, dataset: TokenDataset, packing: Packing = PLAIN, seed: int = 2, count: int = 0
+) -> float:
     """Returns the loss by hand, a token at a time."""
     model, losses = model_of(node.run, state_of(node.run, seed)), []
     for place in range(count or dataset.held_out_sequences(LENGTH)):
@@ -158,48 +159,8 @@ def test_a_script_s_own_model_is_left_to_the_script(p2ptrain: Command, tmp_path:
     run = RunConfig.model_validate({"name": "x", **sections}).sealed(
         manifest=made.digest, initial_root="2" * 64, founders=["3" * 64], shapes=shapes_digest((("a", (2, 3)),))
     )
-    node = Node(tmp_path / "node", run)
+    node = NodeDirectory(tmp_path / "node", run)
     node.save(8, torch.zeros(6))
     status, _, err = p2ptrain("evaluate", *node.place)
     assert status == 2, err
     assert "only the script that trains this model can compute its loss. Call swarm.evaluate(loss)" in err
-
-
-TASK = """\
-task: sums
-dataset_path: json
-dataset_kwargs:
-  data_files: {data}
-test_split: train
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list:
-  - metric: acc
-"""
-
-
-@pytest.mark.hf
-@pytest.mark.timeout(300)
-def test_tasks_of_the_harness_run_on_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'p2ptrain[eval]'")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    node, _ = node_with(tmp_path)
-    data, task = tmp_path / "sums.jsonl", tmp_path / "sums.yaml"
-    data.write_text('{"question": "2 and 2 is", "choices": [" 4", " 5"], "answer": 0}\n' * 5)
-    task.write_text(TASK.format(data=data))
-    status, out, err = daemons.p2ptrain("evaluate", "--tasks", task, "--sequences", "3", *node.place)
-    assert status == 0, err
-    assert re.search(r"sums.*acc", out)
-
-
-def test_tasks_without_the_harness_say_what_to_install(
-    tmp_path: Path, p2ptrain: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("p2ptrain.train.evaluate.find_spec", lambda name: None)
-    node, _ = node_with(tmp_path)
-    status, _, err = p2ptrain("evaluate", "--tasks", "arc_easy", *node.place)
-    assert (status, "--tasks: tasks take EleutherAI" in err, "p2ptrain[eval]" in err) == (2, True, True)
-    status, _, err = p2ptrain("evaluate", "--tasks", "arc_easy", "--data", tmp_path, *node.place)
-    assert (status, "--data: tasks bring data of their own" in err) == (2, True)

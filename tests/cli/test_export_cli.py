@@ -17,13 +17,13 @@ from p2ptrain.node.saved import keep_tokenizer
 from p2ptrain.store.checkpoints import STAMP_NAME, STATE_NAME, TRAINER_NAME
 from p2ptrain.store.log import Log
 from tests.helpers.core import KEYS
-from tests.helpers.export import SMALL, Command, Node, run_of, saved_node, state_of
+from tests.helpers.export import SMALL, Command, NodeDirectory, run_of, saved_node, state_of
 from tests.helpers.store import some_records
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
+def node(tmp_path: Path) -> NodeDirectory:
     return saved_node(tmp_path / "node")
 
 
@@ -32,12 +32,14 @@ def weights_in(directory: Path) -> bytes:
     return content[8 + int.from_bytes(content[:8], "little") :]
 
 
-def state_in(node: Node, number: int) -> bytes:
+def state_in(node: NodeDirectory, number: int) -> bytes:
     [path] = node.checkpoints.directory.glob(f"*-round-{number}")
     return (path / STATE_NAME).read_bytes()
 
 
-def test_the_newest_is_exported_or_the_one_that_is_named(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
+def test_the_newest_is_exported_or_the_one_that_is_named(
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path
+) -> None:
     root = node.checkpoints.present()[1].root.hex()[:16]
     told = f"round 16 of x, root {root}, not certified: there is no log of its run here: {tmp_path / 'out'}\n"
     assert p2ptrain("export", tmp_path / "out", *node.place) == (0, told, "")
@@ -49,7 +51,7 @@ def test_the_newest_is_exported_or_the_one_that_is_named(p2ptrain: Command, node
 
 @pytest.mark.parametrize("name", [STATE_NAME, TRAINER_NAME, STAMP_NAME])
 def test_what_is_damaged_is_named_and_an_older_one_exported(
-    name: str, p2ptrain: Command, node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, p2ptrain: Command, node: NodeDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = node.checkpoints.present()[1].path / name
     path.write_bytes(path.read_bytes()[:-1])
@@ -62,7 +64,7 @@ def test_what_is_damaged_is_named_and_an_older_one_exported(
     assert not (tmp_path / "no").exists()
 
 
-def test_a_root_that_the_weights_have_not_is_a_failure(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
+def test_a_root_that_the_weights_have_not_is_a_failure(p2ptrain: Command, node: NodeDirectory, tmp_path: Path) -> None:
     node.save(24, state_of(node.run), root=b"r" * 32)
     status, out, err = p2ptrain("export", tmp_path / "out", *node.place)
     assert (status, out) == (1, "")
@@ -70,7 +72,7 @@ def test_a_root_that_the_weights_have_not_is_a_failure(p2ptrain: Command, node: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["node"]
 
 
-def test_who_errs_is_told_what_to_do(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
+def test_who_errs_is_told_what_to_do(p2ptrain: Command, node: NodeDirectory, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for arguments, told in (
         (
@@ -87,7 +89,7 @@ def test_who_errs_is_told_what_to_do(p2ptrain: Command, node: Node, tmp_path: Pa
         assert (status, out) == (2, "")
         assert told in err
         assert "Traceback" not in err
-    empty = Node(tmp_path / "empty", run_of())
+    empty = NodeDirectory(tmp_path / "empty", run_of())
     status, _, err = p2ptrain("export", tmp_path / "out", *empty.place)
     why = "no checkpoint yet; a node writes the first once it has the run's weights"
     assert (status, err) == (1, f"{empty.checkpoints.directory}: {why}\n")
@@ -99,20 +101,13 @@ def test_who_errs_is_told_what_to_do(p2ptrain: Command, node: Node, tmp_path: Pa
     assert err.endswith(f"{empty.checkpoints.directory}: no undamaged checkpoint\n")
 
 
-def test_which_run_is_meant_has_to_be_clear(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
-    other = Node(node.directory, run_of("y"))
-    other.save(8, state_of(other.run, 3))
-    status, _, err = p2ptrain("export", tmp_path / "out", *node.place)
-    assert (status, "there are 2 runs" in err) == (2, True)
-    assert p2ptrain("export", tmp_path / "out", *node.place, "--run", other.run.run_id[:8])[0] == 0
-    assert weights_in(tmp_path / "out") == state_in(other, 8)
-
-
 # ---------------------------------------------------------------------------------------------------
 # A checkpoint that was copied elsewhere
 
 
-def test_a_copied_checkpoint_is_exported_without_the_node(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
+def test_a_copied_checkpoint_is_exported_without_the_node(
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path
+) -> None:
     assert p2ptrain("checkpoint", "export", tmp_path / "copy", "--round", "8", *node.place)[0] == 0
     away = ("--data-dir", tmp_path / "nothing")
     assert p2ptrain("export", tmp_path / "out", "--checkpoint", tmp_path / "copy", *away)[0] == 0
@@ -124,7 +119,7 @@ def test_a_copied_checkpoint_is_exported_without_the_node(p2ptrain: Command, nod
 
 
 def test_a_copy_without_its_runs_settings_takes_those_of_the_node(
-    p2ptrain: Command, node: Node, tmp_path: Path
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path
 ) -> None:
     p2ptrain("checkpoint", "export", tmp_path / "copy", *node.place)
     other = tmp_path / "copy" / "run.json"
@@ -144,7 +139,7 @@ def test_a_copy_without_its_runs_settings_takes_those_of_the_node(
 
 
 @pytest.mark.parametrize("name", [STATE_NAME, TRAINER_NAME, STAMP_NAME])
-def test_a_copy_that_was_damaged_is_refused(name: str, p2ptrain: Command, node: Node, tmp_path: Path) -> None:
+def test_a_copy_that_was_damaged_is_refused(name: str, p2ptrain: Command, node: NodeDirectory, tmp_path: Path) -> None:
     p2ptrain("checkpoint", "export", tmp_path / "copy", *node.place)
     path = tmp_path / "copy" / name
     content = bytearray(path.read_bytes())
@@ -160,7 +155,7 @@ def test_a_copy_that_was_damaged_is_refused(name: str, p2ptrain: Command, node: 
 
 
 @pytest.fixture
-def worded(tmp_path: Path) -> tuple[Node, bytes]:
+def worded(tmp_path: Path) -> tuple[NodeDirectory, bytes]:
     """Makes a node whose run has its own tokenizer, and the tokenizer's file."""
     tokenizer = JsonTokenizer(tokenizer_json())
     file = json_lines(tmp_path / "a.jsonl", ["hello all of you " * 50] * 2)
@@ -168,7 +163,7 @@ def worded(tmp_path: Path) -> tuple[Node, bytes]:
     named = {"kind": "json", "digest": tokenizer.digest}
     raw = RunConfig.model_validate({"name": "x", "model": {**SMALL, "vocab_size": 300}, "tokenizer": named})
     run = raw.sealed(manifest=made.digest, initial_root="2" * 64, founders=[KEYS[0].hex()])
-    node = Node(tmp_path / "node", run)
+    node = NodeDirectory(tmp_path / "node", run)
     place = Home(node.config).usual_dataset(made.digest)
     place.parent.mkdir()
     made.path.rename(place)
@@ -177,7 +172,7 @@ def worded(tmp_path: Path) -> tuple[Node, bytes]:
 
 
 def test_the_tokenizer_is_that_of_the_data_and_goes_with_a_copy(
-    p2ptrain: Command, worded: tuple[Node, bytes], tmp_path: Path
+    p2ptrain: Command, worded: tuple[NodeDirectory, bytes], tmp_path: Path
 ) -> None:
     node, file_bytes = worded
     assert p2ptrain("export", tmp_path / "out", *node.place)[0] == 0
@@ -189,7 +184,7 @@ def test_the_tokenizer_is_that_of_the_data_and_goes_with_a_copy(
 
 
 def test_the_tokenizer_of_data_that_lies_elsewhere_is_kept_with_the_run(
-    p2ptrain: Command, worded: tuple[Node, bytes], tmp_path: Path
+    p2ptrain: Command, worded: tuple[NodeDirectory, bytes], tmp_path: Path
 ) -> None:
     node, file_bytes = worded
     [place] = node.directory.glob("data/*")
@@ -206,7 +201,7 @@ def test_the_tokenizer_of_data_that_lies_elsewhere_is_kept_with_the_run(
 
 
 def test_another_tokenizer_than_the_runs_is_refused(
-    p2ptrain: Command, worded: tuple[Node, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    p2ptrain: Command, worded: tuple[NodeDirectory, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     node, _ = worded
     p2ptrain("checkpoint", "export", tmp_path / "copy", *node.place)
@@ -230,7 +225,7 @@ def test_another_tokenizer_than_the_runs_is_refused(
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(p2ptrain: Command, tmp_path: Path) -> None:
     tokenizer = JsonTokenizer(tokenizer_json())
     run = run_of(tokenizer={"kind": "json", "digest": tokenizer.digest}, model={**SMALL, "vocab_size": 200})
-    path = Node(tmp_path / "node", run).save(8, state_of(run)).path
+    path = NodeDirectory(tmp_path / "node", run).save(8, state_of(run)).path
     (path / "tokenizer.json").write_bytes(tokenizer.file_bytes)
     status, _, err = p2ptrain("export", tmp_path / "no", "--data-dir", tmp_path / "node")
     assert (status, f"{tokenizer.vocab_size} tokens, but the run's model has 200" in err) == (1, True)
@@ -242,7 +237,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(p2ptrain: Comman
 
 def test_the_card_tells_the_members_of_the_round_if_the_log_does(p2ptrain: Command, tmp_path: Path) -> None:
     run = run_of()
-    node = Node(tmp_path / "node", run)
+    node = NodeDirectory(tmp_path / "node", run)
     base, records = some_records()
     certified = [record.state for record in records if isinstance(record, Certified)]
     first = genesis(run.id, tuple(sorted(KEYS[:2])), bytes(32))
@@ -263,7 +258,7 @@ def test_the_card_tells_the_members_of_the_round_if_the_log_does(p2ptrain: Comma
 
 
 def test_a_log_that_cannot_be_read_costs_a_line_of_the_card(
-    p2ptrain: Command, node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (node.run_directory / "wal").mkdir()
     (node.run_directory / "wal" / "00000001.log").write_bytes(b"nonsense")

@@ -29,7 +29,7 @@ from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest
 from p2ptrain.node import control
 from p2ptrain.node.control import Control, ask
 from tests.helpers.core import KEYS
-from tests.helpers.export import Command, Node, saved_node, state_of
+from tests.helpers.export import Command, NodeDirectory, saved_node, state_of
 from tests.helpers.tokenizers import prepared, written
 from tests.helpers.trainer import ONE_THREAD, RECIPES, TINY, Trainer
 from tests.helpers.web import STATUS, a_status
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
+def node(tmp_path: Path) -> NodeDirectory:
     return saved_node(tmp_path / "node")
 
 
@@ -50,7 +50,7 @@ def node(tmp_path: Path) -> Node:
 # From a checkpoint
 
 
-def test_the_seed_the_temperature_and_the_round_decide_the_text(p2ptrain: Command, node: Node) -> None:
+def test_the_seed_the_temperature_and_the_round_decide_the_text(p2ptrain: Command, node: NodeDirectory) -> None:
     def text(*arguments: str) -> str:
         status, out, err = p2ptrain("generate", "ab", *MORE, *node.place, *arguments)
         assert (status, out[:2], out[-1]) == (0, "ab", "\n")
@@ -64,13 +64,15 @@ def test_the_seed_the_temperature_and_the_round_decide_the_text(p2ptrain: Comman
     assert text("--temperature", "0") == text("--temperature", "0", "--seed", "7")
 
 
-def test_a_copied_checkpoint_writes_the_same_without_the_node(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
+def test_a_copied_checkpoint_writes_the_same_without_the_node(
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path
+) -> None:
     p2ptrain("checkpoint", "export", tmp_path / "copy", *node.place)
     away = ("--checkpoint", tmp_path / "copy", "--data-dir", tmp_path / "nothing")
     assert p2ptrain("generate", "ab", *MORE, *away) == p2ptrain("generate", "ab", *MORE, *node.place)
 
 
-def test_a_prompt_may_come_on_stdin(p2ptrain: Command, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_may_come_on_stdin(p2ptrain: Command, node: NodeDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def given(content: bytes) -> tuple[int, str, str]:
         stdin = io.BytesIO(content)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(stdin))
@@ -108,13 +110,15 @@ def test_a_prompt_may_come_on_stdin(p2ptrain: Command, node: Node, monkeypatch: 
         ((), "Missing argument 'TEXT'"),
     ],
 )
-def test_who_errs_is_told_what_to_do(arguments: tuple[str, ...], told: str, p2ptrain: Command, node: Node) -> None:
+def test_who_errs_is_told_what_to_do(
+    arguments: tuple[str, ...], told: str, p2ptrain: Command, node: NodeDirectory
+) -> None:
     status, out, err = p2ptrain("generate", *arguments, *node.place)
     assert (status, out) == (2, "")
     assert err.startswith(told)
 
 
-def test_where_nothing_is_saved_it_is_said_so(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
+def test_where_nothing_is_saved_it_is_said_so(p2ptrain: Command, node: NodeDirectory, tmp_path: Path) -> None:
     status, _, err = p2ptrain("generate", "a", "--round", "9", *node.place)
     assert (status, err) == (1, f"{node.checkpoints.directory}: no undamaged checkpoint of round 9\n")
     status, _, err = p2ptrain("generate", "a", "--data-dir", tmp_path / "nothing")
@@ -124,7 +128,9 @@ def test_where_nothing_is_saved_it_is_said_so(p2ptrain: Command, node: Node, tmp
     assert (status, out, "not the weights of round 24" in err) == (1, "", True)
 
 
-def test_a_terminal_is_not_commanded_by_a_model(p2ptrain: Command, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_not_commanded_by_a_model(
+    p2ptrain: Command, node: NodeDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = "\x1b[2Jß\t\x9b\n"
     drawn = ("generate", prompt, "--tokens", "1", "--temperature", "0", *node.place)
     plain = p2ptrain(*drawn)[1]
@@ -149,7 +155,7 @@ class Lived:
         self.trainer = Trainer(run, ONE_THREAD, TokenDataset.open(made.path, made.digest))
         self.trainer.train(0, 0, 1)
         self.trainer.apply(0, [self.trainer.contribute(0)])
-        self.node = Node(directory / "node", run)
+        self.node = NodeDirectory(directory / "node", run)
         self.node.save(1, self.trainer.replica.weights, root=self.trainer.root())
         self.trainer.train(1, 0, 1)  # its own weights are others now
         self.trainer.contribute(1)

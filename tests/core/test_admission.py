@@ -26,12 +26,12 @@ from p2ptrain.core.reputation import prove
 from p2ptrain.core.state import USES_MAX, Admitted, AgreedState, genesis
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
-from tests.helpers.core import KEYS, ROOT0, RUN, FakeSigner, announced, run_of, signed, voted
+from tests.helpers.core import KEYS, ROOT0, RUN, DigestSigner, announced, run_of, signed, voted
 
 HOST, NEWCOMER, STRANGER = KEYS[12], KEYS[13], KEYS[14]
 BRANCH = digest("admission test", b"branch")
 BEARER, SPENT = KEYS[10], KEYS[11]
-SIGNER = FakeSigner()
+SIGNER = DigestSigner()
 OPEN = run_of()
 INVITE = run_of(admission={"policy": "invite", "keys": [HOST.hex()]})
 ALLOWLIST = run_of(admission={"policy": "allowlist", "keys": [NEWCOMER.hex()]})
@@ -60,13 +60,13 @@ def leave(author: bytes = KEYS[0], number: int = NOW + 1, branch: bytes = RUN) -
 def ticket(
     bearer: bytes = BEARER, last_round: int = 1_100, host: bytes = HOST, run_id: bytes = RUN, uses: int = 1
 ) -> Ticket:
-    return make_ticket(host, FakeSigner(host).sign, run_id, bearer, uses, last_round)
+    return make_ticket(host, DigestSigner(host).sign, run_id, bearer, uses, last_round)
 
 
 def claim(joiner: bytes = NEWCOMER, by: bytes | None = None, **fields: Any) -> bytes:
     """What `joiner` shows of an invitation, signed by its bearer or somebody else."""
     made = ticket(**fields)
-    return make_claim(made, FakeSigner(by or made.bearer).sign, RUN, joiner)
+    return make_claim(made, DigestSigner(by or made.bearer).sign, RUN, joiner)
 
 
 def refusal(message: JoinRequest | Leave | Evidence, run: Any = OPEN, at: AgreedState | None = None) -> str:

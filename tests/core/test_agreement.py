@@ -19,7 +19,7 @@ from tests.helpers.agreement import (
     A,
     At,
     B,
-    Member,
+    SeatedMember,
     late_of_seven,
     locked_on_a,
     locked_on_a_in_view,
@@ -32,7 +32,7 @@ from tests.helpers.core import KEYS, ROOT0, RUN
 
 
 def test_before_a_quorum_of_availabilities_nothing_is_said_and_no_time_runs() -> None:
-    member = Member()
+    member = SeatedMember()
     member.hear(proposal(0, A))
     assert member.go_on(100.0) == []
     assert member.at == At(stage=Stage.WAITING)
@@ -40,7 +40,7 @@ def test_before_a_quorum_of_availabilities_nothing_is_said_and_no_time_runs() ->
 
 
 def test_a_view_begins_once() -> None:
-    member = Member()
+    member = SeatedMember()
     assert member.begin(1.0) == []
     member.agreement.start(2.0)
     assert member.at == At(timer=3.0)
@@ -48,21 +48,21 @@ def test_a_view_begins_once() -> None:
 
 
 def test_the_proposer_proposes_once_and_prevotes_its_own() -> None:
-    member = Member(seat=0)
+    member = SeatedMember(seat=0)
     assert member.begin() == [Propose(0, -1, None), CastVote(0, PREVOTE, A)]
     assert member.go_on(1.0) == []
     assert member.at == At(stage=Stage.PREVOTE)
 
 
 def test_the_proposer_waits_until_it_may() -> None:
-    member = Member(seat=0, may_propose=False)
+    member = SeatedMember(seat=0, may_propose=False)
     assert member.begin() == []
     member.may_propose = True
     assert member.go_on(1.0) == [Propose(0, -1, None), CastVote(0, PREVOTE, A)]
 
 
 def test_a_proposer_that_may_not_in_time_prevotes_nothing() -> None:
-    member = Member(seat=0, may_propose=False)
+    member = SeatedMember(seat=0, may_propose=False)
     member.begin()
     assert member.go_on(2.0) == [CastVote(0, PREVOTE, NOTHING)]
     member.may_propose = True
@@ -70,7 +70,7 @@ def test_a_proposer_that_may_not_in_time_prevotes_nothing() -> None:
 
 
 def test_only_the_proposer_of_a_view_is_heard() -> None:
-    member = Member()
+    member = SeatedMember()
     stranger = Proposal(RUN, 1, 0, -1, (ROOT0,), A, KEYS[2])
     assert member.hear(stranger) == [Heard.USELESS]
     assert member.begin() == []
@@ -81,7 +81,7 @@ def test_only_the_proposer_of_a_view_is_heard() -> None:
 
 
 def test_a_held_proposal_is_prevoted() -> None:
-    member = Member()
+    member = SeatedMember()
     member.begin()
     assert member.hear(proposal(0, A)) == [Heard.NEW]
     assert member.go_on(1.0) == [CastVote(0, PREVOTE, A)]
@@ -89,7 +89,7 @@ def test_a_held_proposal_is_prevoted() -> None:
 
 
 def test_a_bad_proposal_gets_a_vote_for_nothing_at_once() -> None:
-    member = Member(judgements={A: Judgement.BAD})
+    member = SeatedMember(judgements={A: Judgement.BAD})
     member.begin()
     member.hear(proposal(0, A))
     assert member.go_on(1.0) == [CastVote(0, PREVOTE, NOTHING)]
@@ -98,7 +98,7 @@ def test_a_bad_proposal_gets_a_vote_for_nothing_at_once() -> None:
 
 @pytest.mark.parametrize("judgement", [Judgement.UNKNOWN, Judgement.KNOWN])
 def test_what_is_not_held_is_waited_for_until_the_timeout(judgement: Judgement) -> None:
-    member = Member(judgements={A: judgement})
+    member = SeatedMember(judgements={A: judgement})
     member.begin()
     member.hear(proposal(0, A))
     assert member.go_on(1.99) == []
@@ -107,14 +107,14 @@ def test_what_is_not_held_is_waited_for_until_the_timeout(judgement: Judgement) 
 
 
 def test_without_a_proposal_nothing_is_prevoted_at_the_timeout() -> None:
-    member = Member()
+    member = SeatedMember()
     member.begin()
     assert member.go_on(1.99) == []
     assert member.go_on(2.0) == [CastVote(0, PREVOTE, NOTHING)]
 
 
 def test_a_proposal_that_becomes_held_in_time_is_prevoted() -> None:
-    member = Member(judgements={A: Judgement.KNOWN})
+    member = SeatedMember(judgements={A: Judgement.KNOWN})
     member.begin()
     member.hear(proposal(0, A))
     member.go_on(1.0)
@@ -123,7 +123,7 @@ def test_a_proposal_that_becomes_held_in_time_is_prevoted() -> None:
 
 
 def test_who_lacks_a_payload_of_what_a_quorum_prevoted_still_precommits_it() -> None:
-    member = Member(judgements={A: Judgement.KNOWN})
+    member = SeatedMember(judgements={A: Judgement.KNOWN})
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0, 2, 3)
@@ -132,7 +132,7 @@ def test_who_lacks_a_payload_of_what_a_quorum_prevoted_still_precommits_it() -> 
 
 
 def test_what_nobody_could_work_out_is_not_precommitted_though_a_quorum_prevoted_it() -> None:
-    member = Member(judgements={A: Judgement.UNKNOWN})
+    member = SeatedMember(judgements={A: Judgement.UNKNOWN})
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0, 2, 3)
@@ -142,7 +142,7 @@ def test_what_nobody_could_work_out_is_not_precommitted_though_a_quorum_prevoted
 
 
 def test_a_proposal_that_is_bad_is_never_precommitted() -> None:
-    member = Member(judgements={A: Judgement.BAD})
+    member = SeatedMember(judgements={A: Judgement.BAD})
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0, 2, 3)
@@ -156,7 +156,7 @@ def test_a_proposal_that_is_bad_is_never_precommitted() -> None:
 
 
 def test_a_quorum_of_prevotes_locks_and_is_precommitted() -> None:
-    member = Member()
+    member = SeatedMember()
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0)
@@ -167,7 +167,7 @@ def test_a_quorum_of_prevotes_locks_and_is_precommitted() -> None:
 
 
 def test_a_quorum_for_nothing_is_precommitted_at_once() -> None:
-    member = Member()
+    member = SeatedMember()
     member.begin()
     member.hear_votes(PREVOTE, NOTHING, 0, 2)
     assert member.go_on(1.0) == []
@@ -176,7 +176,7 @@ def test_a_quorum_for_nothing_is_precommitted_at_once() -> None:
 
 
 def test_prevotes_that_do_not_agree_are_waited_out() -> None:
-    member = Member()
+    member = SeatedMember()
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, NOTHING, 2, 3)
@@ -220,7 +220,7 @@ def test_a_quorum_of_prevotes_later_than_the_lock_unlocks() -> None:
 
 
 def test_a_quorum_of_prevotes_earlier_than_the_lock_does_not_unlock() -> None:
-    member = Member()
+    member = SeatedMember()
     member.hear_votes(PREVOTE, B, 0, 2, 3)
     member.hear_votes(PREVOTE, A, 0, 2, view=2)
     member.hear(proposal(2, A))
@@ -233,7 +233,7 @@ def test_a_quorum_of_prevotes_earlier_than_the_lock_does_not_unlock() -> None:
 
 
 def test_prevotes_that_back_a_proposal_are_waited_for() -> None:
-    member = Member()
+    member = SeatedMember()
     member.hear_votes(PRECOMMIT, NOTHING, 0, 3, view=2)
     assert member.go_on(0.0) == [ViewEntered(2)]
     member.hear(proposal(2, A, valid_view=0))
@@ -244,7 +244,7 @@ def test_prevotes_that_back_a_proposal_are_waited_for() -> None:
 
 
 def test_a_proposal_whose_backing_never_comes_gets_a_vote_for_nothing_at_the_timeout() -> None:
-    member = Member()
+    member = SeatedMember()
     member.hear_votes(PRECOMMIT, NOTHING, 0, 3, view=2)
     assert member.go_on(0.0) == [ViewEntered(2)]
     member.hear(proposal(2, A, valid_view=0))

@@ -11,7 +11,7 @@ from p2ptrain.core.agreement import Agreement, CastVote, Decided, Judgement, Pro
 from p2ptrain.core.messages import NOTHING, Ballot, Proposal, Received, Vote
 from p2ptrain.core.roster import Roster
 from p2ptrain.digest import digest
-from tests.helpers.agreement import A, B, Member, proposal
+from tests.helpers.agreement import A, B, SeatedMember, proposal
 from tests.helpers.core import KEYS, RUN, signed
 
 WILD_STEPS = 700  # in which anything happens; enough for a dozen views
@@ -41,7 +41,7 @@ class WithSmallQuorums(Agreement):
         super().__init__(smaller, *rest)  # type: ignore[arg-type]
 
 
-class Swarm:
+class VirtualMembers:
     """Members on one virtual clock; the seed chooses every delivery."""
 
     def __init__(self, seed: int, size: int, kind: type[Agreement] = Agreement) -> None:
@@ -177,13 +177,13 @@ def read_author(received: Received) -> bytes:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 10])
 def test_one_manifest_is_decided_whatever_liars_and_the_network_do(size: int) -> None:
     for seed in range(60 if size <= 5 else 10):
-        swarm = Swarm(seed, size)
+        swarm = VirtualMembers(seed, size)
         assert len(swarm.run()) == 1, f"seed {seed}"
 
 
 def test_the_model_sees_what_smaller_quorums_lead_to() -> None:
     def is_broken(seed: int) -> bool:
-        return len(Swarm(seed, 4, WithSmallQuorums).run()) > 1
+        return len(VirtualMembers(seed, 4, WithSmallQuorums).run()) > 1
 
     assert any(is_broken(seed) for seed in range(100))
 
@@ -191,7 +191,7 @@ def test_the_model_sees_what_smaller_quorums_lead_to() -> None:
 @pytest.mark.parametrize(("kind", "decided"), [(Agreement, A), (WithoutLock, B)])
 def test_without_locks_one_liar_brings_about_two_decisions(kind: type[Agreement], decided: bytes) -> None:
     """Seat 3 lies: it precommits nil towards two members that have not seen each other's third precommit."""
-    members = [Member(seat, draft=(A, B, A)[seat], kind=kind) for seat in range(3)]
+    members = [SeatedMember(seat, draft=(A, B, A)[seat], kind=kind) for seat in range(3)]
     for member in members:
         member.begin()
         member.hear(proposal(0, A))

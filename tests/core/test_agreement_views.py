@@ -22,7 +22,7 @@ from tests.helpers.agreement import (
     A,
     At,
     B,
-    Member,
+    SeatedMember,
     late_of_seven,
     locked_on_a,
     proposal,
@@ -34,7 +34,7 @@ from tests.helpers.core import KEYS, signed, voted
 
 
 def test_a_quorum_that_precommits_nothing_ends_the_view_at_once() -> None:
-    member = Member(seat=3)
+    member = SeatedMember(seat=3)
     member.begin()
     member.hear_votes(PRECOMMIT, NOTHING, 0, 1, 2)
     assert member.go_on(1.0) == [ViewEntered(1)]
@@ -42,7 +42,7 @@ def test_a_quorum_that_precommits_nothing_ends_the_view_at_once() -> None:
 
 
 def test_precommits_that_do_not_agree_are_waited_out() -> None:
-    member = Member(seat=3)
+    member = SeatedMember(seat=3)
     member.begin()
     member.hear_votes(PRECOMMIT, NOTHING, 0, 1)
     member.hear_votes(PRECOMMIT, A, 2)
@@ -55,7 +55,7 @@ def test_precommits_that_do_not_agree_are_waited_out() -> None:
 
 
 def test_more_than_the_tolerated_number_of_members_ahead_are_followed() -> None:
-    member = Member(seat=3)
+    member = SeatedMember(seat=3)
     member.begin()
     member.hear(voted(KEYS[0], PREVOTE, A, view=9))
     assert member.go_on(1.0) == []
@@ -67,7 +67,7 @@ def test_more_than_the_tolerated_number_of_members_ahead_are_followed() -> None:
 
 
 def test_a_proposal_counts_as_being_ahead() -> None:
-    member = Member(seat=3)
+    member = SeatedMember(seat=3)
     member.begin()
     assert member.hear(proposal(5, A)) == [Heard.USELESS]  # too far to be kept
     member.hear(voted(KEYS[0], PREVOTE, A, view=4))
@@ -75,7 +75,7 @@ def test_a_proposal_counts_as_being_ahead() -> None:
 
 
 def test_one_liar_ahead_is_not_followed_however_much_it_says() -> None:
-    member = Member(seat=3)
+    member = SeatedMember(seat=3)
     member.begin()
     for view in (5, 50, 2**40):
         member.hear(voted(KEYS[0], PREVOTE, A, view=view), voted(KEYS[0], PRECOMMIT, NOTHING, view=view))
@@ -85,13 +85,13 @@ def test_one_liar_ahead_is_not_followed_however_much_it_says() -> None:
 
 
 def test_in_a_crash_only_roster_one_member_ahead_is_followed() -> None:
-    member = Member(seat=2, size=3)
+    member = SeatedMember(seat=2, size=3)
     member.hear(voted(KEYS[0], PREVOTE, NOTHING, view=2))
     assert member.go_on(0.0)[:1] == [ViewEntered(2)]
 
 
 def test_a_member_is_followed_even_before_the_availabilities_are_here() -> None:
-    member = Member(seat=3)
+    member = SeatedMember(seat=3)
     member.hear(voted(KEYS[0], PREVOTE, NOTHING, view=1), voted(KEYS[1], PREVOTE, NOTHING, view=1))
     assert member.go_on(4.0) == [ViewEntered(1)]
     assert member.at == At(view=1, timer=8.0)
@@ -111,7 +111,7 @@ def test_what_a_quorum_prevoted_is_proposed_again_though_not_locked() -> None:
 
 
 def test_views_double_up_to_their_longest() -> None:
-    agreement = Member().agreement
+    agreement = SeatedMember().agreement
     assert [agreement.seconds(view) for view in range(7)] == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert agreement.seconds(2**40) == 60.0
 
@@ -140,13 +140,13 @@ def test_one_precommit_less_than_a_quorum_decides_nothing() -> None:
 
 @pytest.mark.parametrize("view", [0, 2, VIEWS_AHEAD])
 def test_a_quorum_decides_in_any_view_whatever_the_stage(view: int) -> None:
-    member = Member(seat=3)  # has heard no availability, and no proposal
+    member = SeatedMember(seat=3)  # has heard no availability, and no proposal
     member.hear_votes(PRECOMMIT, A, 0, 1, 2, view=view)
     assert member.go_on(0.0) == [Decided(view, A)]
 
 
 def test_an_earlier_view_may_still_decide() -> None:
-    member = Member(seat=6, size=7)
+    member = SeatedMember(seat=6, size=7)
     member.hear_votes(PRECOMMIT, NOTHING, 0, 1, 2, view=3)
     assert member.go_on(0.0) == [ViewEntered(3)]
     member.hear_votes(PRECOMMIT, A, 0, 1, 2, 3, 4)
@@ -154,7 +154,7 @@ def test_an_earlier_view_may_still_decide() -> None:
 
 
 def test_in_a_view_that_was_left_without_votes_they_are_cast_for_nothing_when_a_member_is_still_in_it() -> None:
-    member = Member(seat=6, size=7)
+    member = SeatedMember(seat=6, size=7)
     member.hear_votes(PRECOMMIT, NOTHING, 0, 1, 2, view=3)
     assert member.go_on(0.0) == [ViewEntered(3)]
     assert [member.agreement.pass_by(view) for view in (3, 4)] == [[], []]  # not left yet
@@ -164,7 +164,7 @@ def test_in_a_view_that_was_left_without_votes_they_are_cast_for_nothing_when_a_
 
 
 def test_where_a_vote_was_cast_only_the_other_is_missing() -> None:
-    member = Member(seat=6, size=7)
+    member = SeatedMember(seat=6, size=7)
     member.hear_votes(PRECOMMIT, NOTHING, 0, 1, 2, view=3)
     member.go_on(0.0)
     member.agreement.said[1, PREVOTE] = A
@@ -173,21 +173,21 @@ def test_where_a_vote_was_cast_only_the_other_is_missing() -> None:
 
 
 def test_who_only_watches_casts_no_votes_in_passing() -> None:
-    member = Member(seat=9, size=7)
+    member = SeatedMember(seat=9, size=7)
     member.hear_votes(PRECOMMIT, NOTHING, 0, 1, 2, view=3)
     member.go_on(0.0)
     assert member.agreement.pass_by(1) == []
 
 
 def test_precommits_of_different_views_do_not_add_up() -> None:
-    member = Member(seat=3)
+    member = SeatedMember(seat=3)
     member.hear_votes(PRECOMMIT, A, 0, 1)
     member.hear_votes(PRECOMMIT, A, 2, view=1)
     assert member.agreement.decided is None
 
 
 def test_nothing_is_never_decided() -> None:
-    member = Member(seat=3)
+    member = SeatedMember(seat=3)
     member.hear_votes(PRECOMMIT, NOTHING, 0, 1, 2)
     assert member.agreement.decided is None
 
@@ -197,7 +197,7 @@ def test_nothing_is_never_decided() -> None:
 
 
 def test_two_votes_for_one_place_are_reported_and_the_first_counts() -> None:
-    member = Member()
+    member = SeatedMember()
     first, second = voted(KEYS[0], PREVOTE, A), voted(KEYS[0], PREVOTE, B)
     assert member.hear(first, first, second, second) == [Heard.NEW, Heard.USELESS, Heard.CONFLICT, Heard.CONFLICT]
     assert member.agreement.earlier(signed(second)) == signed(first)
@@ -206,7 +206,7 @@ def test_two_votes_for_one_place_are_reported_and_the_first_counts() -> None:
 
 
 def test_two_proposals_for_one_view_are_reported_and_the_first_counts() -> None:
-    member = Member()
+    member = SeatedMember()
     first, second = proposal(0, A), proposal(0, B)
     assert member.hear(first, first, second) == [Heard.NEW, Heard.USELESS, Heard.CONFLICT]
     assert member.agreement.earlier(signed(second)) == signed(first)
@@ -214,14 +214,14 @@ def test_two_proposals_for_one_view_are_reported_and_the_first_counts() -> None:
 
 
 def test_votes_of_other_ballots_and_views_are_no_conflict() -> None:
-    member = Member()
+    member = SeatedMember()
     votes = [voted(KEYS[0], ballot, manifest, view) for view, ballot, manifest in
              ((0, PREVOTE, A), (0, PRECOMMIT, NOTHING), (1, PREVOTE, B), (1, PRECOMMIT, B))]  # fmt: skip
     assert member.hear(*votes) == [Heard.NEW] * 4
 
 
 def test_who_has_no_seat_follows_without_a_word() -> None:
-    member = Member(seat=5)
+    member = SeatedMember(seat=5)
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0, 1, 2)
@@ -234,7 +234,7 @@ def test_who_has_no_seat_follows_without_a_word() -> None:
 
 
 def test_views_far_ahead_and_far_behind_are_not_kept() -> None:
-    member = Member(seat=3)
+    member = SeatedMember(seat=3)
     ahead = [voted(KEYS[0], PREVOTE, A, view) for view in (VIEWS_AHEAD, VIEWS_AHEAD + 1)]
     assert member.hear(*ahead) == [Heard.NEW, Heard.USELESS]
     far = VIEWS_BEHIND + 20
@@ -274,7 +274,7 @@ def said(*messages: Proposal | Vote) -> list[Received]:
 def test_after_a_restart_the_lock_holds_and_nothing_is_said_twice() -> None:
     prevotes = [voted(KEYS[seat], PREVOTE, A) for seat in (0, 1, 2)]
     precommit = voted(KEYS[1], PRECOMMIT, A)
-    member = Member()
+    member = SeatedMember()
     member.agreement.restore(said(prevotes[1], precommit), said(proposal(0, A), *prevotes), now=50.0)
     assert member.at == At(stage=Stage.PRECOMMIT, locked=A, locked_view=0, valid=A, valid_view=0)
     assert member.agreement.said == {(0, PREVOTE): A, (0, PRECOMMIT): A}
@@ -284,7 +284,7 @@ def test_after_a_restart_the_lock_holds_and_nothing_is_said_twice() -> None:
 
 
 def test_after_a_restart_a_prevote_alone_locks_nothing() -> None:
-    member = Member()
+    member = SeatedMember()
     member.agreement.restore(said(voted(KEYS[1], PREVOTE, A)), [], now=50.0)
     assert member.at == At(stage=Stage.PREVOTE)
     member.hear(proposal(0, B))
@@ -293,14 +293,14 @@ def test_after_a_restart_a_prevote_alone_locks_nothing() -> None:
 
 
 def test_after_a_restart_a_proposer_waits_for_the_rest_of_its_view() -> None:
-    member = Member()
+    member = SeatedMember()
     member.agreement.restore(said(proposal(1, A)), [], now=50.0)
     assert member.at == At(view=1, timer=54.0)
     assert member.go_on(50.0) == [CastVote(1, PREVOTE, A)]
 
 
 def test_after_a_restart_a_proposer_does_not_propose_again() -> None:
-    member = Member(judgements={A: Judgement.UNKNOWN})
+    member = SeatedMember(judgements={A: Judgement.UNKNOWN})
     member.agreement.restore(said(proposal(1, A)), [], now=50.0)
     assert member.go_on(50.0) == []
     assert member.agreement.proposed == 1
@@ -308,7 +308,7 @@ def test_after_a_restart_a_proposer_does_not_propose_again() -> None:
 
 def test_after_a_restart_the_newest_place_counts() -> None:
     votes = [voted(KEYS[1], ballot, NOTHING, view) for view in (3, 1, 2) for ballot in Ballot]
-    member = Member()
+    member = SeatedMember()
     member.agreement.restore(said(*votes[:-1]), [], now=0.0)
     assert member.at == At(view=3, stage=Stage.PRECOMMIT)
     member.hear_votes(PRECOMMIT, NOTHING, 0, 2, 3, view=3)
@@ -317,7 +317,7 @@ def test_after_a_restart_the_newest_place_counts() -> None:
 
 def test_a_lie_about_a_prevote_does_not_hide_the_quorum_behind_a_proposal() -> None:
     """A liar towards some of three honest members must not keep them apart for ever."""
-    member = Member()
+    member = SeatedMember()
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, NOTHING, 2)  # but A towards somebody who is locked on it now

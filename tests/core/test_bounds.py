@@ -20,7 +20,7 @@ from tests.helpers.core import (
     KEYS,
     RUN,
     Bench,
-    FakeSigner,
+    DigestSigner,
     announced,
     name_of,
     published,
@@ -37,7 +37,7 @@ BACKING = (b"proposal", b"availabilities")
 
 
 def voice(branch: bytes = RUN, number: int = 1) -> Voice:
-    made = Context(run_of(), RUN, ME, FakeSigner(ME), Random(0)).voice
+    made = Context(run_of(), RUN, ME, DigestSigner(ME), Random(0)).voice
     made.enter(branch, number)
     return made
 

@@ -17,7 +17,7 @@ from tests.helpers.core import (
     ROOT0,
     RUN,
     Bench,
-    Store,
+    MemoryStore,
     announced,
     begun,
     certified,
@@ -255,7 +255,7 @@ def test_a_branch_of_which_the_old_quorum_knows_nothing_gives_way_to_it() -> Non
 
 def test_a_parting_older_than_the_kept_rounds_leaves_a_store_from_which_one_can_start() -> None:
     bench = on_own_branch(rounds=9, history_rounds=4)
-    store = Store(bench.parts.chain.base, 4)
+    store = MemoryStore(bench.parts.chain.base, 4)
     store.history = list(bench.parts.chain.steps)
     line = Chain(next(iter(bench.parts.chain.forks.values())), RUN, 64)
     extend(bench, line, 2)

@@ -9,7 +9,7 @@ from p2ptrain.core.events import Saved, Trunk
 from p2ptrain.core.history import Beginning, BranchStart, Entry, History, jump
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.state import AgreedState, genesis
-from tests.helpers.core import KEYS, ROOT0, RUN, FakeSigner, begun, certified, line_of, plain_manifest, run_of
+from tests.helpers.core import KEYS, ROOT0, RUN, DigestSigner, begun, certified, line_of, plain_manifest, run_of
 
 RUN_CONFIG = run_of()
 START = genesis(RUN, KEYS[:4], ROOT0)
@@ -132,7 +132,7 @@ def test_a_jump_over_a_fork_where_the_line_went_back_proves_itself() -> None:
     go_on(made, 20)
     answer = made.answer(RUN, 1)
     assert answer.base is not None
-    jump(line(1).state, answer.changes, answer.base, FakeSigner())
+    jump(line(1).state, answer.changes, answer.base, DigestSigner())
 
 
 def test_a_line_can_go_back_to_a_fork_before_all_that_is_kept() -> None:
@@ -208,7 +208,7 @@ def test_who_lags_by_more_than_is_kept_gets_a_jump_that_proves_itself() -> None:
         (BranchStart(RUN, 0), BranchStart(beginning.branch, 2)), 22, (second, beginning), made.base, tuple(steps(made))
     )
     first = line(1).state
-    jump(first, answer.changes, made.base, FakeSigner())
+    jump(first, answer.changes, made.base, DigestSigner())
 
 
 def test_a_jump_holds_only_the_changes_that_come_after_the_place_asked_for() -> None:
@@ -220,7 +220,7 @@ def test_a_jump_holds_only_the_changes_that_come_after_the_place_asked_for() -> 
     go_on(made, 20)
     answer = made.answer(first.branch, 4)
     assert [change for change in answer.changes if isinstance(change, Beginning)] == [second]
-    jump(line_after(first).state, answer.changes, made.base, FakeSigner())
+    jump(line_after(first).state, answer.changes, made.base, DigestSigner())
     assert after.round == 5
 
 
@@ -248,7 +248,7 @@ def test_a_round_that_changed_the_roster_is_part_of_a_jump() -> None:
     go_on(made, 20)
     answer = made.answer(RUN, 0)
     assert (answer.changes, answer.base) == ((entry,), made.base)
-    jump(START, answer.changes, made.base, FakeSigner())
+    jump(START, answer.changes, made.base, DigestSigner())
 
 
 # ---------------------------------------------------------------------------------------------------

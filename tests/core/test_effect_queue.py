@@ -116,7 +116,7 @@ async def by_the_daemon(folder: Path, batches: Sequence[Sequence[ev.Effect]]) ->
         each.persistence.disk_seconds = 1.0
         write = each.store.write
         each.store.write = lambda given: (done.append([*given]), write(given))  # type: ignore[method-assign]
-        each.driver._actions[ev.Return] = lambda effect: done.append(effect.round)
+        each.driver.worker.settled = lambda number, uncounted: done.append(number)  # type: ignore[method-assign]
         async with each.running():
             for batch in batches:
                 doing(each, *batch)

@@ -19,7 +19,7 @@ from tests.helpers.core import (
     KEYS,
     ROOT0,
     RUN,
-    FakeSigner,
+    DigestSigner,
     begun,
     certified,
     line_of,
@@ -117,7 +117,7 @@ def test_a_signature_is_of_its_view() -> None:
 def signature(key: bytes, ballot: Ballot = Ballot.PRECOMMIT, **changes: Any) -> bytes:
     certificate = ENTRY.certificate
     fields: dict[str, Any] = {"branch": RUN, "round": 1, "view": 0, "manifest": certificate.manifest} | changes
-    return FakeSigner(key).sign(signed_bytes(RUN, Vote(ballot=ballot, author=key, **fields)))
+    return DigestSigner(key).sign(signed_bytes(RUN, Vote(ballot=ballot, author=key, **fields)))
 
 
 GOOD = ENTRY.certificate.signatures
@@ -161,7 +161,7 @@ def test_there_is_a_signature_for_every_seat(seats: list[int]) -> None:
 
 
 def test_a_certificate_of_another_run_is_worth_nothing_here() -> None:
-    elsewhere = FakeSigner()
+    elsewhere = DigestSigner()
     elsewhere.run_id = OTHER
     assert refused(START, ENTRY, elsewhere) == "the certificate has an invalid signature"
 
@@ -241,7 +241,7 @@ def test_a_branch_has_a_signature_of_every_signer(count: int) -> None:
 
 def regroup_signature(key: bytes, **changes: Any) -> bytes:
     fields: dict[str, Any] = {"branch": RUN, "parent": RUN, "attempt": 0, "members": KEYS[:3]} | changes
-    return FakeSigner(key).sign(signed_bytes(RUN, Regroup(author=key, **fields)))
+    return DigestSigner(key).sign(signed_bytes(RUN, Regroup(author=key, **fields)))
 
 
 WRONG_REGROUPS: dict[str, bytes] = {

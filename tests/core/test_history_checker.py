@@ -15,7 +15,7 @@ from p2ptrain.sim.ledger import Ledger
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import scenario_of
 from tests.helpers.history_checker import NOTHING, PRECOMMIT, PREVOTE, check
-from tests.helpers.sim import Log, judged_simulation
+from tests.helpers.sim import MessageLog, judged_simulation
 
 RUN = digest("judged run")
 ROUND = 3
@@ -211,7 +211,7 @@ def test_the_history_of_a_swarm_with_liars_is_sound(how: str) -> None:
             {"kind": "partition", "groups": [[0, 1, 2], [3, 4, 5, 6]], "at": 9.0, "until": 12.0},
         ],
     }
-    log, checkers = Log(), standard()
+    log, checkers = MessageLog(), standard()
     outcome = simulate(scenario_of(table), 5, [*checkers, log])
     assert outcome.failures == []
     ledger = checkers[0]

@@ -14,7 +14,7 @@ from tests.helpers.core import (
     KEYS,
     RUN,
     Bench,
-    Store,
+    MemoryStore,
     announced,
     line_of,
     name_of,
@@ -67,7 +67,7 @@ def test_a_liar_that_votes_again_and_again_is_no_longer_heard() -> None:
 
 def started_again(bench: Bench, seconds: float) -> Bench:
     """Announces a contribution after this long, and then restarts the node from its disk."""
-    store = Store(bench.genesis)
+    store = MemoryStore(bench.genesis)
     bench.now = seconds
     store.keep(bench.train())
     bench.node = bench.make()

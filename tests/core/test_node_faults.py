@@ -30,7 +30,7 @@ from tests.helpers.core import (
     ROOT0,
     RUN,
     Bench,
-    Store,
+    MemoryStore,
     announced,
     certified,
     envelopes,
@@ -48,9 +48,9 @@ ME, STRANGER = KEYS[1], KEYS[9]
 PREVOTE, PRECOMMIT = Ballot.PREVOTE, Ballot.PRECOMMIT
 
 
-def store_of(bench: Bench, effects: list[ev.Effect]) -> Store:
+def store_of(bench: Bench, effects: list[ev.Effect]) -> MemoryStore:
     """The disk after these effects."""
-    store = Store(bench.genesis)
+    store = MemoryStore(bench.genesis)
     store.keep(effects)
     return store
 

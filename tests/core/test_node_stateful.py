@@ -45,9 +45,9 @@ from tests.helpers.core import (
     KEYS,
     RUN,
     Bench,
-    FakeSigner,
+    DigestSigner,
+    MemoryStore,
     Restless,
-    Store,
     announced,
     begun,
     line_of,
@@ -79,7 +79,7 @@ class Anyone(RuleBasedStateMachine):
     def begin(self, overlap: int, halts: bool, me: int) -> None:
         agreement = AGREEMENT | {"overlap_rounds": overlap, "on_quorum_loss": "halt" if halts else "regroup"}
         self.bench = Bench(4, me=me, agreement=agreement, start=False)
-        self.disk = Store(self.bench.genesis, 4)
+        self.disk = MemoryStore(self.bench.genesis, 4)
         self.places: dict[tuple[Any, ...], bytes] = {}  # everything said that may be said once
         self.persisted: set[bytes] = set()
         self.last = 0.0  # the time of the last event
@@ -101,7 +101,9 @@ class Anyone(RuleBasedStateMachine):
         before, ours, last = self.bench.node.deadline, self.bench.node.context.now, self.last
         effects = self.bench.do(event, at)
         if isinstance(event, ev.Started):
-            self.twin = Restless(self.bench.run, RUN, self.bench.me, FakeSigner(self.bench.me), Random(self.bench.seed))
+            self.twin = Restless(
+                self.bench.run, RUN, self.bench.me, DigestSigner(self.bench.me), Random(self.bench.seed)
+            )
         assert (self.twin.handle(event, self.bench.now), self.twin.deadline) == (effects, self.bench.node.deadline)
         assert self.bench.node.context.now >= ours, "its own time never goes back"
         for effect in effects:
@@ -136,7 +138,7 @@ class Anyone(RuleBasedStateMachine):
 
     def _listen(self, envelope: bytes) -> None:
         """Checks the node's messages: each sent once for its place, and only after it is on the disk."""
-        received = decode(envelope, FakeSigner())
+        received = decode(envelope, DigestSigner())
         message = received.message
         if isinstance(message, Certificate | Evidence) or message.author != self.bench.me:
             return
@@ -199,7 +201,7 @@ class Anyone(RuleBasedStateMachine):
         return known[pick % len(known)]
 
     def hear(self, message: Message, sender: bytes = b"", attachment: bytes = b"", good: bool | None = None) -> None:
-        received = decode(signed(message, attachment).envelope, FakeSigner())
+        received = decode(signed(message, attachment).envelope, DigestSigner())
         author = self.author(1) if isinstance(message, Certificate | Evidence) else message.author
         self.heard = [*self.heard[-63:], (message, attachment, good)]
         self.do(ev.MessageReceived(sender or author, received, good))
@@ -317,7 +319,7 @@ class Anyone(RuleBasedStateMachine):
     def its_own_words_come_back(self, place: int, peer: int) -> None:
         said = sorted(self.persisted)
         if said:
-            received = decode(said[place % len(said)], FakeSigner())
+            received = decode(said[place % len(said)], DigestSigner())
             self.do(ev.MessageReceived(self.author(peer), received, True if received.attachment else None))
 
     # -----------------------------------------------------------------------------------------------

@@ -18,7 +18,18 @@ from p2ptrain.core.requests import OF_AUTHOR_MAX, Requests
 from p2ptrain.core.state import genesis
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
-from tests.helpers.core import KEYS, ROOT0, RUN, FakeSigner, announced, line_of, name_of, plain_manifest, run_of, signed
+from tests.helpers.core import (
+    KEYS,
+    ROOT0,
+    RUN,
+    DigestSigner,
+    announced,
+    line_of,
+    name_of,
+    plain_manifest,
+    run_of,
+    signed,
+)
 
 STATE = genesis(RUN, KEYS[:4], ROOT0)
 LATER = msgspec.structs.replace(STATE, round=1)
@@ -26,7 +37,7 @@ AUTHOR = KEYS[2]
 
 
 def context(**admission: object) -> Context:
-    return Context(run_of(admission=admission), RUN, KEYS[0], FakeSigner(KEYS[0]), Random(0))
+    return Context(run_of(admission=admission), RUN, KEYS[0], DigestSigner(KEYS[0]), Random(0))
 
 
 def offers(staleness: int = 0) -> Offers:

@@ -19,7 +19,7 @@ from p2ptrain.core.payloads import (
 )
 from p2ptrain.core.reputation import Reason
 from p2ptrain.digest import digest
-from tests.helpers.core import BYTES, KEYS, RUN, FakeSigner, announced, run_of
+from tests.helpers.core import BYTES, KEYS, RUN, DigestSigner, announced, run_of
 
 ME, AUTHOR = KEYS[0], KEYS[1]
 NAME = digest("core test", b"a payload")
@@ -30,7 +30,7 @@ def offer(author: bytes = AUTHOR, payload: bytes = NAME, payload_bytes: int = BY
 
 
 def payloads() -> Payloads:
-    return Payloads(Context(run_of(), RUN, ME, FakeSigner(ME), Random(0)))
+    return Payloads(Context(run_of(), RUN, ME, DigestSigner(ME), Random(0)))
 
 
 def emitted(made: Payloads) -> list[Effect]:

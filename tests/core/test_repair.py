@@ -29,7 +29,7 @@ from tests.helpers.core import (
     KEYS,
     RUN,
     Bench,
-    FakeSigner,
+    DigestSigner,
     announced,
     envelopes,
     name_of,
@@ -257,7 +257,7 @@ def test_histories_are_told_a_few_a_second_and_not_to_the_greylisted() -> None:
 
 
 def questions() -> Questions:
-    return Questions(Context(run_of(), RUN, ME, FakeSigner(ME), Random(0)))
+    return Questions(Context(run_of(), RUN, ME, DigestSigner(ME), Random(0)))
 
 
 def emitted(made: Questions) -> list[ev.Effect]:

@@ -42,13 +42,13 @@ from p2ptrain.core.reputation import (
 )
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, RemoteProtocolError
-from tests.helpers.core import KEYS, ROOT0, RUN, FakeSigner, announced, payload, signed, voted
+from tests.helpers.core import KEYS, ROOT0, RUN, DigestSigner, announced, payload, signed, voted
 
 AUTHOR, OTHER = KEYS[0], KEYS[1]
 A, B = digest("reputation test", b"a"), digest("reputation test", b"b")
 BRANCH = digest("reputation test", b"branch")
 PREVOTE, PRECOMMIT = Ballot.PREVOTE, Ballot.PRECOMMIT
-SIGNER = FakeSigner()
+SIGNER = DigestSigner()
 
 
 def proposal(manifest: bytes = A, **changes: Any) -> Proposal:
@@ -159,13 +159,13 @@ def test_a_proof_with_an_attachment_is_refused() -> None:
 def test_a_forged_half_convicts_nobody(forged: int) -> None:
     pair = LIES["prevotes for two manifests"]
     halves = [signed(message).envelope for message in pair]
-    halves[forged] = encode(pair[forged], FakeSigner(OTHER).sign(b"something else"))
+    halves[forged] = encode(pair[forged], DigestSigner(OTHER).sign(b"something else"))
     with pytest.raises(RemoteProtocolError, match="the vote has an invalid signature"):
         convict(Evidence(*sorted(halves)), SIGNER)
 
 
 def test_a_lie_in_another_run_convicts_nobody_here() -> None:
-    elsewhere = FakeSigner()
+    elsewhere = DigestSigner()
     elsewhere.run_id = BRANCH
     with pytest.raises(RemoteProtocolError, match="invalid signature"):
         convict(evidence(*LIES["prevotes for two manifests"]), elsewhere)
@@ -174,7 +174,7 @@ def test_a_lie_in_another_run_convicts_nobody_here() -> None:
 def test_the_same_message_under_two_signatures_convicts_nobody() -> None:
     """A signature scheme may allow several signatures; a message's digest does not cover them."""
 
-    class Lax(FakeSigner):
+    class Lax(DigestSigner):
         def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
             return True
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from p2ptrain.config import DataConfig, RecipeConfig, RunConfig, WorldConfig
-from p2ptrain.daemon.script import ScriptLoop, _run_of
+from p2ptrain.daemon.script import run_of as run_and_said
+from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.loop.channel import Begin, TakeSequences
 from p2ptrain.models.kinds import frozen_digest
@@ -29,7 +30,7 @@ def begun(frozen: str = "", **said: Any) -> Begin:
 
 
 def run_of(begin: Begin) -> RunConfig:
-    return _run_of(begin)[1]
+    return run_and_said(begin)[1]
 
 
 def test_a_run_names_what_does_not_train() -> None:

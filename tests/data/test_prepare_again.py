@@ -66,7 +66,7 @@ def test_a_process_that_fails_or_is_ended_is_told(fails: Any, said: str, monkeyp
 # Interrupted
 
 
-class Counted(BytesTokenizer):
+class CountingTokenizer(BytesTokenizer):
     """Counts what it encodes, and is interrupted at a text of its own."""
 
     def __init__(self, last: int = 10**9) -> None:
@@ -94,7 +94,7 @@ def test_the_same_call_goes_on_where_it_was_interrupted(tmp_path: Path, last: in
         subprocess.run(["gzip", "-k", str(file)], check=True)
         file = tmp_path / "a.jsonl.gz"
     whole = made(tmp_path / "whole", file, tokenizer=BytesTokenizer())
-    first, second = Counted(last), Counted()
+    first, second = CountingTokenizer(last), CountingTokenizer()
     with pytest.raises(KeyboardInterrupt):
         made(out, file, tokenizer=first)
     again = made(out, file, tokenizer=second)
@@ -107,9 +107,9 @@ def test_the_same_call_goes_on_where_it_was_interrupted(tmp_path: Path, last: in
 def test_another_call_begins_anew(tmp_path: Path) -> None:
     file, out = lines(tmp_path / "a.jsonl"), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        made(out, file, tokenizer=Counted(2_000))
+        made(out, file, tokenizer=CountingTokenizer(2_000))
     lines(file, 2_500)
-    second = Counted()
+    second = CountingTokenizer()
     again = made(out, file, tokenizer=second)
     assert second.count == 2_500
     assert TokenDataset.open(out, again.digest).missing_anywhere() == []
@@ -120,13 +120,13 @@ def test_another_call_begins_anew(tmp_path: Path) -> None:
 def test_what_was_left_and_is_not_whole_is_not_gone_on_with(tmp_path: Path, spoil: str) -> None:
     file, out = lines(tmp_path / "a.jsonl", 6_000), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        made(out, file, tokenizer=Counted(5_500))
+        made(out, file, tokenizer=CountingTokenizer(5_500))
     unfinished = out / ".p2ptrain-unfinished"
     if spoil == "cut":
         unfinished.write_bytes(unfinished.read_bytes()[:-100])
     else:
         next((out / "pieces").iterdir()).unlink()
-    second = Counted()
+    second = CountingTokenizer()
     assert made(out, file, tokenizer=second).digest == made(tmp_path / "w", file, tokenizer=BytesTokenizer()).digest
     assert second.count == 6_000
 
@@ -136,7 +136,7 @@ def test_what_was_left_out_stays_left_out(tmp_path: Path) -> None:
     file.write_text("broken\n" + file.read_text())
     left_out: list[ConfigError] = []
     with pytest.raises(KeyboardInterrupt):
-        made(out, file, tokenizer=Counted(2_000), skipped=left_out.append)
+        made(out, file, tokenizer=CountingTokenizer(2_000), skipped=left_out.append)
     again = made(out, file, tokenizer=BytesTokenizer(), skipped=left_out.append)
     assert again.digest == made(tmp_path / "w", lines(tmp_path / "a.jsonl"), tokenizer=BytesTokenizer()).digest
     assert [error.source for error in left_out] == [f"{file}, line 1"] * 2

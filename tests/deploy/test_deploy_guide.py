@@ -30,7 +30,6 @@ ELSEWHERE = {
     "sudoedit",
     "make",
     "p2ptrain",
-    "deploy/deb/build",
     "curl",
     "P2PTRAIN_VARIANT=cuda",
 }
@@ -101,8 +100,8 @@ def test_every_file_and_name_in_the_commands_exists() -> None:
         for word in shlex.split(line):
             if word.startswith("deploy/"):
                 assert (ROOT / word).exists(), line
-            if word.endswith("_all.deb"):
-                assert word == f"./dist/p2ptrain_{__version__}_all.deb"
+            if word.endswith(".whl"):
+                assert word == f"./dist/p2ptrain-{__version__}-py3-none-any.whl"
     services = read_yaml(DEPLOY / "compose.yaml")["services"]
     for name in re.findall(r"(?:exec|--follow) (\w+)", "\n".join(line for line in commands() if "compose" in line)):
         assert name in services
@@ -142,7 +141,7 @@ def test_the_drop_ins_that_begin_a_run_and_show_an_invitation_are_some_for_syste
     assert len(found) == 2
     text = re.sub(r"^    ", "", found[number], flags=re.MULTILINE)
     _, command = settings(text)["ExecStart"]
-    assert command.startswith(f"/usr/bin/p2ptrain {begins}") and command.endswith("--data-dir /var/lib/p2ptrain")
+    assert command.startswith(f"/usr/local/bin/p2ptrain {begins}") and command.endswith("--data-dir /var/lib/p2ptrain")
     if number == 1:
         assert settings(text)["LoadCredential"] == ["invitation:/etc/p2ptrain/node.invitation"]
         assert command.endswith(
@@ -151,7 +150,7 @@ def test_the_drop_ins_that_begin_a_run_and_show_an_invitation_are_some_for_syste
     unit, drop_in = tmp_path / "p2ptrain.service", tmp_path / "p2ptrain.service.d/begin.conf"
     drop_in.parent.mkdir()
     for path, content in ((unit, (DEPLOY / "systemd/p2ptrain.service").read_text()), (drop_in, text)):
-        path.write_text(content.replace("/usr/bin/p2ptrain", "/bin/true"))
+        path.write_text(content.replace("/usr/local/bin/p2ptrain", "/bin/true"))
     assert run(analyze, "verify", "--man=no", unit) == (0, "")
 
 

@@ -1,4 +1,4 @@
-"""The systemd service: it is valid, and consistent with the package and the node."""
+"""The systemd service: it is valid, and consistent with the node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unit() -> dict[str, list[str]]:
 def verified(analyze: str, directory: Path, *drop_ins: Path) -> tuple[int, str]:
     """Returns systemd's verdict on the unit, with an existing program."""
     service = directory / UNIT.name
-    service.write_text(UNIT.read_text().replace("/usr/bin/p2ptrain", "/bin/true"))
+    service.write_text(UNIT.read_text().replace("/usr/local/bin/p2ptrain", "/bin/true"))
     for each in drop_ins:
         place = directory / f"{UNIT.name}.d"
         place.mkdir(exist_ok=True)
@@ -71,7 +71,7 @@ def test_it_is_of_the_kind_that_the_node_speaks_to(unit: dict[str, list[str]]) -
 
 def test_its_directories_are_those_of_its_command(unit: dict[str, list[str]]) -> None:
     (command,) = unit["ExecStart"]
-    assert command == "/usr/bin/p2ptrain join --config /etc/p2ptrain/node.toml --data-dir /var/lib/p2ptrain"
+    assert command == "/usr/local/bin/p2ptrain join --config /etc/p2ptrain/node.toml --data-dir /var/lib/p2ptrain"
     assert unit["StateDirectory"] == unit["RuntimeDirectory"] == unit["ConfigurationDirectory"] == ["p2ptrain"]
     assert "XDG_RUNTIME_DIR=/run/p2ptrain" in unit["Environment"][0].split()
     assert len("/run/p2ptrain") <= BASE_MAX, "else its sockets would lie in a private /tmp"

@@ -190,7 +190,7 @@ async def test_peers_that_cannot_be_reached_or_do_not_answer_take_no_longer_than
         await released.wait()
 
     await asked.serve(PROTOCOL, silent)
-    gone = asking._network.address(C)
+    gone = asking.network.address(C)
     answers, trouble, reached = await network.ask_peers(asking, [*asked.addresses(), gone])
     assert (answers, reached, len(trouble)) == ([], [B], 2)
     assert asyncio.get_running_loop().time() < network.ASK_SECONDS + 1
@@ -288,7 +288,7 @@ async def test_a_peer_without_a_state_gives_no_measure() -> None:
     asking, asked = await two()
     await questions.serve(asked, lambda peer, question: questions.States())
     assert (await network.measure(asking, B, bytes(32), 10**6, 0)).diagnosis.level == "warning"
-    asking._network.unlink(A, B, "cut")
+    asking.network.unlink(A, B, "cut")
     found, _ = await network.measure(asking, B, bytes(32), 10**6, 0)
     assert (found.level, "not measured" in found.result) == ("warning", True)
     await asked.close()

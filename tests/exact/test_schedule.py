@@ -6,6 +6,7 @@ import math
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,24 +15,14 @@ from hypothesis import strategies as st
 from p2ptrain.config import RecipeConfig
 from p2ptrain.exact.schedule import exact_float, learning_rate, reach
 
-CONSTANT = RecipeConfig(name="distro", learning_rate=Fraction(1, 1000), warmup_rounds=4)
-LINEAR = RecipeConfig(
-    name="distro",
-    learning_rate=Fraction(1, 1000),
-    schedule="linear",
-    warmup_rounds=4,
-    rounds=10,
-    final_ratio=Fraction(1, 10),
-)
-WSD = RecipeConfig(
-    name="distro",
-    learning_rate=Fraction(1, 1000),
-    schedule="wsd",
-    warmup_rounds=2,
-    rounds=10,
-    decay_rounds=4,
-    final_ratio=Fraction(0),
-)
+
+def recipe_of(**settings: Any) -> RecipeConfig:
+    return RecipeConfig(name="distro", learning_rate=Fraction(1, 1000), **settings)
+
+
+CONSTANT = recipe_of(warmup_rounds=4)
+LINEAR = recipe_of(schedule="linear", warmup_rounds=4, rounds=10, final_ratio=Fraction(1, 10))
+WSD = recipe_of(schedule="wsd", warmup_rounds=2, rounds=10, decay_rounds=4, final_ratio=Fraction(0))
 
 rationals = st.builds(Fraction, st.integers(1, 2**53 - 1), st.integers(1, 2**53 - 1))
 ratios = st.fractions(0, 1, max_denominator=2**53 - 1)

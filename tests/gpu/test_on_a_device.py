@@ -307,11 +307,11 @@ def test_votes_on_the_device_are_those_of_the_cpu() -> None:
 
 @CUDA_ALONE
 def test_a_card_tells_what_it_draws() -> None:
-    """NVML really answers; of a processor another test knows the files."""
-    meter = meter_of(DEVICE)
-    before = meter.read()[0][0]
+    """NVML really answers."""
+    read = meter_of(DEVICE)
+    before = read()
     much = torch.randn(4_096, 4_096, device=DEVICE)
     for _ in range(300):
         much = torch.nn.functional.normalize(much @ much)
     torch.cuda.synchronize()
-    assert meter.read()[0][0] > before
+    assert read() > before

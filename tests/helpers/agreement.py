@@ -44,7 +44,7 @@ class At:
 
 
 @dataclass
-class Member:
+class SeatedMember:
     """One of four members; seat s proposes in view s. Its own messages are fed back to it, as in a node."""
 
     seat: int = 1
@@ -105,9 +105,9 @@ class Member:
         )
 
 
-def locked_on_a() -> Member:
+def locked_on_a() -> SeatedMember:
     """A member that precommitted A in view 0."""
-    member = Member()
+    member = SeatedMember()
     member.begin()
     member.hear(proposal(0, A))
     member.hear_votes(PREVOTE, A, 0, 2)
@@ -115,7 +115,7 @@ def locked_on_a() -> Member:
     return member
 
 
-def locked_on_a_in_view(view: int) -> Member:
+def locked_on_a_in_view(view: int) -> SeatedMember:
     """The same member after the others precommitted nil in view 0 and in all views up to this one."""
     member = locked_on_a()
     for number in range(view):
@@ -126,9 +126,9 @@ def locked_on_a_in_view(view: int) -> Member:
     return member
 
 
-def late_of_seven() -> Member:
+def late_of_seven() -> SeatedMember:
     """One of seven members that precommitted nil at the timeout, and then learns of a quorum of prevotes for A."""
-    member = Member(size=7)
+    member = SeatedMember(size=7)
     member.begin()
     member.hear(proposal(0, A, size=7))
     member.hear_votes(PREVOTE, A, 0, 2)

@@ -29,6 +29,7 @@ from p2ptrain.daemon.life import Daemon, save_last
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.identity import Identity
 from p2ptrain.net.connections import topic_of
+from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import LocalWorker
 from p2ptrain.node.work import Done, Task
 from p2ptrain.store.log import read_own
@@ -85,7 +86,9 @@ async def _live(root: Path, run: RunConfig, state: bytes, data: Path, ready: Cal
             dataset = TokenDataset.open(data, run.data.manifest)
             first = state if number < FOUNDERS else b""
             opened = partial(open_workshop, make=PacedWorker)
-            daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=first), opened=opened)
+            daemon = await Daemon.open(
+                stack, Launch(run, Home(config), me, transport, dataset, state=first), opened=opened
+            )
             view = daemon.driver.node.view()
             await transport.subscribe(topic_of(daemon.edges.run_id), daemon.driver.intake.hear, view.is_in)
             tasks.append(asyncio.create_task(daemon.edges.connections.run()))

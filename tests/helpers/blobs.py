@@ -64,7 +64,7 @@ class MemoryBlob:
 
 
 @dataclass
-class Node:
+class BlobNode:
     """A node that serves its blobs and fetches others."""
 
     key: bytes
@@ -109,12 +109,12 @@ class Node:
 @asynccontextmanager
 async def swarm(
     count: int, *, latency: float = 0.002, upload: int = 0, download: int = 0
-) -> AsyncIterator[tuple[Network, list[Node]]]:
+) -> AsyncIterator[tuple[Network, list[BlobNode]]]:
     """Makes fully connected nodes."""
     network = Network(latency_seconds=latency)
     async with AsyncExitStack() as stack:
         nodes = [
-            Node(key(number), network.transport(key(number)), TokenBucket(upload), TokenBucket(download))
+            BlobNode(key(number), network.transport(key(number)), TokenBucket(upload), TokenBucket(download))
             for number in range(count)
         ]
         for node in nodes:
@@ -151,7 +151,7 @@ def given(blob: MemoryBlob, index: int) -> Given:
 Answer = Callable[[Request], Awaitable[Reply | bytes | None]]  # None: no answer
 
 
-async def lie(network: Network, number: int, nodes: list[Node], answer: Answer) -> bytes:
+async def lie(network: Network, number: int, nodes: list[BlobNode], answer: Answer) -> bytes:
     """Connects a peer that answers requests with any function."""
     peer = network.transport(key(number))
     for node in nodes:
@@ -189,7 +189,7 @@ async def said(stream: Stream, request: Request) -> Reply:
 
 @asynccontextmanager
 async def crowd(
-    network: Network, server: Node, keys: int, use: Callable[[Stream], Awaitable[None]]
+    network: Network, server: BlobNode, keys: int, use: Callable[[Stream], Awaitable[None]]
 ) -> AsyncIterator[None]:
     """Peers that use four streams each in a given way and reopen each as soon as it ends."""
 

@@ -33,7 +33,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class Seen:
+class RecordedConnections:
     """A node's connections and a record of their callbacks."""
 
     def __init__(self, network: Network, me: bytes = ME) -> None:

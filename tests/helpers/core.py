@@ -43,7 +43,7 @@ KEYS = tuple(sorted(digest("core test key", bytes([number])) for number in range
 BYTES = 20_000  # of a payload that does not ride along
 
 
-class FakeSigner:
+class DigestSigner:
     """Fake signatures, made of digests over the key: sufficient where only their binding to key and data matters."""
 
     def __init__(self, key: bytes = b"") -> None:
@@ -53,7 +53,7 @@ class FakeSigner:
         return digest("core test signature", self.key, signed) * 2
 
     def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
-        return signature == FakeSigner(key).sign(signed)
+        return signature == DigestSigner(key).sign(signed)
 
 
 def signed(message: Message, attachment: bytes = b"") -> Received:
@@ -61,7 +61,7 @@ def signed(message: Message, attachment: bytes = b"") -> Received:
     if isinstance(message, Certificate | Evidence):
         envelope = encode(message)
     else:
-        envelope = encode(message, FakeSigner(message.author).sign(signed_bytes(RUN, message)), attachment)
+        envelope = encode(message, DigestSigner(message.author).sign(signed_bytes(RUN, message)), attachment)
     return Received(message, message_digest(message), envelope, attachment)
 
 
@@ -110,7 +110,7 @@ def begun(members: tuple[bytes, ...], signers: tuple[bytes, ...], state: AgreedS
     """The beginning of a branch after `state`."""
     ordered = tuple(sorted(members))
     regroups = [Regroup(state.branch, state.head, attempt, ordered, key) for key in sorted(signers)]
-    signatures = tuple(FakeSigner(each.author).sign(signed_bytes(RUN, each)) for each in regroups)
+    signatures = tuple(DigestSigner(each.author).sign(signed_bytes(RUN, each)) for each in regroups)
     return Beginning(state.branch, state.round, state.head, attempt, ordered, tuple(sorted(signers)), signatures)
 
 
@@ -118,7 +118,7 @@ def certified(manifest: Manifest, state: AgreedState, view: int = 0, signers: tu
     """A manifest with a certificate by a quorum of the roster of `state`."""
     chosen = tuple(sorted(signers or state.members[: state.roster.quorum]))
     votes = [Vote(manifest.branch, manifest.round, view, Ballot.PRECOMMIT, manifest.digest, key) for key in chosen]
-    signatures = tuple(FakeSigner(vote.author).sign(signed_bytes(RUN, vote)) for vote in votes)
+    signatures = tuple(DigestSigner(vote.author).sign(signed_bytes(RUN, vote)) for vote in votes)
     seats = bitmap(state.roster.seat[key] for key in chosen)
     return Entry(manifest, Certificate(manifest.branch, manifest.round, view, manifest.digest, seats, signatures))
 
@@ -196,7 +196,7 @@ class Bench:
                 self.do(ev.PeerSeen(peer))
 
     def make(self) -> Node:
-        return Node(self.run, RUN, self.me, FakeSigner(self.me), Random(self.seed))
+        return Node(self.run, RUN, self.me, DigestSigner(self.me), Random(self.seed))
 
     def saved(self, **changes: Any) -> ev.Saved:
         fields: dict[str, Any] = {
@@ -236,7 +236,7 @@ class Bench:
         self, message: Message, sender: bytes = b"", attachment: bytes = b"", good: bool | None = None
     ) -> list[ev.Effect]:
         """Delivers a message by gossip, or from `sender` by stream, decoded as a driver does it."""
-        received = decode(signed(message, attachment).envelope, FakeSigner())
+        received = decode(signed(message, attachment).envelope, DigestSigner())
         author = b"" if isinstance(message, Certificate | Evidence) else message.author
         return self.do(ev.MessageReceived(sender or author or self.others[0], received, good))
 
@@ -401,7 +401,7 @@ def proposed(me: int = 1) -> tuple[Bench, tuple[Announcement, ...], list[Availab
     return bench, offers, named, proposal, manifest
 
 
-class Store:
+class MemoryStore:
     """A driver's disk: keeps records, and returns them at startup."""
 
     def __init__(self, base: AgreedState, kept: int = 256) -> None:
@@ -422,7 +422,7 @@ class Store:
         for effect in effects:
             match effect.record if isinstance(effect, ev.Persist) else None:
                 case ev.Said() as said:
-                    self.said.append((decode(said.envelope, FakeSigner()).message, said))
+                    self.said.append((decode(said.envelope, DigestSigner()).message, said))
                 case ev.Certified() as certified:
                     self._certify(certified)
                 case ev.Silence() as silence:
@@ -479,13 +479,13 @@ def envelopes(*messages: Message) -> tuple[bytes, ...]:
 
 def published(effects: list[ev.Effect]) -> list[Message]:
     """The messages that are published to everyone."""
-    return [decode(effect.envelope, FakeSigner()).message for effect in effects if isinstance(effect, ev.Publish)]
+    return [decode(effect.envelope, DigestSigner()).message for effect in effects if isinstance(effect, ev.Publish)]
 
 
 def sent(effects: list[ev.Effect]) -> list[tuple[bytes, Message]]:
     """The messages that are sent to one peer."""
     return [
-        (effect.peer, decode(envelope, FakeSigner()).message)
+        (effect.peer, decode(envelope, DigestSigner()).message)
         for effect in effects
         if isinstance(effect, ev.Send)
         for envelope in effect.envelopes

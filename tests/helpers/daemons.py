@@ -77,10 +77,10 @@ OWN = {
 }
 
 
-class Daemon:
+class StartableDaemon:
     """One node, with its directory and command, that a test can start repeatedly."""
 
-    def __init__(self, swarm: Swarm, name: str, *arguments: str | Path, listen: str = LISTEN, **own: str) -> None:
+    def __init__(self, swarm: DaemonSwarm, name: str, *arguments: str | Path, listen: str = LISTEN, **own: str) -> None:
         self.swarm, self.name, self.own = swarm, name, own
         self.directory, self.log = swarm.directory / name, swarm.directory / f"{name}.log"
         self.arguments, self.listen = [str(each) for each in arguments], listen
@@ -89,7 +89,7 @@ class Daemon:
         self.process: subprocess.Popen[bytes] | Born | None = None
         self.started_at = 0.0
 
-    def start(self) -> Daemon:
+    def start(self) -> StartableDaemon:
         assert self.process is None or self.process.poll() is not None, "one process at a time"
         options = [] if "--data-dir" in self.arguments else ["--data-dir", str(self.directory)]
         options += ["--listen", self.listen] if self.listen else []
@@ -177,7 +177,7 @@ class Daemon:
             self.pause(look)
         return monotonic() - began
 
-    def until_up(self) -> Daemon:
+    def until_up(self) -> StartableDaemon:
         self.until(lambda: self.status().get("addresses"))
         return self
 
@@ -223,12 +223,12 @@ class Daemon:
         assert self.until_ended() == 0, self.text[-3_000:]
 
 
-class Swarm:
+class DaemonSwarm:
     """The daemons of a test, and the roots that they have reported."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.daemons: list[Daemon] = []
+        self.daemons: list[StartableDaemon] = []
         self.imports_itself = False  # whether each node imports everything, which takes it two seconds
         self.roots: dict[str, dict[str, str]] = defaultdict(dict)  # by round, and by the node that told it
         self.began = monotonic()
@@ -239,18 +239,18 @@ class Swarm:
         path.write_text(RUN.format(name=name))
         return path
 
-    def first(self, name: str = "first", run: str = "test", **own: str) -> Daemon:
+    def first(self, name: str = "first", run: str = "test", **own: str) -> StartableDaemon:
         """Makes the first node, which starts the run."""
         return self.add(name, "start", self.run_file(run), **own)
 
-    def joiner(self, name: str, *addresses: str, **own: str) -> Daemon:
+    def joiner(self, name: str, *addresses: str, **own: str) -> StartableDaemon:
         return self.add(name, "join", *(part for each in addresses for part in ("--bootstrap", each)), **own)
 
-    def add(self, name: str, *arguments: str | Path, listen: str = LISTEN, **own: str) -> Daemon:
-        self.daemons.append(Daemon(self, name, *arguments, listen=listen, **own))
+    def add(self, name: str, *arguments: str | Path, listen: str = LISTEN, **own: str) -> StartableDaemon:
+        self.daemons.append(StartableDaemon(self, name, *arguments, listen=listen, **own))
         return self.daemons[-1]
 
-    def of(self, size: int) -> list[Daemon]:
+    def of(self, size: int) -> list[StartableDaemon]:
         """Makes that many nodes, and waits until all are members."""
         nodes = [self.first().start().until_up()]
         nodes += [self.joiner(f"node{n}", nodes[0].address).start() for n in range(2, size + 1)]
@@ -258,7 +258,7 @@ class Swarm:
             node.until(lambda node=node: len(node.status().get("roster", ())) == size)
         return nodes
 
-    def kill_while_it_trains(self, first: Daemon, second: Daemon) -> None:
+    def kill_while_it_trains(self, first: StartableDaemon, second: StartableDaemon) -> None:
         """Kills the second of two members, which has to repeat its round as it was; both go on."""
         for node in (first, second):
             node.until(lambda node=node: len(node.status().get("roster", ())) == 2)
@@ -270,7 +270,7 @@ class Swarm:
         first.until_applied(number + 3)
         assert self.compared() > 3
 
-    def train(self, first: Daemon, names: Sequence[str], rounds: int, seconds: float) -> list[Daemon]:
+    def train(self, first: StartableDaemon, names: Sequence[str], rounds: int, seconds: float) -> list[StartableDaemon]:
         """Lets nodes of these names join the first; all train so many rounds, and leave. Returns all of them.
 
         seconds: within which each of these steps is done
@@ -324,8 +324,8 @@ class Swarm:
 
 
 @contextmanager
-def swarm_in(directory: Path) -> Iterator[Swarm]:
-    swarm = Swarm(directory)
+def swarm_in(directory: Path) -> Iterator[DaemonSwarm]:
+    swarm = DaemonSwarm(directory)
     try:
         yield swarm
         swarm.look_at_logs()

@@ -87,7 +87,7 @@ def numbers_in(status: dict[str, Any]) -> dict[str, float | None]:
 # The node
 
 
-class Node:
+class DashboardServer:
     """A server in its own thread, so that a test can block on its page."""
 
     def __init__(self) -> None:
@@ -162,8 +162,8 @@ class Node:
 
 
 @contextmanager
-def a_node() -> Iterator[Node]:
-    node = Node()
+def a_node() -> Iterator[DashboardServer]:
+    node = DashboardServer()
     node.start()
     try:
         yield node
@@ -219,7 +219,7 @@ def lively_peers(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def lively(node: Node, rounds: int = 340) -> None:
+def lively(node: DashboardServer, rounds: int = 340) -> None:
     """Fills the node with typical data, for screenshots."""
     luck = random.Random(3)
     me, peers = a_name(luck), lively_peers(11)

@@ -47,7 +47,7 @@ STARTS = re.compile(r"p2ptrain (start|join)\b|python train\.py (?P<directory>\w+
 EXAMPLE = "p2ptrain config example tiny > tiny.toml"
 DIGESTS = ("digest", "manifest")  # of a tokenizer and of data, as `data prepare` prints them
 # What only looks, and so may look again until it sees what the page says.
-LOOKS = re.compile(r"p2ptrain (status|peers|runs|top|generate|checkpoint (list|verify))\b|curl\b")
+LOOKS = re.compile(r"p2ptrain (status|peers|runs|generate|checkpoint list)\b|curl\b")
 FRIENDS = {"friend": "friend", "friend2": "friend"}  # terminals that are on another machine, and on which
 # Files of the reader's own that pages take for granted.
 HAS = {
@@ -145,7 +145,7 @@ def midnight() -> str:
     return f"NIGHT{gmtime().tm_hour}"
 
 
-class Node:
+class ReaderNode:
     """A daemon that the reader has started in a terminal."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Reader:
 
     def __init__(self, folder: Path, bootstrap: str = "", wheel: Path | None = None) -> None:
         self.folder, self.bootstrap = folder, bootstrap
-        self.nodes: list[Node] = []
+        self.nodes: list[ReaderNode] = []
         self.ports: dict[str, int] = {}
         self.printed: dict[str, str] = {}  # the newest of DIGESTS
         self.took: list[tuple[float, str]] = []  # seconds and command
@@ -311,7 +311,7 @@ class Reader:
                 ["bash", "-c", f"exec {command}"], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
                 stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
-        node = Node(command, box.word, directory, log, process)
+        node = ReaderNode(command, box.word, directory, log, process)
         self.nodes.append(node)
         node.until(lambda: node.status.get("addresses"), "up")
         node.until(lambda: is_seen(step.seen, node.text), "seen")

@@ -50,8 +50,8 @@ from p2ptrain.node.work import Worker
 from p2ptrain.store.store import Store
 from p2ptrain.train.live import StepResult
 from p2ptrain.train.saved_state import Capture
-from tests.helpers.blobs import RUN, Node
-from tests.helpers.core import KEYS, FakeSigner, plain_manifest, run_of, signed
+from tests.helpers.blobs import RUN, BlobNode
+from tests.helpers.core import KEYS, DigestSigner, plain_manifest, run_of, signed
 from tests.helpers.memory_network import MemoryTransport, Network
 from tests.helpers.net import at, until
 
@@ -330,7 +330,7 @@ class RecordedMailboxes:
 
 
 @dataclass
-class Bench:
+class DriverBench:
     """A driver with its edges, and helpers to control them."""
 
     network: Network
@@ -347,7 +347,7 @@ class Bench:
     done: list[tuple[Any, ...]]  # what was said, in order
     handled: list[tuple[ev.Event, Any]]  # events, and the effects that the core answered with
     blamed: list[tuple[bytes, str]] = field(default_factory=list)
-    servers: list[Node] = field(default_factory=list)
+    servers: list[BlobNode] = field(default_factory=list)
 
     @property
     def replica(self) -> LoopReplica:
@@ -358,9 +358,9 @@ class Bench:
     def trainer(self) -> ChainTrainer:
         return self.replica.chain
 
-    async def serve(self, key: bytes, connected: bool = True) -> Node:
+    async def serve(self, key: bytes, connected: bool = True) -> BlobNode:
         """Makes a peer that serves these blobs."""
-        peer = Node(key, self.network.transport(key), TokenBucket(0), TokenBucket(0))
+        peer = BlobNode(key, self.network.transport(key), TokenBucket(0), TokenBucket(0))
         await peer.server.__aenter__()
         self.servers.append(peer)
         if connected:
@@ -387,7 +387,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIterator[Bench]:
+async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIterator[DriverBench]:
     network = Network(latency_seconds=0.002)
     transport = network.transport(ME)
     data = a_dataset(tmp_path / "data") if dataset is None else dataset
@@ -431,12 +431,12 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     transport.publish = published  # type: ignore[method-assign]
     strangers = messages_of_strangers(node.view().is_welcome, transport.range_of)
     replica = workshop.replica
-    intake = Intake(FakeSigner(ME), replica, node.view().is_in, strangers, persistence.put, transport.boundary)
+    intake = Intake(DigestSigner(ME), replica, node.view().is_in, strangers, persistence.put, transport.boundary)
     handled: list[tuple[ev.Event, Any]] = []
     watch = lambda now, *each: handled.append(each)  # noqa: E731
     driver = Driver(node, replica, workshop.worker, intake, edges, watch)  # type: ignore[arg-type]
     started = ev.Started(store.saved(None))
-    made = Bench(
+    made = DriverBench(
         network, transport, run, base, store, node, workshop, edges, persistence, driver, started, done, handled, blamed
     )
     try:
@@ -451,13 +451,13 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
         store.close()
 
 
-def doing(each: Bench, *effects: ev.Effect) -> None:
+def doing(each: DriverBench, *effects: ev.Effect) -> None:
     """Queues effects for the driver, as if the core had returned them."""
     each.driver.effects.add(effects)
     each.driver._has_effects.set()
 
 
-def of_kind(each: Bench, *kinds: type) -> list[ev.Event]:
+def of_kind(each: DriverBench, *kinds: type) -> list[ev.Event]:
     return [event for event in each.node.events if isinstance(event, kinds)]
 
 

@@ -59,7 +59,7 @@ def model_of(run: RunConfig, state: torch.Tensor) -> Transformer:
     return model
 
 
-class Node:
+class NodeDirectory:
     """A node's data directory."""
 
     def __init__(self, directory: Path, run: RunConfig) -> None:
@@ -107,9 +107,9 @@ class Command:
         return p2ptrain(self.capsys, *arguments)
 
 
-def saved_node(directory: Path, rounds: Iterable[int] = (8, 16)) -> Node:
+def saved_node(directory: Path, rounds: Iterable[int] = (8, 16)) -> NodeDirectory:
     """Makes a node with a checkpoint of each of these rounds."""
-    node = Node(directory, run_of())
+    node = NodeDirectory(directory, run_of())
     for number in rounds:
         node.save(number, state_of(node.run, number))
     return node

@@ -19,7 +19,7 @@ from tests.helpers.core import (
     KEYS,
     ROOT0,
     RUN,
-    FakeSigner,
+    DigestSigner,
     announced,
     begun,
     certified,
@@ -29,14 +29,14 @@ from tests.helpers.core import (
 )
 
 RUN_CONFIG = run_of(admission={"absence_rounds_max": 3})
-SIGNER = FakeSigner()
+SIGNER = DigestSigner()
 OTHER = digest("history test", b"other")
 START = genesis(RUN, KEYS[:4], ROOT0)
 ENTRY = certified(plain_manifest(START, RUN_CONFIG, [announced(key) for key in KEYS[:4]]), START)
 BEGINNING = begun(KEYS[:3], KEYS[:2], START)
 
 
-def refused(state: AgreedState, step: Step, signer: FakeSigner = SIGNER) -> str:
+def refused(state: AgreedState, step: Step, signer: DigestSigner = SIGNER) -> str:
     with pytest.raises(RemoteProtocolError) as caught:
         follow(state, step, RUN_CONFIG, signer)
     return caught.value.why

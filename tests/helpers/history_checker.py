@@ -49,7 +49,7 @@ def quorum(size: int) -> int:
 
 
 @dataclass
-class Votes:
+class RoundVotes:
     """The votes of one round: the manifest that each honest member voted for, by view."""
 
     prevotes: dict[int, dict[bytes, bytes]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def check(
     trusted = set(honest)
     problems: list[str] = []
     said: dict[tuple[Any, ...], bytes] = {}
-    rounds: dict[Round, Votes] = {}
+    rounds: dict[Round, RoundVotes] = {}
     for body in dict.fromkeys(_opened(envelopes, run_id, trusted, verify, problems)):
         kind, message = _read(body)
         if kind not in FIELDS or message["author"] not in trusted:
@@ -86,7 +86,7 @@ def check(
         if message["author"] not in rosters[place]:
             problems.append(f"a {kind} of round {message['round']} by somebody who has no seat")
             continue
-        votes = rounds.setdefault(place, Votes())
+        votes = rounds.setdefault(place, RoundVotes())
         if kind == "proposal":
             votes.proposals.append(message)
         else:
@@ -139,7 +139,9 @@ def _said_before(said: dict[tuple[Any, ...], bytes], kind: str, message: dict[st
 # One round
 
 
-def _check_round(run_id: bytes, place: Round, votes: Votes, members: Sequence[bytes], trusted: set[bytes]) -> list[str]:
+def _check_round(
+    run_id: bytes, place: Round, votes: RoundVotes, members: Sequence[bytes], trusted: set[bytes]
+) -> list[str]:
     liars = sum(member not in trusted for member in members)
     needed = quorum(len(members)) - liars  # so many honest votes may have been a quorum
     return [
@@ -159,7 +161,7 @@ def _count(ballots: Mapping[int, Mapping[bytes, bytes]], view: int, manifest: by
     return sum(choice == manifest for choice in ballots.get(view, {}).values())
 
 
-def _proposals_out_of_turn(run_id: bytes, place: Round, votes: Votes, members: Sequence[bytes]) -> Iterable[str]:
+def _proposals_out_of_turn(run_id: bytes, place: Round, votes: RoundVotes, members: Sequence[bytes]) -> Iterable[str]:
     prefix = run_id + place[0] + place[1].to_bytes(8, "little")
     order = sorted(members, key=lambda member: blake3(prefix + member).digest())
     for proposal in votes.proposals:
@@ -167,27 +169,27 @@ def _proposals_out_of_turn(run_id: bytes, place: Round, votes: Votes, members: S
             yield f"an honest member proposed in view {proposal['view']}, which was not its turn"
 
 
-def _proposals_unbacked(votes: Votes, needed: int) -> Iterable[str]:
+def _proposals_unbacked(votes: RoundVotes, needed: int) -> Iterable[str]:
     for proposal in votes.proposals:
         backing = proposal["valid_view"]
         if backing >= 0 and _count(votes.prevotes, backing, proposal["manifest"]) < needed:
             yield f"a proposal of view {proposal['view']} rests on view {backing}, in which no quorum prevoted it"
 
 
-def _proposals_of_another_size(votes: Votes, size: int) -> Iterable[str]:
+def _proposals_of_another_size(votes: RoundVotes, size: int) -> Iterable[str]:
     for proposal in votes.proposals:
         if len(set(proposal["availabilities"])) != size:
             yield f"a proposal of view {proposal['view']} names {len(proposal['availabilities'])} availabilities"
 
 
-def _precommits_unbacked(votes: Votes, needed: int) -> Iterable[str]:
+def _precommits_unbacked(votes: RoundVotes, needed: int) -> Iterable[str]:
     for view, ballots in sorted(votes.precommits.items()):
         for manifest in sorted(set(ballots.values()) - {NOTHING}):
             if _count(votes.prevotes, view, manifest) < needed:
                 yield f"a manifest was precommitted in view {view}, in which no quorum prevoted it"
 
 
-def _locks_broken(votes: Votes, needed: int) -> Iterable[str]:
+def _locks_broken(votes: RoundVotes, needed: int) -> Iterable[str]:
     """Finds members that precommitted a manifest and prevoted another without a quorum of prevotes for it in
     between."""
     for locked_in, ballots in sorted(votes.precommits.items()):
@@ -203,7 +205,7 @@ def _locks_broken(votes: Votes, needed: int) -> Iterable[str]:
                     yield f"who precommitted in view {locked_in} prevoted something else in view {view}"
 
 
-def _two_decisions(votes: Votes, needed: int) -> Iterable[str]:
+def _two_decisions(votes: RoundVotes, needed: int) -> Iterable[str]:
     decided = {
         manifest
         for view, ballots in votes.precommits.items()

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from time import monotonic
 
-from tests.helpers.daemons import RUN, Daemon, Swarm
+from tests.helpers.daemons import RUN, DaemonSwarm, StartableDaemon
 from tests.helpers.namespaces import Host
 
 ROUNDS = 4  # that they go on before something else happens
 SECONDS = 240.0  # within which everything happens: a dead TCP connection takes a minute to be noticed
 
 
-class HostedDaemon(Daemon):
+class HostedDaemon(StartableDaemon):
     """A daemon on a host."""
 
     host: Host
 
 
-def daemon_on(host: Host, swarm: Swarm, *arguments: str, name: str = "", listen: str = "", **own: str) -> HostedDaemon:
+def daemon_on(
+    host: Host, swarm: DaemonSwarm, *arguments: str, name: str = "", listen: str = "", **own: str
+) -> HostedDaemon:
     node = HostedDaemon(swarm, name or host.name, *arguments, listen=listen or host.listen("tcp/4001"), **own)
     node.host, node.prefix = host, tuple(host.prefix)
     swarm.daemons.append(node)
@@ -27,7 +29,9 @@ def daemon_on(host: Host, swarm: Swarm, *arguments: str, name: str = "", listen:
 class Hosted:
     """A swarm with a host per node. Each of the first nodes is a bootstrap of the later ones."""
 
-    def __init__(self, swarm: Swarm, *hosts: Host, kind: str = "tcp/4001", bootstraps: int = 1, **own: str) -> None:
+    def __init__(
+        self, swarm: DaemonSwarm, *hosts: Host, kind: str = "tcp/4001", bootstraps: int = 1, **own: str
+    ) -> None:
         self.swarm = swarm
         # Who is cut off waits: that it should rather begin a branch of its own is another test's matter.
         run = swarm.directory / "run.toml"
@@ -45,7 +49,7 @@ class Hosted:
         for node in self.nodes:
             node.until(lambda node=node: len(node.status().get("roster", ())) == len(hosts), SECONDS)
 
-    def go_on(self, *nodes: Daemon) -> float:
+    def go_on(self, *nodes: StartableDaemon) -> float:
         """Waits until all nodes have applied some more rounds; returns the seconds that took."""
         began = monotonic()
         wanted = max(node.applied for node in nodes) + ROUNDS

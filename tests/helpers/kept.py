@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from tests.helpers.daemons import Swarm, p2ptrain, swarm_in
+from tests.helpers.daemons import DaemonSwarm, p2ptrain, swarm_in
 
 KEPT = Path(__file__).parents[1] / "kept"
 ROUNDS = 12
@@ -45,7 +45,7 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return None if PASSED_OVER.fullmatch(Path(member.name).name) or not (member.isfile() or member.isdir()) else member
 
 
-def unpack(archive: Path, swarm: Swarm) -> None:
+def unpack(archive: Path, swarm: DaemonSwarm) -> None:
     with tarfile.open(archive) as packed:
         packed.extractall(swarm.directory, filter="data")
 

@@ -20,6 +20,7 @@ from p2ptrain.data.dataset import TokenDataset, manifest_digest
 from p2ptrain.digest import digest
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.identity import Identity
+from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
 from p2ptrain.node.work import Base
 from p2ptrain.observe.build import complaints_of
@@ -80,7 +81,7 @@ async def live(root: Path, dataset: TokenDataset, rounds: int, me: Identity = ME
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)
         config = NodeConfig(storage=StorageConfig(directory=str(root), checkpoint_every_rounds=3))
-        daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=STATE), opened=opened)
+        daemon = await Daemon.open(stack, Launch(run, Home(config), me, transport, dataset, state=STATE), opened=opened)
         running = asyncio.create_task(daemon.driver.run(daemon.started))
         try:
             async with asyncio.timeout(LIFE_SECONDS):

@@ -119,40 +119,40 @@ class MemoryTransport:
         self.left: set[str] = set()
         self.kept: frozenset[bytes] = frozenset()  # peers that `keep` was last called with
         self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}  # by key and author: value and expiry
-        self._network = network
-        self._handlers: dict[str, Handler] = {}
-        self._streams: set[MemoryStream] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._counters: Counter[str] = Counter()
+        self.network = network
+        self.handlers: dict[str, Handler] = {}
+        self.streams: set[MemoryStream] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.counted: Counter[str] = Counter()
         self._is_dead = False
 
     def addresses(self) -> list[str]:
-        return [self._network.address(self.me)]
+        return [self.network.address(self.me)]
 
     async def connect(self, address: str) -> bytes:
         self._alive()
         place, _, name = address.rpartition("/p2p/")
         try:
             peer = key_of(name)
-            if not place or self._network.address(peer) != address:
+            if not place or self.network.address(peer) != address:
                 raise TransportError("nobody is there")
-            self._network.link(self.me, peer)
+            self.network.link(self.me, peer)
         except (TransportError, PeerIdError) as error:
             raise TransportError(f"{address}: {error}") from error
         return peer
 
     async def disconnect(self, peer: bytes) -> None:
-        self._network.unlink(self.me, peer, "disconnected")
+        self.network.unlink(self.me, peer, "disconnected")
 
     async def peers(self) -> dict[bytes, list[str]]:
-        return {peer: [self._network.address(peer)] for peer in self._network.linked(self.me)}
+        return {peer: [self.network.address(peer)] for peer in self.network.linked(self.me)}
 
     def range_of(self, peer: bytes) -> str:
-        return address_range(self._network.address(peer))
+        return address_range(self.network.address(peer))
 
     def ends_of(self, peer: bytes) -> frozenset[str]:
         pair = frozenset((self.me, peer))
-        return frozenset(f"link {number}" for each, number in self._network.links.items() if each == pair)
+        return frozenset(f"link {number}" for each, number in self.network.links.items() if each == pair)
 
     async def keep(self, peers: Collection[bytes]) -> None:
         self.kept = frozenset(peers)
@@ -173,61 +173,61 @@ class MemoryTransport:
     async def publish(self, topic: str, data: bytes) -> None:
         assert len(data) <= MESSAGE_BYTES_MAX, "libp2p would drop it silently"
         self._alive()
-        self._counters.update({"bytes sent": len(data), "sent gossip": len(data), "gossip sent": 1})
-        for peer in self._network.reached(self.me, topic):
-            if self._network.loss and self._network.rng.random() < self._network.loss:
-                self._counters["gossip lost"] += 1
+        self.counted.update({"bytes sent": len(data), "sent gossip": len(data), "gossip sent": 1})
+        for peer in self.network.reached(self.me, topic):
+            if self.network.loss and self.network.rng.random() < self.network.loss:
+                self.counted["gossip lost"] += 1
                 continue
-            hear = partial(self._network.nodes[peer].hear, topic, self.me, data)
-            asyncio.get_running_loop().call_later(self._network.latency(), hear)
+            hear = partial(self.network.nodes[peer].hear, topic, self.me, data)
+            asyncio.get_running_loop().call_later(self.network.latency(), hear)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         self._alive()
-        assert protocol not in self._handlers, "a protocol has one handler"
-        self._handlers[protocol] = handler
+        assert protocol not in self.handlers, "a protocol has one handler"
+        self.handlers[protocol] = handler
 
     def prefer(self, is_admitted: IsAdmitted) -> None:
         """There are slots for everyone."""
 
     async def open(self, peer: bytes, protocol: str) -> Stream:
         self._alive()
-        if frozenset((self.me, peer)) not in self._network.links:
+        if frozenset((self.me, peer)) not in self.network.links:
             raise TransportError(f"not connected to {peer_id_of(peer)}")
-        await _pass(self._network.latency())
-        remote = self._network.nodes.get(peer)
-        if remote is None or frozenset((self.me, peer)) not in self._network.links:
+        await _pass(self.network.latency())
+        remote = self.network.nodes.get(peer)
+        if remote is None or frozenset((self.me, peer)) not in self.network.links:
             raise TransportError(f"the connection to {peer_id_of(peer)} was lost")
-        if protocol not in remote._handlers:
+        if protocol not in remote.handlers:
             raise TransportError(f"{peer_id_of(peer)} does not speak {protocol}")
-        there, back = Pipe(self._network.latency), Pipe(self._network.latency)
+        there, back = Pipe(self.network.latency), Pipe(self.network.latency)
         stream = self._stream(peer, protocol, back, there)
-        remote._answer(protocol, self.me, there, back)
+        remote.answer(protocol, self.me, there, back)
         return stream
 
     async def announce(self, key: str, value: bytes, seconds: float) -> None:
         self._alive()
         until = asyncio.get_running_loop().time() + seconds
-        for node in [self.me, *self._network.reached(self.me)]:
-            self._network.nodes[node].records.setdefault(key, {})[self.me] = (value, until)
+        for node in [self.me, *self.network.reached(self.me)]:
+            self.network.nodes[node].records.setdefault(key, {})[self.me] = (value, until)
 
     async def look_up(self, key: str) -> dict[bytes, bytes]:
         self._alive()
         now = asyncio.get_running_loop().time()
         newest: dict[bytes, tuple[bytes, float]] = {}
-        for node in [self.me, *self._network.reached(self.me)]:
-            for author, (value, until) in self._network.nodes[node].records.get(key, {}).items():
+        for node in [self.me, *self.network.reached(self.me)]:
+            for author, (value, until) in self.network.nodes[node].records.get(key, {}).items():
                 if until > now and (author not in newest or until > newest[author][1]):
                     newest[author] = (value, until)
         return {author: value for author, (value, _) in newest.items()}
 
     def counters(self) -> dict[str, int]:
-        return dict(self._counters)
+        return dict(self.counted)
 
     async def close(self) -> None:
         """Leaves the network and waits for the handlers. Raises their errors that are not network failures."""
-        tasks = list(self._tasks)
-        if self._network.nodes.get(self.me) is self:
-            self._network.kill(self.me)
+        tasks = list(self.tasks)
+        if self.network.nodes.get(self.me) is self:
+            self.network.kill(self.me)
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(error, Exception):
                 raise error
@@ -240,19 +240,19 @@ class MemoryTransport:
 
     def hear(self, topic: str, author: bytes, data: bytes) -> None:
         if not self._is_dead:
-            self._counters.update({"bytes received": len(data), "received gossip": len(data), "gossip received": 1})
+            self.counted.update({"bytes received": len(data), "received gossip": len(data), "gossip received": 1})
             if self.is_in(topic) and self._is_heard.get(topic, everyone)(author):
                 self.heard[topic](author, data)
 
     def break_streams(self, peer: bytes, why: str) -> None:
-        for stream in [stream for stream in self._streams if stream.peer == peer]:
+        for stream in [stream for stream in self.streams if stream.peer == peer]:
             stream.end(why)
 
     def die(self) -> None:
         self._is_dead = True
-        for stream in list(self._streams):
+        for stream in list(self.streams):
             stream.end("the node has stopped")
-        for task in self._tasks:
+        for task in self.tasks:
             task.cancel()
 
     def _alive(self) -> None:
@@ -260,21 +260,21 @@ class MemoryTransport:
             raise TransportError("the node has stopped")
 
     def _count(self, peer: bytes, protocol: str, size: int) -> None:
-        self._network.sent[self.me, peer] += size
-        self._counters.update({"bytes sent": size, f"sent {protocol}": size})
-        if peer in self._network.nodes:
-            self._network.nodes[peer]._counters.update({"bytes received": size, f"received {protocol}": size})
+        self.network.sent[self.me, peer] += size
+        self.counted.update({"bytes sent": size, f"sent {protocol}": size})
+        if peer in self.network.nodes:
+            self.network.nodes[peer].counted.update({"bytes received": size, f"received {protocol}": size})
 
     def _stream(self, peer: bytes, protocol: str, incoming: Pipe, outgoing: Pipe) -> MemoryStream:
-        self._streams = {stream for stream in self._streams if not stream.is_over()}
+        self.streams = {stream for stream in self.streams if not stream.is_over()}
         stream = MemoryStream(peer, incoming, outgoing, partial(self._count, peer, protocol))
-        self._streams.add(stream)
+        self.streams.add(stream)
         return stream
 
-    def _answer(self, protocol: str, peer: bytes, incoming: Pipe, outgoing: Pipe) -> None:
+    def answer(self, protocol: str, peer: bytes, incoming: Pipe, outgoing: Pipe) -> None:
         stream = self._stream(peer, protocol, incoming, outgoing)
-        task = asyncio.get_running_loop().create_task(self._handle(self._handlers[protocol], stream))
-        self._tasks.add(task)
+        task = asyncio.get_running_loop().create_task(self._handle(self.handlers[protocol], stream))
+        self.tasks.add(task)
         task.add_done_callback(self._finished)
 
     async def _handle(self, handler: Handler, stream: MemoryStream) -> None:
@@ -287,7 +287,7 @@ class MemoryTransport:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None:  # failed tasks stay for `close`, which raises their errors
-            self._tasks.discard(task)
+            self.tasks.discard(task)
 
 
 class Pipe:
@@ -300,7 +300,7 @@ class Pipe:
         self.broken = ""  # the reason
         self._latency = latency
         self._due = 0.0
-        self._waiting: list[asyncio.Future[None]] = []
+        self.waiting: list[asyncio.Future[None]] = []
 
     def is_full(self, size: int) -> bool:
         return bool(self.frames) and (self.size + size > WINDOW_BYTES or len(self.frames) >= WINDOW_FRAMES)
@@ -324,17 +324,17 @@ class Pipe:
         self.changed()
 
     def changed(self) -> None:
-        for waiting in self._waiting:
+        for waiting in self.waiting:
             if not waiting.done():
                 waiting.set_result(None)
 
     async def change(self) -> None:
         waiting = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
+        self.waiting.append(waiting)
         try:
             await waiting
         finally:
-            self._waiting.remove(waiting)
+            self.waiting.remove(waiting)
 
 
 class MemoryStream:
@@ -342,16 +342,16 @@ class MemoryStream:
 
     def __init__(self, peer: bytes, incoming: Pipe, outgoing: Pipe, count: Callable[[int], None]) -> None:
         self.peer = peer
-        self._incoming, self._outgoing = incoming, outgoing
+        self.incoming, self.outgoing = incoming, outgoing
         self._count = count
 
     def is_over(self) -> bool:
         """True if both directions have ended, so that nothing can break any more."""
-        return all(pipe.broken or (pipe.is_ended and not pipe.frames) for pipe in (self._incoming, self._outgoing))
+        return all(pipe.broken or (pipe.is_ended and not pipe.frames) for pipe in (self.incoming, self.outgoing))
 
     async def send(self, frame: bytes | memoryview) -> None:
         assert len(frame) <= FRAME_BYTES_MAX, "anything longer has to be split into frames"
-        pipe = self._outgoing
+        pipe = self.outgoing
         while not pipe.broken and pipe.is_full(len(frame)):
             await pipe.change()
         if pipe.broken or pipe.is_ended:
@@ -361,10 +361,10 @@ class MemoryStream:
 
     @property
     def is_gone(self) -> bool:
-        return bool(self._incoming.broken)
+        return bool(self.incoming.broken)
 
     async def coming(self) -> int:
-        pipe = self._incoming
+        pipe = self.incoming
         while True:
             if pipe.broken:
                 raise TransportError(pipe.broken)
@@ -379,11 +379,11 @@ class MemoryStream:
 
     async def skip(self) -> None:
         await self.coming()
-        self._incoming.take()
+        self.incoming.take()
 
     async def receive(self, bytes_max: int) -> bytes:
         await self.coming()
-        frame = self._incoming.take()
+        frame = self.incoming.take()
         if len(frame) > bytes_max:
             self.abort()
             raise RemoteProtocolError(f"a frame of {len(frame)} bytes; the limit is {bytes_max}")
@@ -396,17 +396,17 @@ class MemoryStream:
         self.end("aborted")
 
     def end(self, why: str) -> None:
-        self._incoming.destroy(why)
-        self._outgoing.destroy(why)
+        self.incoming.destroy(why)
+        self.outgoing.destroy(why)
 
     def leave(self) -> None:
         """Closes this end after the handler has returned; whatever it wrote still arrives."""
         self._finish()
-        self._incoming.destroy("closed by the peer")
+        self.incoming.destroy("closed by the peer")
 
     def _finish(self) -> None:
-        self._outgoing.is_ended = True
-        self._outgoing.changed()
+        self.outgoing.is_ended = True
+        self.outgoing.changed()
 
 
 async def _pass(seconds: float) -> None:

@@ -19,6 +19,7 @@ from p2ptrain.daemon.life import Daemon, Outputs, save_last
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.identity import Identity
 from p2ptrain.net.connections import topic_of
+from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
 from p2ptrain.observe.build import status_of
 from tests.helpers.driver import STATE, ChainTrainer, a_dataset, loop_workshop, root_of
@@ -31,7 +32,7 @@ FOUNDERS = 4
 class Member:
     """A node that a test can start repeatedly."""
 
-    def __init__(self, swarm: Swarm, number: int) -> None:
+    def __init__(self, swarm: MemorySwarm, number: int) -> None:
         self.swarm, self.number = swarm, number
         self.identity = Identity(bytes([number + 1]) * 32)
         self.key = self.identity.key
@@ -84,7 +85,7 @@ class Member:
 
         state = STATE if is_founder else b""
         async with AsyncExitStack() as stack:
-            launch = Launch(swarm.run, config, self.identity, transport, dataset, state=state)
+            launch = Launch(swarm.run, Home(config), self.identity, transport, dataset, state=state)
             self.daemon = await Daemon.open(stack, launch, self.outputs, opened)
             stack.callback(self.daemon.edges.persistence.close)
             driver = self.daemon.driver
@@ -113,7 +114,7 @@ class Member:
         self.swarm.network.kill(self.key)
 
 
-class Swarm:
+class MemorySwarm:
     """The founders of a run, and the nodes that join later."""
 
     def __init__(self, directory: Path, **agreement: Any) -> None:
@@ -165,9 +166,9 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(tmp_path: Path, outputs: Outputs | None = None, **agreement: Any) -> AsyncIterator[Swarm]:
+async def swarm(tmp_path: Path, outputs: Outputs | None = None, **agreement: Any) -> AsyncIterator[MemorySwarm]:
     """Runs a swarm; `outputs` are the first node's."""
-    made = Swarm(tmp_path, **agreement)
+    made = MemorySwarm(tmp_path, **agreement)
     made.nodes[0].outputs = outputs
     try:
         for node in made.nodes:

@@ -35,20 +35,20 @@ class SkippingLoop(asyncio.SelectorEventLoop):
     """A loop whose clock stands still while any task is ready, and jumps to the next deadline when none is."""
 
     def __init__(self) -> None:
-        self._clock = SkippingSelector()
-        super().__init__(self._clock)
+        self.clock = SkippingSelector()
+        super().__init__(self.clock)
 
     def time(self) -> float:
-        return self._clock.now
+        return self.clock.now
 
     def run_in_executor(self, *args: Any) -> Any:  # type: ignore[override]
-        self._clock.threads += 1
+        self.clock.threads += 1
         future = super().run_in_executor(*args)
         future.add_done_callback(self._thread_done)
         return future
 
     def _thread_done(self, _future: object) -> None:
-        self._clock.threads -= 1
+        self.clock.threads -= 1
 
 
 def skipping_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:

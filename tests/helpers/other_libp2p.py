@@ -192,7 +192,7 @@ async def accept_only(stream: Any, protocol: bytes) -> None:
 # Strangers
 
 
-class Stranger:
+class ForeignHost:
     """A libp2p host with a key of its own."""
 
     def __init__(self, who: str, seed: bytes | None, nursery: trio.Nursery) -> None:
@@ -339,7 +339,7 @@ class Stranger:
 
 
 async def main() -> None:
-    strangers: dict[str, Stranger] = {}
+    strangers: dict[str, ForeignHost] = {}
     async with trio.open_nursery() as nursery:
         waiting = b""
         async for read in trio.lowlevel.FdStream(os.dup(0)):
@@ -348,7 +348,7 @@ async def main() -> None:
                 order = json.loads(line)
                 who, do, seed = order.pop("who", "a"), order.pop("do"), bytes.fromhex(order.pop("seed", ""))
                 if who not in strangers:
-                    strangers[who] = Stranger(who, seed or None, nursery)
+                    strangers[who] = ForeignHost(who, seed or None, nursery)
                     strangers[who].say("made", id=strangers[who].id.to_string())
                 if do != "make":
                     doing = getattr(strangers[who], do)

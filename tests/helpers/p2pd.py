@@ -7,7 +7,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import psutil
 from p2ptrain.config.node import NetworkConfig
 from p2ptrain.identity import Identity
 from p2ptrain.net.libp2p.p2pd import P2pd
-from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
 
 SECONDS = 20.0  # enough for everything, even on a busy machine
 
@@ -57,7 +57,7 @@ async def nodes_in(tmp_path: Path) -> AsyncIterator[Make]:
         try:
             yield make
         finally:
-            children = [node._supervisor.process.pid for node in make.nodes]
+            children = [node.supervisor.process.pid for node in make.nodes]
             for node in make.nodes:
                 await node.close()
         assert [pid for pid in children if psutil.pid_exists(pid)] == []
@@ -72,7 +72,7 @@ async def connected(make: Make, count: int) -> list[P2pd]:
     return nodes
 
 
-class Heard:
+class HeardGossip:
     """Records gossip in order of arrival."""
 
     def __init__(self) -> None:
@@ -108,6 +108,15 @@ async def echoed(node: P2pd, peer: bytes, frame: bytes, protocol: str = "/echo/1
     answer = await asyncio.wait_for(stream.receive(FRAME_BYTES_MAX), SECONDS)
     stream.abort()  # whoever gets the last frame hangs up; closing would wait three seconds for the other to do so
     return answer
+
+
+async def echoed_at_last(node: P2pd, peer: bytes, frame: bytes) -> bytes:
+    """A p2pd that tried while the other was away refuses to try again for seconds, or until the other has come."""
+    async with asyncio.timeout(SECONDS):
+        while True:
+            with suppress(TransportError):
+                return await echoed(node, peer, frame)
+            await asyncio.sleep(0)
 
 
 async def until(condition: Callable[[], bool]) -> None:

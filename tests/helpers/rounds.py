@@ -31,7 +31,7 @@ class NotedPersistence:
         return self.takes
 
 
-class Watched:
+class WatchedCore:
     """A core whose fellow members the test plays, with a recorder."""
 
     def __init__(self, tmp_path: Path, past: SavedRows | None = None, **changes: Any) -> None:
@@ -41,7 +41,7 @@ class Watched:
         self.worker: Any = SimpleNamespace(
             figures=self.figures, drift=None, replica=SimpleNamespace(gradient_bytes=4_000, outer=outer)
         )
-        self.traffic = {"bytes sent": 100, "bytes received": 200, "sent blobs": 50, "received blobs": 60}
+        self.traffic = {"bytes sent": 100, "bytes received": 200}
         self.persistence = NotedPersistence(tmp_path)
         persistence: Any = self.persistence
         self.rounds = Recorder(
@@ -49,7 +49,6 @@ class Watched:
             self.worker,
             persistence,
             lambda: dict(self.traffic),
-            "blobs",
             past or SavedRows(),
             lambda: NOW + self.bench.now,
         )

@@ -10,17 +10,17 @@ from time import monotonic
 
 import psutil
 
-from tests.helpers.daemons import LISTEN, OWN, Daemon, Swarm
+from tests.helpers.daemons import LISTEN, OWN, DaemonSwarm, StartableDaemon
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-class Script(Daemon):
+class ExampleScript(StartableDaemon):
     """An example, whose node lives in a process of its own."""
 
     example = "own_loop.py"
 
-    def start(self) -> Daemon:
+    def start(self) -> StartableDaemon:
         environment = {**os.environ, **OWN, "P2PTRAIN_NETWORK__LISTEN": LISTEN, **self.own}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -47,14 +47,14 @@ class Script(Daemon):
         assert "left: ended" in self.text.splitlines()[-1]
 
 
-def script(swarm: Swarm, name: str, *arguments: str, example: str = "own_loop.py", **own: str) -> Script:
-    made = Script(swarm, name, *arguments, **own)
+def script(swarm: DaemonSwarm, name: str, *arguments: str, example: str = "own_loop.py", **own: str) -> ExampleScript:
+    made = ExampleScript(swarm, name, *arguments, **own)
     made.example = example
     swarm.daemons.append(made)
     return made
 
 
-def until_both_contributed(swarm: Swarm, *nodes: Daemon) -> None:
+def until_both_contributed(swarm: DaemonSwarm, *nodes: StartableDaemon) -> None:
     """Waits until both are members that have contributed to rounds, and expects that their roots are the same."""
     for node in nodes:
         node.until(lambda node=node: node.is_member and int(node.status()["mine"]["applied"]) > 8)

@@ -30,7 +30,7 @@ def scenario(nodes: int = 3, **changes: Any) -> Scenario:
     return scenario_of({**plain, **changes})
 
 
-class Log(Checker):
+class MessageLog(Checker):
     """Keeps every message that honest nodes send in their own names: when, by which node, and its envelope."""
 
     holds_beyond = True
@@ -42,7 +42,7 @@ class Log(Checker):
         self.messages.append((cluster.calendar.now, index, envelope))
 
 
-class Script:
+class ScriptedCore:
     """A scripted core that records what it hears."""
 
     def __init__(self, cluster: Cluster, node: SimNode, deadline: float | None = None) -> None:
@@ -55,7 +55,7 @@ class Script:
     def is_in(self, peer: bytes) -> bool:
         return True
 
-    def view(self) -> Script:
+    def view(self) -> ScriptedCore:
         return self
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
@@ -64,12 +64,12 @@ class Script:
         return self.replies.get(type(event), lambda _: [])(event)
 
 
-def scripted(nodes: int = 3, **changes: Any) -> tuple[Cluster, list[Script]]:
+def scripted(nodes: int = 3, **changes: Any) -> tuple[Cluster, list[ScriptedCore]]:
     """Makes a cluster of scripted cores, started at time zero."""
     cluster = Cluster(1, scenario(nodes, **changes))
     scripts = []
     for node in cluster.nodes:
-        script = Script(cluster, node)
+        script = ScriptedCore(cluster, node)
         node.begin(script)  # type: ignore[arg-type]
         node.life = 1
         scripts.append(script)
@@ -101,12 +101,12 @@ def begin_faults(cluster: Cluster) -> None:
         faults._ACTIONS[type(fault)](cluster, number, fault)
 
 
-def of_kind(script: Script, kind: type) -> list[tuple[float, Any]]:
+def of_kind(script: ScriptedCore, kind: type) -> list[tuple[float, Any]]:
     """Returns the events of a kind that a script heard, with their times."""
     return [(at, event) for at, event in script.heard if isinstance(event, kind)]
 
 
-def judged_simulation(cluster: Cluster, ledger: Ledger, log: Log) -> list[str]:
+def judged_simulation(cluster: Cluster, ledger: Ledger, log: MessageLog) -> list[str]:
     """Checks all envelopes that honest nodes sent in a simulation."""
     rosters = {place: ledger.rosters[ledger.parents[head]] for place, (head, _) in ledger.decided.items()}
     honest = [node.key for node in cluster.nodes if node.honest]

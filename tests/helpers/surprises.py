@@ -81,7 +81,7 @@ OWN = {
 }
 
 
-class Found:
+class PeerFacingFunctions:
     """The functions of the package's parts that face peers, by their full names."""
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ def main() -> None:
     def note(text: str) -> None:
         os.write(notes, f"{text}\n".encode())
 
-    wrap_all(Found().facing_peers(), note)
+    wrap_all(PeerFacingFunctions().facing_peers(), note)
     tell_ends(note)
 
     def hear() -> None:

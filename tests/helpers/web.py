@@ -37,7 +37,6 @@ SECONDS = 30.0  # within which everything answers, also on a busy machine
 LEARNING = {
     "held_out_loss": 2.75,
     "held_out_round": 5,
-    "held_out_said": 3,
     "perplexity": 15.6426,
     "swarm_loss": 2.6,
     "gradient_norm": 0.5,
@@ -183,8 +182,6 @@ def a_round(number: int) -> dict[str, Any]:
         "apply_seconds": 0.5,
         "bytes_sent": 1_000,
         "bytes_received": 2_000,
-        "bulk_bytes_sent": 100,
-        "bulk_bytes_received": 200,
         **LEARNING,
         "swarm_tokens": 1_024,
         "loss": 2.5,
@@ -232,7 +229,7 @@ def a_peer(told: dict[str, Any]) -> Peer:
     )
 
 
-class Told:
+class GivenFacts:
     """The facts of a node: those given, or none while it is starting."""
 
     def __init__(self) -> None:
@@ -263,7 +260,7 @@ class Told:
 class Site:
     """A test's server, with a client."""
 
-    def __init__(self, told: Told, app: App, server: HttpListener, port: int, address: str = "127.0.0.1") -> None:
+    def __init__(self, told: GivenFacts, app: App, server: HttpListener, port: int, address: str = "127.0.0.1") -> None:
         self.told, self.app, self.server, self.port = told, app, server, port
         self.url = f"http://{address}:{port}"
         self._writers: list[asyncio.StreamWriter] = []
@@ -338,7 +335,7 @@ async def site(
     listener.setblocking(False)
     listener.bind((address, 0))
     port = listener.getsockname()[1]
-    told = Told()
+    told = GivenFacts()
     app = App(cast(HttpFace, told), Guard(host, port, allowed, token), "1.2.3", assets)
     server = HttpListener(app.application, app.slots)
     await server.start(listener)

@@ -20,7 +20,7 @@ from p2ptrain.net import questions
 from p2ptrain.net.frames import with_length
 from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.transport import TransportError
-from tests.helpers.daemons import Daemon, Swarm, swarm_in
+from tests.helpers.daemons import DaemonSwarm, StartableDaemon, swarm_in
 from tests.helpers.foreign import (
     DHT,
     IDENTIFY,
@@ -92,10 +92,10 @@ def negotiating() -> dict[str, Part]:
     return found
 
 
-class Stage:
+class StrangerStage:
     """Brings strangers onto the stage, each before the first two of three nodes."""
 
-    def __init__(self, strangers: Foreign, nodes: list[Daemon]) -> None:
+    def __init__(self, strangers: Foreign, nodes: list[StartableDaemon]) -> None:
         self.strangers, self._nodes = strangers, nodes
         self._addresses = [node.address for node in nodes[:2]]
         run = f"/p2ptrain/2/{nodes[0].status()['run_id']}"
@@ -122,7 +122,7 @@ class Stage:
             self.strangers.ping_dht(who, each.rpartition("/")[2])
 
 
-def check(swarm: Swarm, nodes: list[Daemon], rounds: int = 3) -> None:
+def check(swarm: DaemonSwarm, nodes: list[StartableDaemon], rounds: int = 3) -> None:
     """All nodes run and train, with equal roots, and nothing happened that was not foreseen."""
     number = max(node.applied for node in nodes) + rounds
     for node in nodes:
@@ -134,20 +134,20 @@ def check(swarm: Swarm, nodes: list[Daemon], rounds: int = 3) -> None:
 
 
 @pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonSwarm]:
     with swarm_in(tmp_path_factory.mktemp("swarm")) as swarm:
         swarm.of(3)
         yield swarm
 
 
 @pytest.fixture
-def stage(swarm: Swarm) -> Iterator[Stage]:
+def stage(swarm: DaemonSwarm) -> Iterator[StrangerStage]:
     with foreign() as strangers:
-        yield Stage(strangers, swarm.daemons)
+        yield StrangerStage(strangers, swarm.daemons)
         check(swarm, swarm.daemons)
 
 
-def test_no_negotiation_of_a_protocol_ends_a_node(stage: Stage, swarm: Swarm) -> None:
+def test_no_negotiation_of_a_protocol_ends_a_node(stage: StrangerStage, swarm: DaemonSwarm) -> None:
     for what, part in negotiating().items():
         stage.bring(what, {"negotiation": part})
     stage.bring("four bytes for a protocol", {stage.line: {"line": FOUR_BYTES}}, protocols=[])
@@ -157,7 +157,7 @@ def test_no_negotiation_of_a_protocol_ends_a_node(stage: Stage, swarm: Swarm) ->
         assert stage.strangers.all("negotiating", who=what)
 
 
-def test_nothing_told_in_identify_ends_a_node(stage: Stage, swarm: Swarm) -> None:
+def test_nothing_told_in_identify_ends_a_node(stage: StrangerStage, swarm: DaemonSwarm) -> None:
     takes_part = {stage.line: {"then": "read"}, questions.PROTOCOL: {"then": "hold"}}
     stage.bring("a hundred addresses", takes_part, addresses=of_every_kind(100))
     stage.bring("no text", takes_part, agent=FOUR_BYTES, more=(b"\x1a" + with_length(b"\xff\xfe")).hex())
@@ -176,7 +176,7 @@ def test_nothing_told_in_identify_ends_a_node(stage: Stage, swarm: Swarm) -> Non
         stage.strangers.until("asked", who=who, protocol=IDENTIFY)
 
 
-def test_no_answer_to_a_ping_or_to_the_dht_ends_a_node(stage: Stage) -> None:
+def test_no_answer_to_a_ping_or_to_the_dht_ends_a_node(stage: StrangerStage) -> None:
     for what, part in wrongly(JUNK[:32]).items():
         stage.bring(f"{what} ping", {IP_PING: part, **dict.fromkeys(DHT, part)})
         stage.ping_dht(f"{what} ping")
@@ -188,7 +188,7 @@ def test_no_answer_to_a_ping_or_to_the_dht_ends_a_node(stage: Stage) -> None:
     stage.ping_dht("four bytes for the DHT")
 
 
-def test_no_use_of_our_own_protocols_ends_a_node(stage: Stage) -> None:
+def test_no_use_of_our_own_protocols_ends_a_node(stage: StrangerStage) -> None:
     for what, part in wrongly(frame(JUNK)).items():
         takes_part: dict[str, Part] = {stage.line: {"then": "read"}, stage.bulk: {"then": "read"}}
         stage.bring(f"{what} answer", {**takes_part, questions.PROTOCOL: part})

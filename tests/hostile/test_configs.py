@@ -58,7 +58,7 @@ REACHES_OUT = ("exec", "import", "open", "os.", "socket.", "subprocess.", "ctype
 
 
 @dataclass
-class Watched:
+class WatchedAccess:
     """The files and modules that were reached for since the process began to be watched."""
 
     is_on: bool = False
@@ -77,7 +77,7 @@ class Watched:
             self.is_on = False
 
 
-WATCHED = Watched()
+WATCHED = WatchedAccess()
 sys.addaudithook(WATCHED.hear)  # it stays for the life of the process, and is off outside these tests
 
 

@@ -41,7 +41,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 def know_many(node: P2pd) -> None:
     """Fills the routing table: the work for a key grows with it."""
     for peer in OTHERS:
-        node._dht.node.protocol._met(peer, place_of(peer).to_bytes())
+        node.dht.node.protocol.met(peer, place_of(peer).to_bytes())
 
 
 def finding(*keys: bytes) -> bytes:
@@ -196,20 +196,20 @@ async def test_whatever_a_peer_answers_in_the_dht_costs_little_and_ends(
 ) -> None:
     nodes = await connected(make, 2)
     liar = await of_any_size(make, monkeypatch)
-    monkeypatch.setattr(liar._dht._calls, "_respond", partial(respond, liar._dht._calls))
+    monkeypatch.setattr(liar.dht.calls, "_respond", partial(respond, liar.dht.calls))
     await liar.connect(nodes[0].addresses()[0])
-    await nodes[0]._meet(liar.me)
+    await nodes[0].dht.meet(liar.me)
     await nodes[1].announce("run", b"here", 60)
-    protocol = nodes[0]._dht.node.protocol
+    protocol = nodes[0].dht.node.protocol
     for what, raw in lies(nodes[0], liar).items():
         told = [FIND, PING, STORE]
 
         def answer(peer_id: bytes, request: bytes, raw: bytes = raw) -> bytes:
             return raw
 
-        liar._dht._calls._answers.update(dict.fromkeys(told, answer))
+        liar.dht.calls._answers.update(dict.fromkeys(told, answer))
         target = dht_protocol.PeerID(id_bytes_of(liar.me))
-        protocol._met(id_bytes_of(liar.me), place_of(id_bytes_of(liar.me)).to_bytes())
+        protocol.met(id_bytes_of(liar.me), place_of(id_bytes_of(liar.me)).to_bytes())
         with costs() as cost:
             found: Any = await protocol.call_find(target, [KEY])
         print(f"{what}: {len(raw):,} bytes: {cost}")  # for `pytest -s`
@@ -217,7 +217,7 @@ async def test_whatever_a_peer_answers_in_the_dht_costs_little_and_ends(
         assert cost.longest_seconds < 0.05, what
         assert cost.memory_bytes < 16 * 2**20, what
         await protocol.call_ping(target)
-        protocol._met(id_bytes_of(liar.me), place_of(id_bytes_of(liar.me)).to_bytes())
+        protocol.met(id_bytes_of(liar.me), place_of(id_bytes_of(liar.me)).to_bytes())
     assert await nodes[0].look_up("run") == {nodes[1].me: b"here"}
     await nodes[0].announce("run", b"too", 60)
 
@@ -252,9 +252,9 @@ async def test_no_peer_leads_the_p2pd_of_a_node_that_has_to_do_with_no_relays_to
             stream._writer.write(with_length(closer(OTHERS[:20], address)))
 
     await liar.serve(KAD, answer_kad)
-    liar._dht._calls._answers[FIND] = lambda peer_id, request: answering(OTHERS[:20])
+    liar.dht.calls._answers[FIND] = lambda peer_id, request: answering(OTHERS[:20])
     await liar.connect(nodes[0].addresses()[0])
-    await nodes[0]._meet(liar.me)
+    await nodes[0].dht.meet(liar.me)
     assert await nodes[0].look_up("run") == {}
     target.close()
     assert dialled == 0  # with libp2p's DHT: 20, for each search

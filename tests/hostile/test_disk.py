@@ -15,7 +15,7 @@ from p2ptrain.net.blobs.server import BlobRequest, blob_protocol
 from p2ptrain.net.mail import Deliver, HistoryQuery, MessageQuery
 from p2ptrain.net.transport import FRAME_BYTES_MAX, TransportError
 from tests.helpers.flood import junk_vote
-from tests.helpers.memory_swarm import Swarm
+from tests.helpers.memory_swarm import MemorySwarm
 from tests.helpers.net import at, skipping_time
 
 REQUESTS = 100
@@ -56,7 +56,7 @@ def test_what_strangers_ask_and_say_is_not_kept_on_the_disk(tmp_path: Path) -> N
 
     @skipping_time
     async def test() -> None:
-        made = Swarm(tmp_path)
+        made = MemorySwarm(tmp_path)
         node = made.nodes[0]
         await node.start()
         edges = node.daemon.edges

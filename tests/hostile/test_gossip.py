@@ -164,7 +164,7 @@ async def test_junk_through_one_member_reaches_nobody_and_what_the_member_says_d
         for node in (through, behind):
             await node.subscribe("topic", hear, members.__contains__)
         async with Flooders.ready(through.addresses()[0], "topic", seconds=2.0, rate=RATE) as flooders:
-            processes = [psutil.Process(node._supervisor.process.pid) for node in (through, behind)]
+            processes = [psutil.Process(node.supervisor.process.pid) for node in (through, behind)]
             before, said = [sum(each.cpu_times()[:2]) for each in processes], 0
             with costs() as found:
                 flooding = asyncio.create_task(flooders.flood())
@@ -221,7 +221,7 @@ async def test_members_leave_a_topic_that_is_flooded_through_one_of_them_and_los
         async with box(through) as mine, box(behind) as theirs:
             edges = [edges_of(node, each, run_id, members) for node, each in ((through, mine), (behind, theirs))]
             watching = [asyncio.create_task(each.topic().watch()) for each in edges]
-            junk, process = list[int](), psutil.Process(through._supervisor.process.pid)
+            junk, process = list[int](), psutil.Process(through.supervisor.process.pid)
             async with Flooders.ready(through.addresses()[0], topic_of(run_id), seconds=6.0, rate=RATE) as flooders:
                 flooding = asyncio.create_task(flooders.flood())
                 while not flooding.done():

@@ -51,25 +51,26 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class Ear:
-    """What a node's mailboxes heard, and whose histories did not come."""
+class HistoryEar:
+    """What a node's mailboxes heard, and whose histories came or did not."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[bytes, Mail]] = []
+        self.histories: list[tuple[bytes, bytes]] = []
         self.none: list[tuple[bytes, str]] = []
 
     def of(self, node: object) -> Mailboxes:
         return Mailboxes(
-            node, RUN, lambda *each: self.heard.append(each), malformed=nothing, history=nothing,
-            no_history=lambda *each: self.none.append(each),
+            node, RUN, lambda *each: self.heard.append(each), malformed=nothing,
+            history=lambda *each: self.histories.append(each), no_history=lambda *each: self.none.append(each),
             is_admitted=is_member, strangers=messages_of_strangers(is_member, node.range_of),
         )  # fmt: skip
 
 
 @asynccontextmanager
-async def listening() -> AsyncIterator[tuple[Network, Mailboxes, Ear]]:
+async def listening() -> AsyncIterator[tuple[Network, Mailboxes, HistoryEar]]:
     """Yields the mailboxes of a node that others are connected to, the newcomer from another range than the rest."""
-    network, ear = Network(), Ear()
+    network, ear = Network(), HistoryEar()
     network.hosts |= {NEWCOMER: "203.0.113.7"}
     node = network.transport(NODE)
     async with ear.of(node) as mailboxes:
@@ -112,7 +113,7 @@ def test_a_stranger_that_is_asked_for_a_history_says_no_more_than_others_and_kee
             floods = [asyncio.create_task(flood(stream, junk, began + 5.0))]
             floods.append(asyncio.create_task(flood(await network.nodes[BAD].open(NODE, PROTOCOL), junk, began + 5.0)))
             await at(began + 4.0)
-            async with Ear().of(network.nodes[NEWCOMER]) as newcomer:
+            async with HistoryEar().of(network.nodes[NEWCOMER]) as newcomer:
                 newcomer.post(NODE, JOIN)
                 await until(lambda: (NEWCOMER, JOIN) in ear.heard)
             assert now() - began < 5.0
@@ -133,7 +134,7 @@ async def test_the_stream_of_a_stranger_whose_history_stops_coming_ends_with_the
         with pytest.raises(TransportError):
             await stream.receive(1)
         assert ear.none == [(BAD, f"no answer after {PART_BYTES} of {2 * PART_BYTES} bytes")]
-        assert (mailboxes._unasked, mailboxes._incoming) == ({}, {})
+        assert (mailboxes.unasked, mailboxes.incoming) == ({}, {})
 
 
 @skipping_time
@@ -149,8 +150,9 @@ async def test_what_a_stranger_says_between_the_parts_of_its_history_is_heard() 
             HistoryPart(bytes(PART_BYTES)),
         ):
             await stream.send(encode(frame))
-        await until(lambda: mailboxes._questions == {})
+        await until(lambda: bool(ear.histories))
         assert (ear.heard, ear.none) == ([(NEWCOMER, said)], [])
+        assert ear.histories == [(NEWCOMER, bytes(2 * PART_BYTES))]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def test_strangers_who_read_nothing_take_no_room_from_members(keys: int) -> None
             for _ in range(32):
                 for each in strangers:
                     mailboxes.post(each, answer)
-            queued = sum(each.size for each in mailboxes._outgoing.values())
+            queued = sum(each.size for each in mailboxes.outgoing.values())
             assert queued <= min(keys * STRANGER_QUEUED_BYTES_MAX, QUEUED_TOTAL_BYTES_MAX // 4)
             assert queued >= 2**20
             for _ in range(QUEUED_BYTES_MAX // 2**20 - 1):

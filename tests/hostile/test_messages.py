@@ -21,7 +21,7 @@ from p2ptrain.core.messages import (
 from p2ptrain.net import mail, mailbox
 from p2ptrain.net.mail import Deliver, Mail, MessageQuery, frames_of
 from p2ptrain.net.mailbox import Mailboxes
-from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
+from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, TransportError
 from p2ptrain.node.strangers import EACH_A_SECOND, messages_of_strangers
 from tests.helpers.costs import costs
 from tests.helpers.memory_network import Network
@@ -44,16 +44,16 @@ def is_member(peer: bytes) -> bool:
     return peer == MEMBER
 
 
-class Ear:
+class MessageEar:
     """A node's mailboxes, and what they heard."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[bytes, Mail]] = []
 
-    def of(self, node: object) -> Mailboxes:
+    def of(self, node: object, is_admitted: IsAdmitted = is_member) -> Mailboxes:
         return Mailboxes(
             node, RUN, lambda *each: self.heard.append(each), malformed=nothing, history=nothing, no_history=nothing,
-            is_admitted=is_member, strangers=messages_of_strangers(is_member, node.range_of),
+            is_admitted=is_admitted, strangers=messages_of_strangers(is_admitted, node.range_of),
         )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_a_newcomer_is_heard_while_64_keys_of_another_range_flood(size: int) -> 
 
     @skipping_time
     async def test() -> None:
-        network, ear = Network(), Ear()
+        network, ear = Network(), MessageEar()
         node = network.transport(NODE)
         now = asyncio.get_running_loop().time
         junk = b"j" * size if size > 100 else next(frames_of(Deliver((b"junk",))))
@@ -86,7 +86,7 @@ def test_a_newcomer_is_heard_while_64_keys_of_another_range_flood(size: int) -> 
                 if each != NEWCOMER:
                     tasks.append(asyncio.create_task(flood(await transport.open(NODE, PROTOCOL), junk)))
             await at(now() + 20)
-            newcomer = await stack.enter_async_context(Ear().of(transport))
+            newcomer = await stack.enter_async_context(MessageEar().of(transport))
             for number in range(1, 11):
                 newcomer.post(NODE, JOIN)
                 asked_at = now()
@@ -106,13 +106,13 @@ def test_a_newcomer_is_heard_while_64_keys_of_another_range_flood(size: int) -> 
 
 @skipping_time
 async def test_a_stranger_that_waits_ends_with_its_stream_and_keeps_no_slot() -> None:
-    network, ear = Network(), Ear()
+    network, ear = Network(), MessageEar()
     node, stranger = network.transport(NODE), network.transport(FIRST)
     await stranger.connect(node.addresses()[0])
     async with ear.of(node):
         for _ in range(100):  # a node keeps two of one peer, and gives up the others
             await (await stranger.open(NODE, PROTOCOL)).send(next(frames_of(JOIN)))
-        await until_true(lambda: len(node._tasks) <= 3)
+        await until_true(lambda: len(node.tasks) <= 3)
         assert asyncio.get_running_loop().time() < 3.0  # 100 messages would take 11 s
     for each in list(network.nodes.values()):
         await each.close()
@@ -138,11 +138,9 @@ async def test_a_stranger_who_floods_a_real_node_costs_it_little_and_a_member_is
     frame = mailbox.wire.encode(Deliver(tuple(os.urandom(min(size, 900_000)) for _ in range(max(1, size // 900_000)))))
     async with nodes_in(tmp_path) as make:
         nodes = await connected(make, 3)
-        ear, node = Ear(), nodes[0]
+        ear, node = MessageEar(), nodes[0]
         member, stranger = nodes[1], nodes[2]
-        async with ear.of(node) as mailboxes:
-            mailboxes._is_admitted = lambda peer: peer == member.me
-            mailboxes._strangers = messages_of_strangers(lambda peer: peer == member.me, node.range_of)
+        async with ear.of(node, lambda peer: peer == member.me) as mailboxes:
             floods = [asyncio.create_task(flood(await stranger.open(node.me, PROTOCOL), frame)) for _ in range(2)]
             said = await member.open(node.me, PROTOCOL)
             with costs() as found:

@@ -14,12 +14,12 @@ from p2ptrain.cli import STATUSES
 from p2ptrain.config import RunConfig
 from p2ptrain.config.node import HttpConfig, LimitsConfig, NetworkConfig, NodeConfig, StorageConfig
 from p2ptrain.daemon import launch
+from p2ptrain.daemon.order import JoinOrder
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, P2ptrainError, TooLargeError
 from p2ptrain.net import questions
 from p2ptrain.net.questions import RUNS_MAX
 from p2ptrain.node.find import OfferError
-from p2ptrain.node.home import Home
 from tests.helpers.core import KEYS
 from tests.helpers.memory_network import Network
 from tests.helpers.net import skipping_time
@@ -91,9 +91,9 @@ async def test_whatever_a_bootstrap_offers_a_supervisor_starts_the_node_again(
     configs = {digest("run id", each): each for each in offered}
     async with offering(tmp_path, configs, monkeypatch) as config:
         with pytest.raises(OfferError, match=why) as caught:
-            await launch._join(Home(config), None, None, b"", None, False, None)
+            await launch.follow(JoinOrder(config=config))
         assert not any(isinstance(caught.value, each) for each in STATUSES), "only these are not started again"
         if len(configs) == 1:
             [run_id] = configs
             with pytest.raises(kind, match=why):  # of the run that the owner has named
-                await launch._join(Home(config), run_id.hex(), None, b"", None, False, None)
+                await launch.follow(JoinOrder(config=config, run=run_id.hex()))

@@ -21,6 +21,7 @@ from p2ptrain.identity import Identity
 from p2ptrain.net.blobs.blob import Kind
 from p2ptrain.net.blobs.server import BlobRequest, Have, Nothing, blob_protocol, decode_reply
 from p2ptrain.net.transport import FRAME_BYTES_MAX
+from p2ptrain.node.home import Home
 from p2ptrain.train.begin import begin
 from p2ptrain.train.own_data import open_own
 from tests.helpers.memory_network import MemoryTransport, Network
@@ -70,7 +71,7 @@ async def test_own_data_is_sent_to_nobody_by_any_name(who: Identity, tmp_path: P
     async with AsyncExitStack() as stack:
         stack.push_async_callback(transport.close)
         stack.push_async_callback(peer.close)
-        daemon = await Daemon.open(stack, Launch(run, config, ME, transport, shared, state=state, own=own))
+        daemon = await Daemon.open(stack, Launch(run, Home(config), ME, transport, shared, state=state, own=own))
         assert daemon.driver.worker.learner.trained_on is own.dataset
         running = asyncio.create_task(daemon.driver.run(daemon.started))
         await daemon.driver.has_begun.wait()

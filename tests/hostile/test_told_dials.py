@@ -6,7 +6,6 @@ cloud's secrets, a cluster's services, and a name.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from p2ptrain.net.connections import DIALS_AT_ONCE
 from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.told_dials import FAILED_PER_MINUTE_MAX, PLACES_MAX
 from p2ptrain.net.transport import Stream, TransportError
-from tests.helpers.connections import A, B, C, Seen, address, key, now
+from tests.helpers.connections import A, B, C, RecordedConnections, address, key, now
 from tests.helpers.memory_network import MemoryTransport, Network
 from tests.helpers.net import at, skipping_time, until
 from tests.helpers.p2pd import SECONDS, connected, echo, echoed, nodes_in
@@ -64,7 +63,7 @@ async def liar_at(network: Network, host: str, addresses: list[str]) -> MemoryTr
     return liar
 
 
-async def dials_after(node: Seen, network: Network, seconds: float) -> list[str]:
+async def dials_after(node: RecordedConnections, network: Network, seconds: float) -> list[str]:
     """Runs a node that was told the liar's address, and returns the other addresses that it dialled."""
     node.connections.add(network.address(A), Origin.USER)
     async with node.running():
@@ -78,7 +77,7 @@ async def dials_after(node: Seen, network: Network, seconds: float) -> list[str]
 @skipping_time
 async def test_a_public_peer_sends_nobody_to_a_machine_or_a_network_of_its_own() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     addresses = [f"{each}/p2p/{peer_id_of(key(10 + number))}" for number, each in enumerate(TARGETS)]
     addresses += [f"{each}/p2p/{peer_id_of(A)}" for each in TARGETS[:8]]  # also as its own
     await liar_at(network, "8.8.8.8", addresses)
@@ -91,7 +90,7 @@ async def test_a_public_peer_sends_nobody_to_a_machine_or_a_network_of_its_own()
 @skipping_time
 async def test_dials_to_what_one_peer_tells_are_few_whatever_keys_are_said_to_be_there() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     count = 3_000
     addresses = [address(key(10 + number), "9.9.9.9", 443) for number in range(count)]
     await liar_at(network, "8.8.8.8", addresses)
@@ -109,7 +108,7 @@ async def test_dials_to_what_one_peer_tells_are_few_whatever_keys_are_said_to_be
 @skipping_time
 async def test_dials_that_succeed_are_not_counted() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     peers = [key(10 + number) for number in range(40)]
     for number, peer in enumerate(peers):
         network.hosts[peer] = f"9.9.{number}.9"
@@ -130,7 +129,7 @@ async def test_dials_that_succeed_are_not_counted() -> None:
 @skipping_time
 async def test_a_peer_tells_addresses_of_its_own_kind_and_wider_ones(teller: str, told: list[str]) -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     hosts = ["127.0.0.1", "192.168.1.9", "9.9.9.9", "169.254.1.1"]
     addresses = [address(key(10 + number), host) for number, host in enumerate(hosts)]
     await liar_at(network, teller, list(addresses))
@@ -141,7 +140,7 @@ async def test_a_peer_tells_addresses_of_its_own_kind_and_wider_ones(teller: str
 @skipping_time
 async def test_a_name_is_dialled_only_if_the_user_gave_it() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     names = [f"/dns4/{name}/tcp/4001/p2p/{peer_id_of(C)}" for name in ("Given.example", "other.example")]
     await liar_at(network, "8.8.8.8", list(names))
     node.connections.add(f"/dns4/given.example/tcp/1/p2p/{peer_id_of(B)}", Origin.USER)
@@ -159,14 +158,11 @@ def test_who_comes_through_a_relay_may_be_anyone() -> None:
 
 
 async def _parted(nodes: list[P2pd]) -> None:
-    """Disconnects two, again where one of them was just asking the other."""
-    quiet = 0
-    while quiet < 10:
-        if await nodes[0].peers() or await nodes[1].peers():
-            await nodes[1].disconnect(nodes[0].me)
-            quiet = 0
-        quiet += 1
-        await asyncio.sleep(0.05)
+    """Disconnects two that have met and no longer ask each other anything."""
+    for node in nodes:
+        await node.look_up("nothing")  # after the introductions
+    while any([await node.peers() for node in nodes]):
+        await nodes[1].disconnect(nodes[0].me)
 
 
 async def _ask_who_has_gone(nodes: list[P2pd]) -> None:
@@ -176,8 +172,8 @@ async def _ask_who_has_gone(nodes: list[P2pd]) -> None:
     with pytest.raises(TransportError, match="it is not connected"):
         await nodes[1].open(nodes[0].me, "/echo/1")
     with pytest.raises(TransportError, match="it is not connected"):
-        assert nodes[1]._dht is not None
-        await nodes[1]._dht._calls.call(id_bytes_of(nodes[0].me), "DHTProtocol.rpc_ping", b"", SECONDS)
+        assert nodes[1].dht is not None
+        await nodes[1].dht.calls.call(id_bytes_of(nodes[0].me), "DHTProtocol.rpc_ping", b"", SECONDS)
     assert await nodes[1].peers() == {}
 
 

@@ -155,12 +155,12 @@ async def test_strangers_who_do_not_read_their_answers_leave_what_others_may_ask
         return questions.Config(b"c" * 60_000)
 
     await questions.serve(node, answer, TokenBucket(0))
-    monkeypatch.setattr(memory_network.Pipe, "is_full", lambda pipe, size: not pipe._waiting)  # until it is read
+    monkeypatch.setattr(memory_network.Pipe, "is_full", lambda pipe, size: not pipe.waiting)  # until it is read
     for number in range(1, 100):
         await network.transport(key(number)).connect(node.addresses()[0])
     for number in range(2, 100):
         stream: Stream = await network.nodes[key(number)].open(NODE, questions.PROTOCOL)
-        stream._outgoing.put(encode(questions.AskConfig(RUN)))  # type: ignore[attr-defined]
+        stream.outgoing.put(encode(questions.AskConfig(RUN)))  # type: ignore[attr-defined]
     await until(lambda: answered == 98)
     monkeypatch.undo()
     assert await asked(network, MEMBER, questions.AskConfig(RUN))

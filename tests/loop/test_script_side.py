@@ -21,12 +21,12 @@ from p2ptrain import Swarm
 from p2ptrain import swarm as swarm_module
 from p2ptrain.loop import channel
 from p2ptrain.loop.channel import Begin, Memory, RoundTrained, ScriptRequest
-from p2ptrain.loop.gradients import keeps_gradients
+from p2ptrain.swarm import keeps_gradients
 
 LEAST, MOST, STEP_SECONDS = 2, 10, 1.0
 
 
-class Node:
+class AnsweringNode:
     """Answers a script as its node would, and keeps what it is told of each round."""
 
     returncode = 0
@@ -57,7 +57,7 @@ class Node:
                 self._socket.sendall(channel.framed(channel.NodeAnswer(asked.number, answer)))
 
 
-class Clock:
+class FakeClock:
     now = 1000.0
 
     def __call__(self) -> float:
@@ -65,39 +65,42 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    made = FakeClock()
     for module in (swarm_module, channel):
         monkeypatch.setattr(module, "perf_counter", made)
     return made
 
 
 @pytest.fixture
-def swarm(clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Swarm]:
-    def spawned(parameters: channel.Parameters, _: Path) -> tuple[Node, socket.socket, Memory]:
+def nodes() -> list[AnsweringNode]:
+    """The nodes of the scripts of a test."""
+    return []
+
+
+@pytest.fixture
+def swarm(
+    clock: FakeClock, nodes: list[AnsweringNode], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Swarm]:
+    def spawned(parameters: channel.Parameters, _: Path) -> tuple[AnsweringNode, socket.socket, Memory]:
         ((_, shape),) = parameters
         size, (ours, theirs) = math.prod(shape), socket.socketpair()
         memory = Memory(channel.make_memory(size), size)
-        return Node(memory, theirs), ours, memory
+        nodes.append(AnsweringNode(memory, theirs))
+        return nodes[-1], ours, memory
 
     monkeypatch.setattr(channel, "spawn_node", spawned)
     with p2ptrain.start(nn.Linear(4, 3, bias=False), directory=tmp_path) as made:
         yield made
 
 
-def steps_of_a_round(swarm: Swarm, clock: Clock) -> int:
+def steps_of_a_round(swarm: Swarm, clock: FakeClock, node: AnsweringNode) -> int:
     """Takes steps until the round ends, and returns how many the node is told of."""
     ended = False
     while not ended:
         clock.now += STEP_SECONDS
         ended = swarm.step(1.0)
-    assert isinstance(swarm._node, Node)
-    return swarm._node.trained[-1].steps
-
-
-def keep_pace(swarm: Swarm, usual: float, last: float, number: int | None = None) -> None:
-    assert isinstance(swarm._node, Node)
-    swarm._node.memory.keep_pace(swarm.round if number is None else number, usual, last)
+    return node.trained[-1].steps
 
 
 @pytest.mark.parametrize(
@@ -106,21 +109,25 @@ def keep_pace(swarm: Swarm, usual: float, last: float, number: int | None = None
     ids=["as fast as the others", "little slower", "half as fast", "late from the start"],
 )
 def test_a_script_takes_as_many_steps_as_fit_the_pace(
-    swarm: Swarm, clock: Clock, usual: float, last: float, steps: int
+    swarm: Swarm, clock: FakeClock, nodes: list[AnsweringNode], usual: float, last: float, steps: int
 ) -> None:
-    keep_pace(swarm, usual, last)
-    assert steps_of_a_round(swarm, clock) == steps
-    assert steps_of_a_round(swarm, clock) == MOST, "the next round has a pace of its own, not known yet"
+    [node] = nodes
+    node.memory.keep_pace(swarm.round, usual, last)
+    assert steps_of_a_round(swarm, clock, node) == steps
+    assert steps_of_a_round(swarm, clock, node) == MOST, "the next round has a pace of its own, not known yet"
 
 
-def test_a_pace_may_become_known_within_a_round_and_another_round_s_is_none(swarm: Swarm, clock: Clock) -> None:
-    keep_pace(swarm, 0.0, 0.0, number=swarm.round - 1)
+def test_a_pace_may_become_known_within_a_round_and_another_round_s_is_none(
+    swarm: Swarm, clock: FakeClock, nodes: list[AnsweringNode]
+) -> None:
+    [node] = nodes
+    node.memory.keep_pace(swarm.round - 1, 0.0, 0.0)
     for _ in range(4):
         clock.now += STEP_SECONDS
         assert not swarm.step(1.0)
-    keep_pace(swarm, 1.5, 2.0)
-    assert steps_of_a_round(swarm, clock) == 5
-    told = swarm._node.trained[-1]  # type: ignore[attr-defined]
+    node.memory.keep_pace(swarm.round, 1.5, 2.0)
+    assert steps_of_a_round(swarm, clock, node) == 5
+    told = node.trained[-1]
     assert (told.steps, told.loss, told.seconds) == (5, 1.0, 5 * STEP_SECONDS)
 
 

@@ -20,7 +20,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
     caches: tuple[Callable[[], None], ...] = (
-        plugins._loaded.cache_clear,
+        plugins.loaded.cache_clear,
         models.named_shapes.cache_clear,
         memory.measured_activations.cache_clear,
     )

@@ -20,7 +20,7 @@ from p2ptrain.models.given_weights import read_weights
 from p2ptrain.models.kinds import build, check_base_bytes, exported_shapes, first_model, named_shapes, parameter_count
 from p2ptrain.train.begin import GivenWeights, NewRun, begin
 from p2ptrain.train.memory import need_of
-from tests.helpers.export import Node, model_of, weights_of
+from tests.helpers.export import NodeDirectory, model_of, weights_of
 from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, embedded, swarm_round
 
 ME = "ab" * 32
@@ -175,7 +175,7 @@ def test_an_export_merges_or_has_the_adapters_alone(tmp_path: Path) -> None:
     assert made.base is not None
     drawn = torch.Generator().manual_seed(2)
     state = torch.randn(parameter_count(MODEL, LORA), generator=drawn) * 0.05
-    node = Node(tmp_path / "node", made.run)
+    node = NodeDirectory(tmp_path / "node", made.run)
     weights = weights_of(node.save(8, state), made.run, base=made.base.path)
     model = load_model(weights, torch.device("cpu"))
     export(tmp_path / "whole", weights, BytesTokenizer(), None)

@@ -16,7 +16,7 @@ from p2ptrain.data.tokenizer import BytesTokenizer
 from p2ptrain.models.adapters import make_base
 from p2ptrain.models.export import export, load_model, model_config
 from p2ptrain.models.kinds import first_model, named_shapes, parameter_count, shapes_digest
-from tests.helpers.export import Node, weights_of
+from tests.helpers.export import NodeDirectory, weights_of
 from tests.helpers.hf_models import hf_model
 
 TOLERANCE = 2e-5  # by which fp32 differs from fp64 here, as for the model without adapters
@@ -44,7 +44,7 @@ def test_an_export_computes_what_was_trained(kind: str, tmp_path: Path, transfor
     base = make_base(tmp_path / "bases", {name: each.detach() for name, each in whole.named_parameters()})
     run = sealed(model, (base.digest, base.size))
     state = torch.randn(parameter_count(model, LORA), generator=torch.Generator().manual_seed(2)) * 0.2
-    weights = weights_of(Node(tmp_path / "node", run).save(8, state), run, base=base.path)
+    weights = weights_of(NodeDirectory(tmp_path / "node", run).save(8, state), run, base=base.path)
     tokens = torch.randint(0, model.vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
     adapted = load_model(weights, torch.device("cpu"))
     with torch.no_grad():

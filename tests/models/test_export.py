@@ -18,7 +18,7 @@ from p2ptrain.digest import digest, leaf_digests
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.root import covered_pieces, octets, root_of_leaves, state_root
 from p2ptrain.models.export import Weights, bytes_tokenizer, export, load_model, model_card, model_config
-from tests.helpers.export import BRANCH, HEAD, Node, model_of, run_of, shapes_of, state_of, weights_of
+from tests.helpers.export import BRANCH, HEAD, NodeDirectory, model_of, run_of, shapes_of, state_of, weights_of
 from tests.helpers.tokenizers import END, tokenizer_json
 
 FILES = [
@@ -36,7 +36,7 @@ BYTES = BytesTokenizer()
 @pytest.fixture
 def weights(tmp_path: Path) -> Weights:
     run = run_of()
-    return weights_of(Node(tmp_path / "node", run).save(8, state_of(run)), run)
+    return weights_of(NodeDirectory(tmp_path / "node", run).save(8, state_of(run)), run)
 
 
 def content_of(directory: Path) -> dict[str, bytes]:
@@ -99,7 +99,7 @@ def test_the_runs_tokenizer_file_is_copied_and_the_token_that_ends_a_document_na
         model={**run_of().model.model_dump(), "vocab_size": 301},
         tokenizer={"kind": "json", "digest": tokenizer.digest},
     )
-    weights = weights_of(Node(tmp_path / "node", run).save(8, state_of(run)), run)
+    weights = weights_of(NodeDirectory(tmp_path / "node", run).save(8, state_of(run)), run)
     export(tmp_path / "out", weights, tokenizer, None)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer.file_bytes
     read = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -212,7 +212,7 @@ def test_weights_that_are_not_what_was_saved_leave_nothing_behind(
 
 def test_weights_with_another_root_than_they_claim_are_refused(tmp_path: Path) -> None:
     run = run_of()
-    weights = weights_of(Node(tmp_path / "node", run).save(8, state_of(run), root=b"r" * 32), run)
+    weights = weights_of(NodeDirectory(tmp_path / "node", run).save(8, state_of(run), root=b"r" * 32), run)
     for use in (
         lambda: export(tmp_path / "out", weights, BYTES, None),
         lambda: load_model(weights, torch.device("cpu")),
@@ -224,7 +224,7 @@ def test_weights_with_another_root_than_they_claim_are_refused(tmp_path: Path) -
 
 def test_weights_of_another_size_than_the_runs_model_are_refused(tmp_path: Path) -> None:
     run = run_of()
-    weights = weights_of(Node(tmp_path / "node", run).save(8, state_of(run)[:-1]), run)
+    weights = weights_of(NodeDirectory(tmp_path / "node", run).save(8, state_of(run)[:-1]), run)
     why = r"state\.bin: [\d,]+ bytes, but the run's state has [\d,]+"
     with pytest.raises(DataError, match=why):
         export(tmp_path / "out", weights, BYTES, None)
@@ -264,7 +264,7 @@ SAMPLED = {"full_root_bytes_max": 2**20, "partial_root_leaves": 1, "full_root_ro
 
 def test_a_sampled_root_vouches_for_its_pieces_and_the_digest_for_the_rest(tmp_path: Path) -> None:
     run = run_of(model=LARGE, state=SAMPLED)
-    node = Node(tmp_path / "node", run)
+    node = NodeDirectory(tmp_path / "node", run)
     checkpoint = node.save(8, state_of(run))
     weights = weights_of(checkpoint, run)
     assert weights.covered is not None

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from p2ptrain.config import RunConfig
 from p2ptrain.data.tokenizer import BytesTokenizer, JsonTokenizer, Tokenizer
 from p2ptrain.models.export import export
-from tests.helpers.export import Node, model_of, run_of, state_of, weights_of
+from tests.helpers.export import NodeDirectory, model_of, run_of, state_of, weights_of
 from tests.helpers.tokenizers import END, tokenizer_json
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
@@ -53,7 +53,7 @@ pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]  # what ano
 
 def exported(directory: Path, model: dict[str, Any], tokenizer: Tokenizer) -> tuple[RunConfig, Path]:
     run = run_of(model=model, tokenizer={"kind": tokenizer.kind, "digest": tokenizer.digest})
-    weights = weights_of(Node(directory / "node", run).save(8, state_of(run)), run)
+    weights = weights_of(NodeDirectory(directory / "node", run).save(8, state_of(run)), run)
     export(directory / "out", weights, tokenizer, (3, 3))
     return run, directory / "out"
 

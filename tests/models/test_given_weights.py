@@ -17,10 +17,10 @@ from p2ptrain.exact.root import state_root
 from p2ptrain.models.export import export, model_config
 from p2ptrain.models.given_weights import config_beside, read_checkpoint, read_weights
 from p2ptrain.models.kinds import exported_shapes, first_model
-from p2ptrain.node.first_weights import open_weights
 from p2ptrain.node.home import Home
+from p2ptrain.node.saved import open_weights
 from p2ptrain.train.begin import GivenWeights, begin
-from tests.helpers.export import Node, run_of, state_of, weights_of
+from tests.helpers.export import NodeDirectory, run_of, state_of, weights_of
 from tests.helpers.hf_models import hf_model, raw_config
 from tests.helpers.tokenizers import tokenizer_json
 from tests.helpers.trainer import TINY
@@ -167,7 +167,7 @@ def test_other_arithmetic_than_the_runs_is_refused_though_every_shape_fits(
 def test_a_run_begins_with_given_weights_and_their_root(tmp_path: Path) -> None:
     run = RunConfig(name="test", model=MODEL)
     path = saved(tmp_path / "a.safetensors", tensors())
-    given, _ = open_weights(Home(Node(tmp_path / "node", run_of()).config), path)
+    given, _ = open_weights(Home(NodeDirectory(tmp_path / "node", run_of()).config), path)
     begun = begin(run, tmp_path / "data", [ME], given=given)
     assert begun.run.state.initial_root == state_root(flat(tensors())).hex()
     assert begun.state == flat(tensors()).numpy().tobytes()
@@ -178,7 +178,7 @@ def test_a_run_begins_with_given_weights_and_their_root(tmp_path: Path) -> None:
 
 def test_a_checkpoint_and_an_export_of_another_run_are_first_weights(tmp_path: Path) -> None:
     other = run_of()
-    node = Node(tmp_path / "node", other)
+    node = NodeDirectory(tmp_path / "node", other)
     checkpoint = node.save(8, state_of(other))
     given, _ = open_weights(Home(node.config), checkpoint.path)
     assert torch.equal(given.read(other.model), state_of(other))

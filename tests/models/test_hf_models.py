@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig
-from p2ptrain.config.hf import ARCHITECTURES
+from p2ptrain.config.hf import ARCHITECTURES, parameters_most
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.tokenizer import BytesTokenizer
 from p2ptrain.errors import ConfigError, DeviceError
@@ -33,7 +33,7 @@ from p2ptrain.models.kinds import (
 from p2ptrain.train.begin import begin
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.memory import PassSettings, activations, need_of
-from tests.helpers.export import Node, weights_of
+from tests.helpers.export import NodeDirectory, weights_of
 from tests.helpers.hf_models import hf_model
 from tests.helpers.live_memory import peak_of_pass
 from tests.helpers.trainer import ONE_THREAD, RECIPES, Trainer, embedded, swarm_round
@@ -136,7 +136,7 @@ def test_whatever_is_accepted_makes_a_model_that_trains() -> None:
         model = build(config)
         model.loss(torch.zeros(1, 9, dtype=torch.int64)).backward()
         assert config.hf is not None
-        assert sum(parameter.numel() for parameter in model.parameters()) <= config.hf.parameters_most
+        assert sum(parameter.numel() for parameter in model.parameters()) <= parameters_most(config.hf)
         made += 1
     assert made > 100
 
@@ -162,7 +162,7 @@ def test_parameters_are_bounded_before_anything_is_built(kind: str) -> None:
         assert config.hf is not None
         count = parameter_count(config)
         assert count == sum(parameter.numel() for parameter in build(config).parameters())
-        assert count <= config.hf.parameters_most < 1.6 * count
+        assert count <= parameters_most(config.hf) < 1.6 * count
         names = [name for name, _ in named_shapes(config)]
         assert len(set(names)) == len(names)
         assert ("lm_head.weight" in names) == (not config.hf.is_tied), "a tied head stands once"
@@ -173,7 +173,7 @@ def test_every_flag_that_adds_parameters_is_bounded() -> None:
     for kind, architecture in ARCHITECTURES.items():
         config = hf_model(kind, **{flag: True for flag in flags if flag in architecture.keys})
         assert config.hf is not None
-        assert parameter_count(config) <= config.hf.parameters_most
+        assert parameter_count(config) <= parameters_most(config.hf)
 
 
 def test_first_weights_are_those_of_the_seed_and_disturb_nobody() -> None:
@@ -323,7 +323,7 @@ def test_an_export_loads_in_transformers_and_gives_the_same_logits(
     trainer = Trainer(run, ONE_THREAD, dataset)
     assert trainer.root().hex() == run.state.initial_root
     swarm_round([trainer], 0)
-    weights = weights_of(Node(tmp_path / "node", run).save(1, trainer.replica.weights), run)
+    weights = weights_of(NodeDirectory(tmp_path / "node", run).save(1, trainer.replica.weights), run)
     export(tmp_path / "out", weights, BytesTokenizer(), (3, 3))
     theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert {name: sorted(found) for name, found in told.items() if found} == {}, "nothing missing, nothing left over"

@@ -186,7 +186,7 @@ def test_a_model_may_draw_its_first_weights_itself(place: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     (place / "theirs.py").write_text(HEAD + "\n    def initialise(self, seed):\n        raise KeyError(seed)\n")
     del sys.modules["theirs"]
-    plugins._loaded.cache_clear()
+    plugins.loaded.cache_clear()
     importlib.invalidate_caches()
     why = "a-plugin 1.0 failed when it made its first weights: KeyError: 3"
     with pytest.raises(ConfigError, match=re.escape(why)):
@@ -342,7 +342,7 @@ def test_what_a_recipe_plugin_has_packed_is_applied_as_others_read_it(dataset: T
     trainer = noisy(dataset, "0.1")
     trainer.train(0, 0, 1)
     trainer.contribute(0)
-    assert not trainer.replica._unpacked, "it may be something else than its payload says"
+    assert not trainer.replica.unpacked, "it may be something else than its payload says"
 
 
 @pytest.mark.usefixtures("example")

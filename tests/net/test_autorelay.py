@@ -27,7 +27,7 @@ from tests.helpers.net import key
 from tests.helpers.p2pd import nodes_in
 
 
-class Ports:
+class LocalPorts:
     """Ports of this machine, some with a listener and some without."""
 
     def __init__(self, stack: ExitStack) -> None:
@@ -43,58 +43,58 @@ class Ports:
 
 
 @pytest.fixture
-def port() -> Iterator[Ports]:
+def port() -> Iterator[LocalPorts]:
     with ExitStack() as stack:
-        yield Ports(stack)
+        yield LocalPorts(stack)
 
 
 def of(route: str, number: int) -> str:
     return f"{route}/p2p/{peer_id_of(key(number))}"
 
 
-async def test_only_those_that_answer_are_used_and_each_peer_once(port: Ports) -> None:
+async def test_only_those_that_answer_are_used_and_each_peer_once(port: LocalPorts) -> None:
     there, also, gone = of(port(), 1), of(port(), 2), of(port(open_too=False), 3)
     again, gone_too = of(port(), 1), of(port(open_too=False), 2)
     assert await relays_to_use([gone, there, gone_too, again, there, also]) == [there, also]
 
 
-async def test_who_answers_at_another_of_its_addresses_is_used_there(port: Ports) -> None:
+async def test_who_answers_at_another_of_its_addresses_is_used_there(port: LocalPorts) -> None:
     gone, there = of(port(open_too=False), 1), of(port(), 1)
     assert await relays_to_use([gone, there]) == [there]
 
 
-async def test_where_nobody_answers_all_are_hoped_for_each_at_one_address(port: Ports) -> None:
+async def test_where_nobody_answers_all_are_hoped_for_each_at_one_address(port: LocalPorts) -> None:
     gone = [of(port(open_too=False), number) for number in (1, 1, 2)]
     assert await relays_to_use(gone) == [gone[0], gone[2]]
     assert await relays_to_use([]) == []
 
 
-async def test_there_are_not_too_many_and_those_named_first_are_taken(port: Ports) -> None:
+async def test_there_are_not_too_many_and_those_named_first_are_taken(port: LocalPorts) -> None:
     there = [of(port(), number) for number in range(1, RELAYS_MAX + 3)]
     assert await relays_to_use(there) == there[:RELAYS_MAX]
 
 
-async def test_what_cannot_be_a_relay_is_left_out_and_takes_no_place(port: Ports) -> None:
+async def test_what_cannot_be_a_relay_is_left_out_and_takes_no_place(port: LocalPorts) -> None:
     there = of(port(), 1)
     relayed = [f"{there}/p2p-circuit/p2p/{peer_id_of(key(number))}" for number in range(2, 3 + TRIED_MAX)]
     wrong = ["/ip4/999.999.999.999/tcp/1", "/ip4/203.0.113.7/tcp/99999", "/ip6/::::/tcp/1"]
     assert await relays_to_use([*relayed, *(of(route, 3) for route in wrong), "no address", there]) == [there]
 
 
-async def test_of_many_addresses_the_first_are_tried(port: Ports) -> None:
+async def test_of_many_addresses_the_first_are_tried(port: LocalPorts) -> None:
     gone = [of(port(open_too=False), number) for number in range(1, TRIED_MAX + 1)]
     assert await relays_to_use([*gone, of(port(), 0)]) == gone[:RELAYS_MAX]
 
 
 @pytest.mark.parametrize("name", ["a..b", "x" * 64, "no-such-name.invalid"])
-async def test_a_name_that_leads_nowhere_is_one_that_does_not_answer(name: str, port: Ports) -> None:
+async def test_a_name_that_leads_nowhere_is_one_that_does_not_answer(name: str, port: LocalPorts) -> None:
     there = of(port(), 1)
     assert await relays_to_use([of(f"/dns4/{name}/tcp/4001", 2), there]) == [there]
     assert await relays_to_use([of(f"/dns/{name}/udp/4001/quic-v1", 2), there]) == [there]
 
 
 async def test_over_quic_a_server_answers_and_a_silent_port_does_not(
-    tmp_path: Path, port: Ports, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, port: LocalPorts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with nodes_in(tmp_path) as make:
         node = await make(("/ip4/127.0.0.1/udp/0/quic-v1",))
@@ -117,7 +117,7 @@ class Hanging:
 
 
 async def test_one_that_never_answers_does_not_keep_the_start_for_long(
-    port: Ports, monkeypatch: pytest.MonkeyPatch
+    port: LocalPorts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autorelay, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(asyncio, "open_connection", Hanging("203.0.113.7"))
@@ -127,7 +127,9 @@ async def test_one_that_never_answers_does_not_keep_the_start_for_long(
         assert await relays_to_use([silent, there]) == [there]
 
 
-async def test_a_name_is_tried_at_all_that_it_leads_to_at_once(port: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_is_tried_at_all_that_it_leads_to_at_once(
+    port: LocalPorts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     number = port().rpartition("/")[2]
     named, gone = of(f"/dns/node.example/tcp/{number}", 1), of(port(open_too=False), 2)
 
@@ -173,7 +175,7 @@ def through(number: int) -> list[str]:
     return [*DIRECT, f"/ip4/192.0.2.9/tcp/4001/p2p/{peer_id_of(key(number))}/p2p-circuit"]
 
 
-class Node:
+class TimedRelayLoss:
     """A `RelayLoss` with a fake clock and a node's routes."""
 
     def __init__(self, *relays: str, drawn: float = 0.0) -> None:
@@ -189,42 +191,45 @@ class Node:
 
 @pytest.mark.parametrize("drawn", [0.0, 0.5])
 async def test_a_relay_that_was_lost_and_answers_again_is_worth_a_new_p2pd_after_a_while(
-    drawn: float, port: Ports
+    drawn: float, port: LocalPorts
 ) -> None:
-    node = Node(of(port(open_too=False), 1), of(port(), 2), drawn=drawn)
+    node = TimedRelayLoss(of(port(open_too=False), 1), of(port(), 2), drawn=drawn)
     patience = LOST_SECONDS * (1 + drawn)
     assert not await node.after(10, through(2))
     assert not await node.after(patience - 1, DIRECT)
     assert await node.after(1, DIRECT)
 
 
-async def test_another_that_answers_is_worth_none_and_the_new_p2pd_is_told_of_the_lost_one_first(port: Ports) -> None:
+async def test_another_that_answers_is_worth_none_and_the_new_p2pd_is_told_of_the_lost_one_first(
+    port: LocalPorts,
+) -> None:
     """The other relay may be full: p2pd has already asked all relays it was given."""
-    node = Node(of(port(), 1), of(port(open_too=False), 2))
-    assert node.loss.first() == [*node.loss._relays]
+    relays = [of(port(), 1), of(port(open_too=False), 2)]
+    node = TimedRelayLoss(*relays)
+    assert node.loss.first() == relays
     assert not await node.after(10, through(2))
     assert not any([await node.after(LOST_SECONDS, DIRECT) for _ in range(20)])
-    assert node.loss.first() == [*reversed(node.loss._relays)]
+    assert node.loss.first() == [*reversed(relays)]
 
 
-async def test_a_relay_that_is_found_again_by_itself_is_none_that_was_lost(port: Ports) -> None:
-    node = Node(of(port(), 1))
+async def test_a_relay_that_is_found_again_by_itself_is_none_that_was_lost(port: LocalPorts) -> None:
+    node = TimedRelayLoss(of(port(), 1))
     for _ in range(20):
         assert not await node.after(10, through(1))
         assert not await node.after(LOST_SECONDS - 1, DIRECT)
 
 
-async def test_who_never_had_a_relay_gets_no_new_p2pd_for_one(port: Ports) -> None:
+async def test_who_never_had_a_relay_gets_no_new_p2pd_for_one(port: LocalPorts) -> None:
     """Such a node is publicly reachable, or the peers that answer are not relays."""
-    node = Node(of(port(), 1))
+    node = TimedRelayLoss(of(port(), 1))
     assert not any([await node.after(LOST_SECONDS, DIRECT) for _ in range(20)])
 
 
 async def test_a_new_p2pd_that_gets_no_place_is_left_alone_and_one_that_crashed_meanwhile_does_not_count(
-    port: Ports,
+    port: LocalPorts,
 ) -> None:
     """The node may have become publicly reachable since, or the relay may be full."""
-    node = Node(of(port(), 1))
+    node = TimedRelayLoss(of(port(), 1))
     assert not await node.after(1, through(1))
     node.loss.p2pd_started()
     assert await node.after(LOST_SECONDS, DIRECT)
@@ -233,9 +238,9 @@ async def test_a_new_p2pd_that_gets_no_place_is_left_alone_and_one_that_crashed_
 
 
 async def test_a_p2pd_that_was_started_while_the_relay_was_asked_is_not_the_one_that_lost_it(
-    port: Ports, monkeypatch: pytest.MonkeyPatch
+    port: LocalPorts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = Node(of(port(), 1))
+    node = TimedRelayLoss(of(port(), 1))
 
     async def answers(address: str) -> bool:
         node.loss.p2pd_started()
@@ -247,7 +252,7 @@ async def test_a_p2pd_that_was_started_while_the_relay_was_asked_is_not_the_one_
 
 
 async def test_while_nobody_answers_p2pd_is_left_alone_and_who_is_down_is_seldom_asked(
-    port: Ports, monkeypatch: pytest.MonkeyPatch
+    port: LocalPorts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
@@ -256,14 +261,14 @@ async def test_while_nobody_answers_p2pd_is_left_alone_and_who_is_down_is_seldom
         return False
 
     monkeypatch.setattr(autorelay, "_answers", answers)
-    node = Node(gone := of(port(open_too=False), 1))
+    node = TimedRelayLoss(gone := of(port(open_too=False), 1))
     assert not await node.after(10, through(1))
     assert not any([await node.after(10, DIRECT) for _ in range(60)])
     assert asked == [gone] * int((600 - LOST_SECONDS) // ASK_SECONDS + 1)
 
 
-async def test_a_relay_that_comes_and_goes_costs_no_p2pd_each_time(port: Ports) -> None:
-    node, starts = Node(of(port(), 1)), 0
+async def test_a_relay_that_comes_and_goes_costs_no_p2pd_each_time(port: LocalPorts) -> None:
+    node, starts = TimedRelayLoss(of(port(), 1)), 0
     for _ in range(60):  # two hours: alternately a minute with the relay and one without
         node.loss.p2pd_started()
         assert not await node.after(60, through(1))
@@ -272,6 +277,6 @@ async def test_a_relay_that_comes_and_goes_costs_no_p2pd_each_time(port: Ports) 
 
 
 async def test_a_node_without_relays_to_ask_is_left_alone() -> None:
-    node = Node()
+    node = TimedRelayLoss()
     assert not await node.after(10, through(1))
     assert not await node.after(LOST_SECONDS, DIRECT)

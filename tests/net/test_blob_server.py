@@ -45,7 +45,7 @@ async def test_who_asks_too_far_ahead_is_blamed() -> None:
         with pytest.raises(TransportError):
             while True:
                 await stream.send(encode(Piece(0, True)))
-        await until(lambda: not server.server._streams)
+        await until(lambda: not server.server.streams)
         assert server.blamed == [(other.key, "more than 16 unanswered requests")]
 
 
@@ -59,7 +59,7 @@ async def test_who_does_not_read_holds_up_nobody_but_itself() -> None:
             await stream.send(encode(Piece(index % 6, True)))
         assert await me.fetch(NAME, BLOB.size, server.key) == BLOB.data()
         start = now()
-        await until(lambda: not server.server._streams)
+        await until(lambda: not server.server.streams)
         assert now() - start == pytest.approx(protocol.SEND_SECONDS, abs=1)
 
 
@@ -131,7 +131,7 @@ async def test_a_peer_has_no_more_streams_than_it_may() -> None:
         refused = await other.transport.open(server.key, protocol.blob_protocol(RUN))
         assert protocol.decode_reply(await refused.receive(100)) == Nothing("busy")
         streams[0].abort()
-        await until(lambda: len(server.server._streams) == 3)
+        await until(lambda: len(server.server.streams) == 3)
         assert isinstance(await said(await other.transport.open(server.key, protocol.blob_protocol(RUN)), want), Have)
 
 

@@ -221,3 +221,27 @@ async def _cause_many(nodes: list[P2pd]) -> None:
 async def test_who_causes_many_faults_is_not_answered_for_a_while(tmp_path: Path) -> None:
     async with nodes_in(tmp_path) as make:
         await _cause_many(await connected(make, 2))
+
+
+@pytest.mark.parametrize("error", [IndexError(), None])
+async def test_what_a_task_holds_is_let_go_even_if_its_work_never_began(error: Exception | None) -> None:
+    held = {PEER}
+
+    async def work() -> None:
+        assert held
+        if error is not None:
+            raise error
+
+    await Boundary().contained("a place", PEER, work, ended=lambda: held.discard(PEER))
+    assert not held
+
+
+async def test_letting_go_may_fail_as_well() -> None:
+    async def work() -> None: ...
+
+    def ended() -> None:
+        raise IndexError
+
+    boundary = Boundary()
+    await boundary.contained("a place", PEER, work, ended=ended)
+    assert boundary.counts == {"a place": 1}

@@ -27,7 +27,7 @@ from p2ptrain.net.connections import (
 )
 from p2ptrain.net.libp2p.dht_records import VALUE_BYTES_MAX
 from p2ptrain.net.transport import Stream, TransportError
-from tests.helpers.connections import ME, RUN, A, B, C, Seen, address, key, others
+from tests.helpers.connections import ME, RUN, A, B, C, RecordedConnections, address, key, others
 from tests.helpers.memory_network import Network
 from tests.helpers.net import at, skipping_time, until
 
@@ -38,7 +38,7 @@ from tests.helpers.net import at, skipping_time, until
 @skipping_time
 async def test_dials_that_fail_are_repeated_after_growing_waits_that_differ_from_node_to_node() -> None:
     network = Network()
-    nodes = [Seen(network, ME), Seen(network, B)]
+    nodes = [RecordedConnections(network, ME), RecordedConnections(network, B)]
     for node in nodes:
         node.connections.add(address(A), Origin.USER)
         async with node.running():
@@ -55,7 +55,7 @@ async def test_dials_that_fail_are_repeated_after_growing_waits_that_differ_from
 @skipping_time
 async def test_after_an_outage_of_any_length_a_peer_is_found_again() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, A)
     node.connections.add(network.address(A), Origin.USER)
     async with node.running() as connections:
@@ -75,7 +75,7 @@ async def test_a_peer_whose_addresses_cannot_be_judged_does_not_make_us_blind_to
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, A, B)
     real = connections_module.met_in
 
@@ -93,10 +93,31 @@ async def test_a_peer_whose_addresses_cannot_be_judged_does_not_make_us_blind_to
         assert node.transport.boundary.counts.keys() == {"the networks of a connected peer"}
 
 
+@pytest.mark.parametrize("fails", ["_meet", "_dial"])
+@skipping_time
+async def test_an_error_that_ends_a_dial_or_a_meeting_before_it_began_bars_nobody(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = Network()
+    node = RecordedConnections(network)
+    await others(network, A)
+    real, failures = getattr(Connections, fails), iter(range(3))
+
+    async def failing(self: Connections, peer: bytes) -> None:
+        if next(failures, None) is not None:
+            raise IndexError
+        await real(self, peer)
+
+    monkeypatch.setattr(Connections, fails, failing)
+    node.connections.add(network.address(A), Origin.USER)
+    async with node.running() as connections:
+        await until(lambda: A in connections.linked)
+
+
 @skipping_time
 async def test_who_lets_us_in_and_hangs_up_is_dialled_ever_less_often() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, A)
     node.connections.add(network.address(A), Origin.USER)
     async with node.running() as connections:
@@ -118,7 +139,7 @@ async def test_who_lets_us_in_and_hangs_up_is_dialled_ever_less_often() -> None:
 @skipping_time
 async def test_who_came_to_us_while_it_was_still_starting_is_asked_again_where_it_is() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     peer, _ = await others(network, A, B)
     node.connections.add(network.address(B), Origin.USER)
     async with node.running() as connections:
@@ -140,7 +161,7 @@ async def test_who_came_to_us_while_it_was_still_starting_is_asked_again_where_i
 @skipping_time
 async def test_who_goes_and_comes_between_two_looks_is_asked_where_it_is_now() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     (peer,) = await others(network, A)
     asked = 0
 
@@ -169,7 +190,7 @@ async def test_who_goes_and_comes_between_two_looks_is_asked_where_it_is_now() -
 @skipping_time
 async def test_who_never_tells_where_it_is_and_comes_back_again_and_again_is_not_asked_ever_more_often() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     (peer,) = await others(network, A)
     asked: list[float] = []
 
@@ -197,7 +218,7 @@ async def test_who_never_tells_where_it_is_and_comes_back_again_and_again_is_not
 @skipping_time
 async def test_a_network_that_is_down_ends_nothing() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, A)
     node.connections.add(network.address(A))
     async with node.running():
@@ -211,7 +232,7 @@ async def test_a_bootstrap_that_is_dead_is_named_with_its_address_and_once_a_min
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     node.connections.add(address(A), Origin.USER)
     node.connections.add(address(B))  # unrequested
     with caplog.at_level(logging.WARNING):
@@ -226,7 +247,7 @@ async def test_a_bootstrap_that_is_dead_is_named_with_its_address_and_once_a_min
 @skipping_time
 async def test_bootstraps_come_first_then_members_then_other_address_ranges() -> None:
     network = Network()
-    node, neighbour = Seen(network), key(100)
+    node, neighbour = RecordedConnections(network), key(100)
     await others(network, neighbour)
     for number in range(10, 30):
         node.connections.add(address(key(number), "127.0.0.2", number))
@@ -253,7 +274,7 @@ async def test_bootstraps_come_first_then_members_then_other_address_ranges() ->
 @skipping_time
 async def test_no_more_are_dialled_than_there_are_places() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     for number in range(1, LINKS_MAX + 13):
         network.transport(key(number))
         node.connections.add(network.address(key(number)))
@@ -270,7 +291,7 @@ async def test_no_more_are_dialled_than_there_are_places() -> None:
 @skipping_time
 async def test_whoever_fills_all_places_keeps_us_from_no_bootstrap_and_no_member() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     for number in range(1, LINKS_MAX + 1):
         await network.transport(key(number)).connect(network.address(ME))
     bootstrap, member, other = key(200), key(201), key(202)
@@ -289,7 +310,7 @@ async def test_whoever_fills_all_places_keeps_us_from_no_bootstrap_and_no_member
 @skipping_time
 async def test_a_shunned_peer_is_not_dialled_until_its_time_is_over() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, A, B)
     for peer in (A, B):
         node.connections.add(network.address(peer))
@@ -315,7 +336,7 @@ def known(connections: Connections) -> dict[bytes, list[str]]:
 
 @skipping_time
 async def test_a_hint_that_is_not_about_who_gave_it_or_is_no_address_is_passed_over() -> None:
-    node = Seen(Network())
+    node = RecordedConnections(Network())
     long = f"/dns4/{'a' * ADDRESS_CHARACTERS_MAX}/tcp/1/p2p/{peer_id_of(A)}"
     node.connections.tell(A, [address(B), "", "/p2p/", "nonsense", f"/p2p/{'1' * 60}", long, address(ME), address(A)])
     assert known(node.connections) == {A: [address(A)]}
@@ -338,7 +359,7 @@ async def test_a_hint_that_is_not_about_who_gave_it_or_is_no_address_is_passed_o
 @skipping_time
 async def test_what_is_no_address_is_neither_kept_nor_told_nor_dialled(place: str) -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     (teller,) = await others(network, B)
     told = f"{place}/p2p/{peer_id_of(A)}"
     await questions.serve(teller, lambda peer, question: questions.Peers((told, address(C))))
@@ -362,7 +383,7 @@ def test_the_longest_address_is_taken_and_as_many_as_are_kept_of_a_peer_fit_an_a
 @skipping_time
 async def test_whatever_stands_in_the_dht_costs_failed_dials_and_no_more() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     good, *bad = await others(network, A, *(key(number) for number in range(10, 17)))
     for each in (good, *bad):
         await each.connect(network.address(ME))
@@ -380,7 +401,7 @@ async def test_whatever_stands_in_the_dht_costs_failed_dials_and_no_more() -> No
 @skipping_time
 async def test_thousands_of_hints_push_out_neither_bootstraps_nor_those_who_were_reached() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, A)
     node.connections.add(network.address(A))
     node.connections.add(address(B), Origin.USER)
@@ -396,7 +417,7 @@ async def test_thousands_of_hints_push_out_neither_bootstraps_nor_those_who_were
 @skipping_time
 async def test_whom_to_forget_is_looked_for_once_for_many_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer brings up to 32 addresses, and anyone can give one."""
-    connections, looks, use = Seen(Network()).connections, Counter[str](), Connections._use
+    connections, looks, use = RecordedConnections(Network()).connections, Counter[str](), Connections._use
 
     def counted(self: Connections, peer: bytes) -> tuple[bool, bool, bool, bool, float]:
         looks["looks"] += 1
@@ -412,7 +433,7 @@ async def test_whom_to_forget_is_looked_for_once_for_many_addresses(monkeypatch:
 async def test_thousands_of_callers_are_not_all_remembered_and_push_out_no_bootstrap() -> None:
     """Each has a new key, connects, tells us nothing, and leaves."""
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     node.connections.add(address(A), Origin.USER)
     async with node.running() as connections:
         for number in range(1_000, 1_000 + KNOWN_MAX + 40):
@@ -429,7 +450,7 @@ async def test_thousands_of_callers_are_not_all_remembered_and_push_out_no_boots
 async def test_an_address_that_the_user_gave_is_dialled_whatever_else_is_told() -> None:
     """Also when the address worked once and now fails."""
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, A)
     mine = network.address(A)
     node.connections.add(mine, Origin.USER)
@@ -446,7 +467,7 @@ async def test_an_address_that_the_user_gave_is_dialled_whatever_else_is_told() 
 @skipping_time
 async def test_only_what_was_reached_is_remembered_and_told_to_others() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, A, B)
     node.connections.add(network.address(A), Origin.USER)
     node.connections.add(address(C), Origin.USER)

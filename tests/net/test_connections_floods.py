@@ -22,14 +22,14 @@ from p2ptrain.net.connections import (
 )
 from p2ptrain.net.told_dials import PLACE_SECONDS_MAX
 from p2ptrain.net.transport import Stream
-from tests.helpers.connections import CONNECT_SECONDS, ME, A, B, C, Seen, address, key, now, others
+from tests.helpers.connections import CONNECT_SECONDS, ME, A, B, C, RecordedConnections, address, key, now, others
 from tests.helpers.memory_network import Network
 from tests.helpers.net import at, skipping_time, until
 
 MANY = 200
 
 
-def flood(node: Seen) -> None:
+def flood(node: RecordedConnections) -> None:
     """Made-up addresses, told by one peer, at which nobody answers."""
     node.is_silent = lambda address: address.startswith("/ip4/10.")
     for number in range(MANY):
@@ -44,7 +44,7 @@ def flood(node: Seen) -> None:
 @skipping_time
 async def test_hearsay_that_leads_nowhere_delays_no_bootstrap_and_no_member() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, A, B)
     node.connections.roster = lambda: (B,)
     node.connections.add(network.address(A), Origin.USER)
@@ -66,7 +66,7 @@ async def test_hearsay_that_leads_nowhere_delays_no_bootstrap_and_no_member() ->
 @skipping_time
 async def test_at_a_start_those_of_the_last_time_are_dialled_before_all_that_is_hearsay() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, C)
     flood(node)
     node.connections.add(network.address(C), Origin.REMEMBERED)
@@ -78,7 +78,7 @@ async def test_at_a_start_those_of_the_last_time_are_dialled_before_all_that_is_
 @skipping_time
 async def test_a_dial_ends_in_time_and_each_address_has_its_turn() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     node.is_silent = lambda address: True
     addresses = [address(A, port=port) for port in range(1, ADDRESSES_MAX + 1)]
     node.connections.tell(A, addresses)
@@ -99,7 +99,7 @@ async def test_a_dial_ends_in_time_and_each_address_has_its_turn() -> None:
 @skipping_time
 async def test_of_hearsay_one_address_is_dialled_at_a_time_and_after_what_is_certain() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     own = address(A)
     heard = [address(A, "10.0.0.1", port) for port in range(1, ADDRESSES_MAX)]
     for each in (own, *heard):
@@ -119,7 +119,7 @@ async def test_of_hearsay_one_address_is_dialled_at_a_time_and_after_what_is_cer
 # Meeting
 
 
-async def linked_after(node: Seen, network: Network, number: int) -> float:
+async def linked_after(node: RecordedConnections, network: Network, number: int) -> float:
     """Returns how long a newcomer waits to be linked."""
     newcomer, began = network.transport(key(number)), now()
     await newcomer.connect(network.address(ME))
@@ -130,7 +130,7 @@ async def linked_after(node: Seen, network: Network, number: int) -> float:
 @skipping_time
 async def test_strangers_that_never_answer_keep_no_newcomer_waiting() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     async with node.running():
         for number in range(1_000, 1_000 + MANY):
             await network.transport(key(number)).connect(network.address(ME))
@@ -144,7 +144,7 @@ async def test_strangers_that_never_answer_keep_no_newcomer_waiting() -> None:
 async def test_strangers_that_come_again_wait_again() -> None:
     """Whatever they do, a newcomer waits only for peers that came before it."""
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     node.mute.update(key(number) for number in range(1_000, 1_060))
 
     async def come_again() -> None:
@@ -172,7 +172,7 @@ async def test_strangers_that_come_again_wait_again() -> None:
 @skipping_time
 async def test_members_and_who_was_there_before_are_met_in_places_of_their_own() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     await others(network, A, B)
     node.connections.roster = lambda: (A,)
     node.connections.add(address(B), Origin.REMEMBERED)
@@ -191,7 +191,7 @@ async def test_members_and_who_was_there_before_are_met_in_places_of_their_own()
 @skipping_time
 async def test_a_peer_that_does_not_answer_questions_takes_up_no_place_once_it_is_linked() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
 
     async def hang(stream: Stream) -> None:
         await asyncio.get_running_loop().create_future()
@@ -212,7 +212,7 @@ async def test_a_peer_that_does_not_answer_questions_takes_up_no_place_once_it_i
 # Remembering
 
 
-async def come(node: Seen, network: Network, *peers: bytes) -> None:
+async def come(node: RecordedConnections, network: Network, *peers: bytes) -> None:
     """Connects peers that tell us their addresses."""
     for peer in peers:
         await network.transport(peer).connect(network.address(ME))
@@ -231,7 +231,7 @@ def remembered(connections: Connections) -> list[str]:
 @skipping_time
 async def test_keys_without_number_push_out_nobody_who_matters(they_stay: bool) -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     node.connections.roster = lambda: (B,)
 
     async def call(first: int, they_stay: bool) -> None:
@@ -259,7 +259,7 @@ async def test_keys_without_number_push_out_nobody_who_matters(they_stay: bool) 
 @skipping_time
 async def test_of_those_that_are_gone_who_was_there_last_is_remembered_first() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     peers = [key(number) for number in range(10, 20)]
     Random(1).shuffle(peers)
     async with node.running() as connections:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from p2ptrain.net.address_book import Origin
 from p2ptrain.net.connections import KEEP_SECONDS, LINKS_MAX, RANGES_KEPT
-from tests.helpers.connections import Seen, key
+from tests.helpers.connections import RecordedConnections, key
 from tests.helpers.memory_network import Network
 from tests.helpers.net import at, skipping_time, until
 
 
-def surrounded() -> tuple[Network, Seen]:
+def surrounded() -> tuple[Network, RecordedConnections]:
     """Fills all slots with peers of one address range."""
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     for number in range(1, LINKS_MAX + 1):
         network.transport(key(number))
         node.connections.add(network.address(key(number)))
@@ -42,7 +42,7 @@ async def test_for_one_peer_of_each_other_range_there_is_a_place_when_all_are_ta
 @skipping_time
 async def test_an_anchor_stays_one_until_it_is_lost_and_is_then_the_one_that_has_lasted_longest() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     first, second, third = (elsewhere(network, number, f"10.1.0.{number}") for number in (101, 102, 103))
     async with node.running() as connections:
         for peer in (second, first, third):
@@ -58,7 +58,7 @@ async def test_an_anchor_stays_one_until_it_is_lost_and_is_then_the_one_that_has
 @skipping_time
 async def test_who_came_by_itself_is_no_anchor_wherever_it_says_that_it_is() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     peer = elsewhere(network, 101, "10.1.0.1")
     network.link(node.transport.me, peer)
     async with node.running() as connections:
@@ -72,7 +72,7 @@ async def test_who_came_by_itself_is_no_anchor_wherever_it_says_that_it_is() -> 
 @skipping_time
 async def test_bootstraps_and_members_are_kept_and_that_is_said_again() -> None:
     network = Network()
-    node = Seen(network)
+    node = RecordedConnections(network)
     said: list[frozenset[bytes]] = []
     keep = node.transport.keep
 

@@ -34,7 +34,7 @@ from p2ptrain.net.blobs.server import (
 from p2ptrain.net.transport import Stream, TransportError
 from p2ptrain.node.driver import CATCH_UP_SECONDS
 from tests.helpers.blobs import PIECE, MemoryBlob, account, given
-from tests.helpers.driver import Bench, bench, root_of
+from tests.helpers.driver import DriverBench, bench, root_of
 from tests.helpers.net import at, key, skipping_time, some_bytes
 
 LIARS = 15
@@ -50,7 +50,7 @@ SMALLER = MemoryBlob.tree(STATE[:-PIECE])
 
 
 @dataclass
-class Liar:
+class LyingServer:
     """A lying server, with a record of the requests it got and the rules it broke."""
 
     number: int
@@ -65,26 +65,26 @@ class Liar:
         return key(100 + self.number)
 
 
-Way = Callable[[Liar, Request], Awaitable[Reply | bytes | None]]
+Way = Callable[[LyingServer, Request], Awaitable[Reply | bytes | None]]
 
 
-def lie(liar: Liar, reply: Reply | bytes) -> Reply | bytes:
+def lie(liar: LyingServer, reply: Reply | bytes) -> Reply | bytes:
     liar.lies[liar.name] += 1
     return reply
 
 
-async def wrong_pieces(liar: Liar, request: Request) -> Reply | bytes | None:
+async def wrong_pieces(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return account(BLOB) if isinstance(request, BlobRequest) else lie(liar, given(OTHER, request.index))
 
 
-async def one_wrong_piece_after_right_ones(liar: Liar, request: Request) -> Reply | bytes | None:
+async def one_wrong_piece_after_right_ones(liar: LyingServer, request: Request) -> Reply | bytes | None:
     if isinstance(request, BlobRequest):
         return account(BLOB)
     liar.given += 1
     return given(BLOB, request.index) if liar.given < 3 else lie(liar, given(OTHER, request.index))
 
 
-async def one_bit_of_a_piece(liar: Liar, request: Request) -> Reply | bytes | None:
+async def one_bit_of_a_piece(liar: LyingServer, request: Request) -> Reply | bytes | None:
     if isinstance(request, BlobRequest):
         return account(BLOB)
     piece = bytearray(BLOB.read(request.index))
@@ -92,55 +92,55 @@ async def one_bit_of_a_piece(liar: Liar, request: Request) -> Reply | bytes | No
     return lie(liar, Given(request.index, bytes(piece)))
 
 
-async def a_shorter_piece(liar: Liar, request: Request) -> Reply | bytes | None:
+async def a_shorter_piece(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return account(BLOB) if isinstance(request, BlobRequest) else lie(liar, Given(request.index, b""))
 
 
-async def another_piece_than_asked(liar: Liar, request: Request) -> Reply | bytes | None:
+async def another_piece_than_asked(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return account(BLOB) if isinstance(request, BlobRequest) else lie(liar, given(BLOB, (request.index + 1) % PIECES))
 
 
-async def another_state(liar: Liar, request: Request) -> Reply | bytes | None:
+async def another_state(liar: LyingServer, request: Request) -> Reply | bytes | None:
     """Sends a state that is consistent in itself but does not have the root."""
     return lie(liar, account(OTHER)) if isinstance(request, BlobRequest) else given(OTHER, request.index)
 
 
-async def a_larger_state(liar: Liar, request: Request) -> Reply | bytes | None:
+async def a_larger_state(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return lie(liar, account(LARGER)) if isinstance(request, BlobRequest) else given(LARGER, request.index)
 
 
-async def a_smaller_state(liar: Liar, request: Request) -> Reply | bytes | None:
+async def a_smaller_state(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return lie(liar, account(SMALLER)) if isinstance(request, BlobRequest) else given(SMALLER, request.index)
 
 
-async def right_digests_of_another_size(liar: Liar, request: Request) -> Reply | bytes | None:
+async def right_digests_of_another_size(liar: LyingServer, request: Request) -> Reply | bytes | None:
     if isinstance(request, BlobRequest):
         return lie(liar, account(BLOB, size=BLOB.size - 1))
     return given(BLOB, request.index)
 
 
-async def pieces_that_there_are_not(liar: Liar, request: Request) -> Reply | bytes | None:
+async def pieces_that_there_are_not(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return lie(liar, account(BLOB, held=b"\xff\xff")) if isinstance(request, BlobRequest) else None
 
 
-async def junk(liar: Liar, request: Request) -> Reply | bytes | None:
+async def junk(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return lie(liar, b"\xc1" + liar.rng.randbytes(20))
 
 
-async def silence(liar: Liar, request: Request) -> Reply | bytes | None:
+async def silence(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return None
 
 
-async def silence_after_its_account(liar: Liar, request: Request) -> Reply | bytes | None:
+async def silence_after_its_account(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return account(BLOB) if isinstance(request, BlobRequest) else None
 
 
-async def a_trickle(liar: Liar, request: Request) -> Reply | bytes | None:
+async def a_trickle(liar: LyingServer, request: Request) -> Reply | bytes | None:
     await at(asyncio.get_running_loop().time() + 15.0)
     return account(BLOB) if isinstance(request, BlobRequest) else given(BLOB, request.index)
 
 
-async def a_break_in_the_middle(liar: Liar, request: Request) -> Reply | bytes | None:
+async def a_break_in_the_middle(liar: LyingServer, request: Request) -> Reply | bytes | None:
     if isinstance(request, BlobRequest):
         return account(BLOB)
     liar.given += 1
@@ -149,15 +149,15 @@ async def a_break_in_the_middle(liar: Liar, request: Request) -> Reply | bytes |
     return given(BLOB, request.index)
 
 
-async def nothing(liar: Liar, request: Request) -> Reply | bytes | None:
+async def nothing(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return Nothing("not here")
 
 
-async def later_for_ever(liar: Liar, request: Request) -> Reply | bytes | None:
+async def later_for_ever(liar: LyingServer, request: Request) -> Reply | bytes | None:
     return account(BLOB) if isinstance(request, BlobRequest) else Later(request.index)
 
 
-async def an_empty_hand(liar: Liar, request: Request) -> Reply | bytes | None:
+async def an_empty_hand(liar: LyingServer, request: Request) -> Reply | bytes | None:
     """Has no pieces, and names many unknown peers as holders."""
     strangers = tuple(liar.rng.randbytes(32) for _ in range(16))
     return account(BLOB, held=bytes(1), holders=strangers) if isinstance(request, BlobRequest) else Later(request.index)
@@ -170,7 +170,7 @@ WAYS: tuple[Way, ...] = (
 )  # fmt: skip
 
 
-async def tell(each: Bench, liar: Liar, way: Way) -> None:
+async def tell(each: DriverBench, liar: LyingServer, way: Way) -> None:
     """Connects a liar, which offers the states that are wanted and serves them in its way."""
     transport = each.network.transport(liar.key)
 
@@ -196,13 +196,13 @@ async def tell(each: Bench, liar: Liar, way: Way) -> None:
     await each.transport.connect(transport.addresses()[0])
 
 
-async def be_honest(each: Bench, peer: bytes) -> None:
+async def be_honest(each: DriverBench, peer: bytes) -> None:
     node = await each.serve(peer)
     node.blobs[BlobName("state", ROOT)] = BLOB
     await questions.serve(node.transport, lambda asker, question: questions.States(((ROUND, ROOT),)))
 
 
-async def state(each: Bench, sources: list[bytes], mine: bytes | None) -> tuple[int, bytes, bytes]:
+async def state(each: DriverBench, sources: list[bytes], mine: bytes | None) -> tuple[int, bytes, bytes]:
     like = None if mine is None else (ROUND, mine)
     async with asyncio.timeout(CATCH_UP_SECONDS):
         roots = [(NEWER, NEWER_ROOT), (ROUND, ROOT)]
@@ -210,7 +210,7 @@ async def state(each: Bench, sources: list[bytes], mine: bytes | None) -> tuple[
             return number, root, b"".join(verified(found))
 
 
-def check_blame(each: Bench, liars: list[Liar], honest: bytes) -> None:
+def check_blame(each: DriverBench, liars: list[LyingServer], honest: bytes) -> None:
     """Checks that senders of wrong data are blamed once and not asked again, and that slow ones are not blamed."""
     blamed = Counter(peer for peer, _ in each.blamed)
     assert blamed[honest] == 0
@@ -223,7 +223,7 @@ async def mixed(tmp_path: Path, seed: int) -> None:
     rng = Random(seed)
     ways = [rng.choice(WAYS) for _ in range(LIARS)] if seed else [WAYS[0]] * LIARS
     async with bench(tmp_path) as each:
-        liars = [Liar(number, Random(f"{seed} {number}")) for number in range(LIARS)]
+        liars = [LyingServer(number, Random(f"{seed} {number}")) for number in range(LIARS)]
         for liar, way in zip(liars, ways, strict=True):
             await tell(each, liar, way)
         honest = key(200)
@@ -245,7 +245,7 @@ def test_one_honest_server_among_sixteen_is_enough(tmp_path: Path, seed: int) ->
 
 async def all_of_a_kind(tmp_path: Path, way: Way) -> None:
     async with bench(tmp_path) as each:
-        liars = [Liar(number, Random(number)) for number in range(LIARS)]
+        liars = [LyingServer(number, Random(number)) for number in range(LIARS)]
         for liar in liars:
             await tell(each, liar, way)
         honest = key(200)
@@ -269,7 +269,7 @@ def test_without_an_honest_server_there_is_no_state_rather_than_a_wrong_one(tmp_
     async def only_liars(path: Path) -> None:
         rng = Random(seed)
         async with bench(path) as each:
-            liars = [Liar(number, Random(f"{seed} {number}")) for number in range(LIARS + 1)]
+            liars = [LyingServer(number, Random(f"{seed} {number}")) for number in range(LIARS + 1)]
             for liar in liars:
                 await tell(each, liar, rng.choice(liars_only))
             with pytest.raises((DataError, TimeoutError)):

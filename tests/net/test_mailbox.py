@@ -89,7 +89,7 @@ async def test_messages_arrive_in_order_over_one_stream() -> None:
         await until(lambda: len(ear.heard) == 60)
         assert ear.heard == [(A, message) for message in said * 20]
         assert (mailboxes.counters(), mailboxes.queued_frames) == ({"sent": 60}, 0)
-        assert len(network.nodes[A]._streams) == 1
+        assert len(network.nodes[A].streams) == 1
 
 
 @skipping_time
@@ -172,7 +172,7 @@ async def test_what_waits_for_a_peer_that_does_not_come_back_is_dropped_after_a_
         mailboxes.post(B, Deliver((b"lost",)))
         await until(lambda: mailboxes.queued_frames == 0)
         assert mailboxes.counters() == {"broken": mailbox.TRIES_MAX, "dropped": 1}
-        assert mailboxes._outgoing == {}
+        assert mailboxes.outgoing == {}
 
 
 @skipping_time
@@ -181,9 +181,9 @@ async def test_a_stream_with_nothing_to_say_is_closed() -> None:
     async with pair(network) as (mailboxes, other, _, ear):
         mailboxes.post(B, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 1)
-        assert (len(mailboxes._outgoing), len(other._incoming)) == (1, 1)
+        assert (len(mailboxes.outgoing), len(other.incoming)) == (1, 1)
         start = asyncio.get_running_loop().time()
-        await until(lambda: not mailboxes._outgoing and not other._incoming)
+        await until(lambda: not mailboxes.outgoing and not other.incoming)
         assert asyncio.get_running_loop().time() - start == pytest.approx(mailbox.IDLE_SECONDS, abs=1)
         mailboxes.post(B, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 2)
@@ -198,7 +198,7 @@ async def test_of_more_than_two_streams_of_a_peer_the_newest_stay() -> None:
         for stream in streams[:4]:
             with pytest.raises(TransportError):
                 await stream.receive(1)
-        assert len(other._incoming[A]) == 2
+        assert len(other.incoming[A]) == 2
         for stream in streams[4:]:
             await stream.send(encode(MessageQuery((NAME,))))
         await until(lambda: len(ear.heard) == 2)
@@ -217,7 +217,7 @@ async def test_a_peer_that_nobody_has_room_for_is_let_go(monkeypatch: pytest.Mon
         stream = await c.open(B, PROTOCOL)
         with pytest.raises(TransportError):
             await stream.receive(1)
-        assert list(other._incoming) == [A]
+        assert list(other.incoming) == [A]
 
 
 MALFORMED = {
@@ -274,7 +274,7 @@ async def test_a_long_history_arrives_whole_and_a_vote_does_not_wait_for_it() ->
         assert other.post(A, TellHistory(history))
         assert not other.post(A, TellHistory(history))  # one history at a time
         other.post(A, Deliver((b"before",)))
-        await until(lambda: other._outgoing[A].history_sent > 2**22)
+        await until(lambda: other.outgoing[A].history_sent > 2**22)
         other.post(A, Deliver((b"between",)))
         await until(lambda: len(ear_a.heard) == 2)
         assert ear_a.histories == []
@@ -344,7 +344,7 @@ async def test_an_answer_that_nobody_asked_for_or_that_is_late_is_thrown_away() 
         await until(lambda: mailboxes.counters().get("received", 0) == 4)
         assert (ear.histories, ear.wrong, ear.none) == ([], [], [])
         assert mailboxes.counters()["unasked"] == 1
-        assert mailboxes._unasked == {}
+        assert mailboxes.unasked == {}
 
 
 @skipping_time
@@ -397,7 +397,7 @@ async def test_a_history_that_stops_coming_is_given_up_and_its_rest_thrown_away(
         await stream.send(encode(HistoryPart(bytes(mail.PART_BYTES))))
         await stream.send(encode(MessageQuery((NAME,))))
         await until(lambda: bool(ear.heard))
-        assert (ear.histories, ear.wrong, mailboxes._unasked) == ([], [], {})
+        assert (ear.histories, ear.wrong, mailboxes.unasked) == ([], [], {})
 
 
 @skipping_time
@@ -422,8 +422,8 @@ async def test_the_rest_of_a_history_does_not_follow_on_another_stream() -> None
         mailboxes.ask_history(B, bytes(32), 3)
         await asked(ear_b)
         other.post(A, TellHistory(some_bytes(20 * 2**20)))
-        await until(lambda: other._outgoing[A].history_sent > 2**22)
-        mailboxes._incoming[B][0].abort()
+        await until(lambda: other.outgoing[A].history_sent > 2**22)
+        mailboxes.incoming[B][0].abort()
         await until(lambda: bool(ear_a.none))
         other.post(A, Deliver((b"after",)))
         await until(lambda: bool(ear_a.heard))
@@ -507,9 +507,9 @@ async def test_an_idle_stream_of_a_stranger_is_closed_early_and_what_it_sends_la
         for each in (member, stranger):
             each.post(A, MessageQuery((NAME,)))
         await at(mailbox.STRANGER_IDLE_SECONDS - 1)
-        assert mailboxes._incoming.keys() == {B, C}
+        assert mailboxes.incoming.keys() == {B, C}
         await at(mailbox.STRANGER_IDLE_SECONDS + 1)
-        assert mailboxes._incoming.keys() == {B}
+        assert mailboxes.incoming.keys() == {B}
         stranger.post(A, MessageQuery((NAME,)))
         await until(lambda: len(ear.heard) == 3)
         assert ear.heard[-1] == (C, MessageQuery((NAME,)))

@@ -13,11 +13,10 @@ import pytest
 
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.identity import Identity, peer_id_of
-from p2ptrain.net.frames import FrameStream
 from p2ptrain.net.libp2p import dht, p2pd, process, streams, subscription
 from p2ptrain.net.libp2p.dht_records import sign_record
 from p2ptrain.net.transport import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, Stream, TransportError
-from tests.helpers.p2pd import SECONDS, Heard, Make, connected, echo, echoed, nodes_in, until
+from tests.helpers.p2pd import SECONDS, HeardGossip, Make, connected, echo, echoed, echoed_at_last, nodes_in, until
 
 STRANGER = Identity(b"s" * 32)
 
@@ -34,7 +33,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
 async def test_all_others_hear_what_one_publishes_and_it_does_not_hear_itself(make: Make) -> None:
     nodes, topic = await connected(make, 3), "p2ptrain/1/a"
-    heard = [Heard() for _ in nodes]
+    heard = [HeardGossip() for _ in nodes]
     for node, hear in zip(nodes, heard, strict=True):
         await node.subscribe(topic, hear)
     await heard[1].until(nodes[2], topic, b"warm")
@@ -66,9 +65,9 @@ async def test_nothing_is_published_that_libp2p_would_lose(make: Make) -> None:
 async def test_messages_that_nobody_takes_in_time_are_dropped_and_counted(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes, heard = await connected(make, 2), Heard()
+    nodes, heard = await connected(make, 2), HeardGossip()
     await nodes[0].subscribe("a", heard)
-    await nodes[1].subscribe("a", Heard())
+    await nodes[1].subscribe("a", HeardGossip())
     await heard.until(nodes[1], "a", b"warm")
     received = nodes[0].counters()["gossip received"]
     monkeypatch.setattr(subscription, "MESSAGES_MAX", 0)
@@ -88,7 +87,7 @@ async def test_a_message_that_nobody_foresaw_is_lost_and_the_next_one_is_heard(m
         heard.append(data)
 
     await nodes[0].subscribe("a", hear)
-    await nodes[1].subscribe("a", Heard())
+    await nodes[1].subscribe("a", HeardGossip())
     while not nodes[0].boundary.counts:
         await nodes[1].publish("a", b"bug")
     await nodes[1].publish("a", b"good")
@@ -168,36 +167,42 @@ async def test_a_frame_that_is_too_long_is_refused_before_it_is_read(make: Make)
 
     await nodes[0].serve("/little/1", read_little)
     for header, named in [((1_001).to_bytes(4, "big"), 1_001), (b"\xff" * 4, 2**32 - 1)]:
-        stream = await nodes[1].open(nodes[0].me, "/little/1")
-        stream._writer.write(header)
+        reader, writer = await nodes[1].control.open_stream(nodes[0].me, "/little/1")
+        writer.write(header)
         assert await asyncio.wait_for(refused.get(), SECONDS) == f"a frame of {named} bytes; the limit is 1000"
-        with pytest.raises(TransportError):
-            await asyncio.wait_for(stream.receive(1), SECONDS)
-        stream.abort()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await asyncio.wait_for(reader.readexactly(1), SECONDS)
+        writer.transport.abort()
+    stream = await nodes[1].open(nodes[0].me, "/little/1")
     with pytest.raises(AssertionError, match="has to be split"):
         await stream.send(bytes(FRAME_BYTES_MAX + 1))
+    stream.abort()
 
 
 async def test_a_reader_that_is_interrupted_goes_on_where_it_was(make: Make) -> None:
     nodes = await connected(make, 2)
-    more = asyncio.Event()
+    came: asyncio.Queue[Stream] = asyncio.Queue()
+    has_read = asyncio.Event()
 
-    async def send_slowly(stream: FrameStream) -> None:
-        stream._writer.write(b"\0\0\0\x04ab")
-        await more.wait()
-        stream._writer.write(b"cd")
-        await stream.send(b"next")
+    async def wait(stream: Stream) -> None:
+        came.put_nowait(stream)
+        await has_read.wait()
 
-    await nodes[0].serve("/slow/1", send_slowly)
-    stream = await nodes[1].open(nodes[0].me, "/slow/1")
+    await nodes[0].serve("/slow/1", wait)
+    _, writer = await nodes[1].control.open_stream(nodes[0].me, "/slow/1")
+    writer.write(b"\0\0\0\x04ab")
+    stream = await asyncio.wait_for(came.get(), SECONDS)
+    assert await asyncio.wait_for(stream.coming(), SECONDS) == 4
     reading = asyncio.create_task(stream.receive(10))
-    await until(lambda: stream._coming == 4)
+    await asyncio.sleep(0)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    more.set()
-    assert [await stream.receive(10), await stream.receive(10)] == [b"abcd", b"next"]
-    await stream.close()
+    writer.write(b"cd\0\0\0\x04next")
+    for frame in (b"abcd", b"next"):
+        assert await asyncio.wait_for(stream.receive(10), SECONDS) == frame
+    writer.transport.abort()
+    has_read.set()
 
 
 async def test_a_stream_that_is_let_go_ends_at_the_other_end(make: Make) -> None:
@@ -261,8 +266,7 @@ async def test_a_peer_has_no_more_streams_than_it_may(make: Make, monkeypatch: p
         await echoed(nodes[1], nodes[0].me, b"one too many")
     assert nodes[0].counters()["streams refused"] == 1
     await held.pop().close()
-    await until(lambda: nodes[0]._streams._incoming == 1)
-    assert await echoed(nodes[1], nodes[0].me, b"now") == b"now"
+    assert await echoed_at_last(nodes[1], nodes[0].me, b"now") == b"now"
     held[0].abort()
 
 
@@ -274,7 +278,7 @@ async def test_peers_know_one_another_by_addresses_that_can_be_called(make: Make
     nodes = [await make(), await make(("/ip6/::1/tcp/0", "/ip4/0.0.0.0/tcp/0"))]
     assert [address.split("/")[1:4:2] for address in nodes[0].addresses()] == [["ip4", "tcp"]]
     assert all("/127.0.0.1/" not in address and "/::1/" not in address for address in nodes[1].addresses())
-    by_ip6 = f"{nodes[1]._ports.listen[0]}/p2p/{peer_id_of(nodes[1].me)}"
+    by_ip6 = f"{nodes[1].ports.listen[0]}/p2p/{peer_id_of(nodes[1].me)}"
     assert await nodes[0].connect(by_ip6) == nodes[1].me
     assert list(await nodes[1].peers()) == [nodes[0].me]
     assert (await nodes[0].peers())[nodes[1].me][0] == by_ip6
@@ -293,7 +297,7 @@ async def test_addresses_that_lead_nowhere_are_refused_with_the_reason(make: Mak
         refusing = f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}/p2p/{STRANGER.peer_id}"
         with pytest.raises(TransportError, match=f"cannot connect to {refusing}: nobody listens there"):
             await nodes[0].connect(refusing)
-    route = nodes[1]._ports.listen[0]
+    route = nodes[1].ports.listen[0]
     with pytest.raises(TransportError, match=rf"another peer answers there, {peer_id_of(nodes[1].me)}"):
         await nodes[0].connect(f"{route}/p2p/{STRANGER.peer_id}")
     for wrong in ["", "nonsense", route, f"/unix/tmp/x/p2p/{STRANGER.peer_id}", "/" * 10_000]:
@@ -310,9 +314,9 @@ async def test_addresses_that_lead_nowhere_are_refused_with_the_reason(make: Mak
 async def test_a_port_in_use_is_named_with_what_to_do(make: Make) -> None:
     node = await make()
     with pytest.raises(
-        ConfigError, match=rf"network.listen: {node._ports.listen[0]} is in use by another program. Stop it"
+        ConfigError, match=rf"network.listen: {node.ports.listen[0]} is in use by another program. Stop it"
     ):
-        await make(node._ports.listen)
+        await make(node.ports.listen)
     with pytest.raises(ConfigError, match=r"/ip4/203.0.113.7/tcp/4001 is not an address of this machine"):
         await make(("/ip4/203.0.113.7/tcp/4001",))
 
@@ -322,9 +326,9 @@ async def test_a_port_in_use_that_nobody_chose_gives_way_and_the_other_is_told(
 ) -> None:
     caplog.set_level("INFO", "p2ptrain.net")
     first = await make()
-    second = await make((first._ports.listen[0], "/ip4/127.0.0.1/tcp/0"), is_chosen=False)
-    assert (first._ports.listen[0] not in second._ports.listen, len(second._ports.listen)) == (True, 2)
-    port, other = first._ports.listen[0].rpartition("/")[2], second._ports.listen[0]
+    second = await make((first.ports.listen[0], "/ip4/127.0.0.1/tcp/0"), is_chosen=False)
+    assert (first.ports.listen[0] not in second.ports.listen, len(second.ports.listen)) == (True, 2)
+    port, other = first.ports.listen[0].rpartition("/")[2], second.ports.listen[0]
     assert f"port {port} is taken, perhaps by another node: this node listens on {other}" in caplog.text
     assert await first.connect(f"{other}/p2p/{peer_id_of(second.me)}") == second.me
     with pytest.raises(ConfigError, match="is not an address of this machine"):
@@ -336,7 +340,7 @@ async def test_of_nodes_that_start_at_once_only_one_gets_the_default_port(make: 
         free.bind(("127.0.0.1", 0))
         default = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"
     nodes = await asyncio.gather(*(make((default,), is_chosen=False) for _ in range(3)))
-    listen = [node._ports.listen for node in nodes]
+    listen = [node.ports.listen for node in nodes]
     assert len(set(listen)) == 3
     assert (default,) in listen
     assert await nodes[0].connect(nodes[1].addresses()[0]) == nodes[1].me
@@ -378,7 +382,7 @@ async def test_announcements_are_found_by_others_under_their_author(make: Make) 
 async def test_records_that_are_not_their_authors_are_refused(make: Make) -> None:
     nodes = await connected(make, 2)
     await nodes[1].announce("run", b"mine", 60)
-    protocol, key = nodes[1]._dht.node.protocol, dht.DHTID.generate("run")
+    protocol, key = nodes[1].dht.node.protocol, dht.DHTID.generate("run")
     forger, expires_at = Identity(b"f" * 32), time.time() + 600
     packed = protocol.serializer.dumps(b"evil")
 
@@ -441,7 +445,7 @@ async def test_what_a_node_announces_or_looks_up_has_room_in_its_own_dht(
     nodes = await connected(make, 2)
     await nodes[0].announce("mine", b"here", 60)
     await nodes[0].look_up("sought")
-    storage, late = nodes[0]._storage, time.time() + 600
+    storage, late = nodes[0].dht.node.protocol.storage, time.time() + 600
     assert storage.used == {dht.DHTID.generate("mine"), dht.DHTID.generate("sought")}
     for number in range(2 * dht.STORED_KEYS_MAX):
         storage.store_subkey(dht.DHTID.generate(f"junk {number}"), b"a", b"1", late)

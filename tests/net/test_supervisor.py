@@ -39,7 +39,7 @@ class FakeProcess:
         return "it said nothing"
 
 
-class Watched:
+class WatchedSupervisor:
     """A supervisor whose checks find what a string says: o is an answer, x is none."""
 
     def __init__(self, looks: str) -> None:
@@ -88,13 +88,13 @@ STARTING = "o" * 8  # loop iterations that a restart takes
 async def test_a_p2pd_that_hangs_is_ended_and_one_that_is_slow_is_not(
     looks: str, restarts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert await Watched(looks).run() == restarts
+    assert await WatchedSupervisor(looks).run() == restarts
     assert caplog.text.count("killing p2pd to restart it: no answer to 3 requests") == restarts
     assert len(caplog.records) == restarts  # a slow p2pd is not logged
 
 
 async def test_a_p2pd_that_is_of_no_use_is_ended_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    watched = Watched("oo" + STARTING)
+    watched = WatchedSupervisor("oo" + STARTING)
 
     async def lose() -> None:
         watched.launched[0].why_end = "its sockets are gone"
@@ -105,7 +105,7 @@ async def test_a_p2pd_that_is_of_no_use_is_ended_at_once(caplog: pytest.LogCaptu
 
 
 async def test_looks_at_a_p2pd_that_ends_by_itself_do_not_count_for_the_next() -> None:
-    watched = Watched("xxx" + STARTING)
+    watched = WatchedSupervisor("xxx" + STARTING)
     looks = itertools.count(1)
 
     async def end() -> None:

@@ -25,21 +25,22 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class Line:
+class RecordedLine:
     """Records what goes out and when."""
 
     def __init__(self, upload: int = 0) -> None:
-        self.turns = Turns(TokenBucket(upload))
+        self.upload = TokenBucket(upload)
+        self.turns = Turns(self.upload)
         self.went: list[tuple[str, float]] = []
         self.tasks: list[asyncio.Task[None]] = []
 
     def send(self, name: str, peer: bytes, is_urgent: bool, seconds: float = 0.0, size: int = PIECE) -> None:
-        self.tasks.append(asyncio.create_task(self._send(name, peer, is_urgent, seconds, size)))
+        self.tasks.append(asyncio.create_task(self.turn(name, peer, is_urgent, seconds, size)))
 
     def send_stranger(self, name: str, peer: bytes, seconds: float = 0.0) -> None:
-        self.tasks.append(asyncio.create_task(self._send(name, peer, True, seconds, PIECE, is_admitted=False)))
+        self.tasks.append(asyncio.create_task(self.turn(name, peer, True, seconds, PIECE, is_admitted=False)))
 
-    async def _send(
+    async def turn(
         self, name: str, peer: bytes, is_urgent: bool, seconds: float, size: int, *, is_admitted: bool = True
     ) -> None:
         try:
@@ -56,7 +57,7 @@ class Line:
 
 @skipping_time
 async def test_a_state_waits_while_payloads_wait_or_are_on_their_way() -> None:
-    line = Line()
+    line = RecordedLine()
     line.send("payload", A, True, seconds=1.0)
     line.send("state", B, False)
     line.send("another payload", C, True)
@@ -68,7 +69,7 @@ async def test_a_state_waits_while_payloads_wait_or_are_on_their_way() -> None:
 
 @skipping_time
 async def test_payloads_do_not_wait_for_states() -> None:
-    line = Line()
+    line = RecordedLine()
     line.send("state", A, False, seconds=5.0)
     await at(1.0)
     line.send("payload", B, True)
@@ -79,7 +80,7 @@ async def test_payloads_do_not_wait_for_states() -> None:
 
 @skipping_time
 async def test_a_state_that_has_waited_long_enough_goes_between_payloads() -> None:
-    line = Line()
+    line = RecordedLine()
     for number in range(40):  # one of them is always being sent
         line.send("payload", key(10 + number % 4), True, seconds=1.0)
     line.send("state", B, False)
@@ -89,7 +90,7 @@ async def test_a_state_that_has_waited_long_enough_goes_between_payloads() -> No
 
 @skipping_time
 async def test_states_go_no_faster_than_their_limit_and_are_shared_evenly() -> None:
-    line = Line()
+    line = RecordedLine()
     seconds = 4
     for number in range(seconds * BACKGROUND_BYTES_PER_SECOND // PIECE + 64):
         line.send("state", A if number % 8 else B, False)  # one peer asks for seven times as much
@@ -104,7 +105,7 @@ async def test_states_go_no_faster_than_their_limit_and_are_shared_evenly() -> N
 
 @skipping_time
 async def test_who_asks_for_more_does_not_get_more() -> None:
-    line = Line()
+    line = RecordedLine()
     for number in range(200):
         line.send("greedy" if number % 20 else "modest", A if number % 20 else B, False)
     await line.done()
@@ -114,7 +115,7 @@ async def test_who_asks_for_more_does_not_get_more() -> None:
 
 @skipping_time
 async def test_payloads_go_while_the_limit_of_states_is_reached_and_states_when_it_lets_them() -> None:
-    line = Line()
+    line = RecordedLine()
     for number in range(BACKGROUND_BYTES_PER_SECOND // PIECE):
         line.send("first states", key(10 + number), False)
     await line.done()
@@ -128,7 +129,7 @@ async def test_payloads_go_while_the_limit_of_states_is_reached_and_states_when_
 
 @skipping_time
 async def test_a_payload_does_not_stand_behind_a_state_that_the_upload_limit_does_not_let_go_yet() -> None:
-    line = Line(upload=PIECE)
+    line = RecordedLine(upload=PIECE)
     line.send("A", A, False)
     await at(0.1)
     line.send("A again", A, False)  # the limit allows it at 1.0
@@ -142,7 +143,7 @@ async def test_a_payload_does_not_stand_behind_a_state_that_the_upload_limit_doe
 
 @skipping_time
 async def test_states_are_on_their_way_to_a_few_at_a_time() -> None:
-    line = Line()
+    line = RecordedLine()
     for number in range(3 * BACKGROUND_AT_ONCE):
         line.send("state", key(10 + number), False, seconds=1.0)
     await at(0.5)
@@ -152,7 +153,7 @@ async def test_states_are_on_their_way_to_a_few_at_a_time() -> None:
 
 @skipping_time
 async def test_under_a_low_limit_a_state_that_is_overdue_does_not_stand_before_payloads() -> None:
-    line = Line(upload=PIECE // 10)
+    line = RecordedLine(upload=PIECE // 10)
     line.send("A", A, True)
     await at(0.1)
     line.send("state", B, False)
@@ -167,13 +168,13 @@ async def test_under_a_low_limit_a_state_that_is_overdue_does_not_stand_before_p
 @skipping_time
 async def test_states_that_are_overdue_leave_the_average_as_it_is() -> None:
     rate = PIECE // 10
-    line = Line(upload=rate)
+    line = RecordedLine(upload=rate)
     for number in range(400):  # there is always another one waiting
         line.send("payload", key(10 + number % 4), True, size=rate // 2)
 
     async def newcomer() -> None:
         while now() < 100.0:
-            await line._send("state", B, False, 0.0, PIECE)
+            await line.turn("state", B, False, 0.0, PIECE)
 
     line.tasks.append(asyncio.create_task(newcomer()))
     await at(100.0)
@@ -186,16 +187,16 @@ async def test_states_that_are_overdue_leave_the_average_as_it_is() -> None:
 @skipping_time
 async def test_what_others_are_charged_for_does_not_keep_states_from_going() -> None:
     rate = PIECE // 4
-    line = Line(upload=rate)
+    line = RecordedLine(upload=rate)
 
     async def answers() -> None:
         while now() < 100.0:
-            line.turns._upload.charge(rate // 4)
+            line.upload.charge(rate // 4)
             await at(now() + 0.5)
 
     async def again(name: str, peer: bytes, is_urgent: bool, size: int) -> None:
         while now() < 100.0:
-            await line._send(name, peer, is_urgent, 0.0, size)
+            await line.turn(name, peer, is_urgent, 0.0, size)
 
     wishes = [("payload", key(10 + number), True, rate // 2) for number in range(4)]
     line.tasks += [asyncio.create_task(again(*wish)) for wish in [*wishes, ("state", B, False, PIECE)]]
@@ -207,7 +208,7 @@ async def test_what_others_are_charged_for_does_not_keep_states_from_going() -> 
 
 @skipping_time
 async def test_strangers_come_after_others_and_go_in_between_at_their_own_rate_when_they_have_waited() -> None:
-    line = Line()
+    line = RecordedLine()
     for number in range(60):  # one of them is always being sent
         line.send("payload", key(10 + number % 4), True, seconds=1.0)
     for number in range(8):
@@ -220,7 +221,7 @@ async def test_strangers_come_after_others_and_go_in_between_at_their_own_rate_w
 
 @skipping_time
 async def test_strangers_who_do_not_read_take_places_of_strangers_only() -> None:
-    line = Line()
+    line = RecordedLine()
     for number in range(3 * STRANGERS_AT_ONCE):
         line.send_stranger("stranger", key(100 + number), seconds=1_000.0)
     await at(TURN_SECONDS)
@@ -236,7 +237,7 @@ async def test_strangers_who_do_not_read_take_places_of_strangers_only() -> None
 
 @skipping_time
 async def test_however_many_wait_for_the_limit_there_is_one_timer() -> None:
-    line = Line(upload=PIECE // 10)
+    line = RecordedLine(upload=PIECE // 10)
     for number in range(50):
         line.send("state", key(10 + number), False)
     await at(5.0)

@@ -12,7 +12,7 @@ import pytest
 
 from p2ptrain.identity import Identity
 from p2ptrain.net.libp2p.autorelay import ASK_SECONDS, LOST_SECONDS
-from tests.helpers.daemons import Swarm, swarm_in
+from tests.helpers.daemons import DaemonSwarm, swarm_in
 from tests.helpers.hosts import SECONDS, Hosted, HostedDaemon
 from tests.helpers.namespaces import INTERNET, Internet, made, why_impossible
 
@@ -27,10 +27,10 @@ pytestmark = [
 ]  # fmt: skip
 
 
-class Home:
+class HomeNetwork:
     """Two nodes at home, and the public ones that they know."""
 
-    def __init__(self, swarm: Swarm, net: Internet, **options: str) -> None:
+    def __init__(self, swarm: DaemonSwarm, net: Internet, **options: str) -> None:
         self.swarm = swarm
         hosts = (*net.public, *net.homes)
         self.hosted = Hosted(swarm, *hosts, bootstraps=len(net.public), **NAT, **options)
@@ -52,7 +52,7 @@ def relays_of(node: HostedDaemon) -> list[str]:
 
 def test_two_at_home_reach_each_other_through_a_public_node_and_wait_for_it_when_it_dies(tmp_path: Path) -> None:
     with made(lambda: Internet(1, HOMES)) as net, swarm_in(tmp_path) as swarm:
-        home = Home(swarm, net)
+        home = HomeNetwork(swarm, net)
         relay, go_on = home.public[0], home.hosted.go_on
         swarm.note("rounds of all", go_on(*home.hosted.nodes))
         for node in home.at_home:
@@ -93,7 +93,7 @@ def test_two_at_home_reach_each_other_through_a_public_node_and_wait_for_it_when
 
 def test_two_at_home_make_a_hole_and_need_no_public_node_for_what_they_say_to_each_other(tmp_path: Path) -> None:
     with made(lambda: Internet(OBSERVERS, HOMES)) as net, swarm_in(tmp_path) as swarm:
-        home = Home(swarm, net, kind="udp/4001/quic-v1")
+        home = HomeNetwork(swarm, net, kind="udp/4001/quic-v1")
         swarm.note("homes linked", home.public[0].until(home.are_linked, RELAYED_SECONDS))
         swarm.note(f"rounds, {home.path()}", home.hosted.go_on(*home.hosted.nodes))
         assert home.path() == "direct"

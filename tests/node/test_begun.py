@@ -19,7 +19,7 @@ def meant(said: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(said)
 
 
-class Machine:
+class RunDirectories:
     """A data directory in which runs are begun."""
 
     def __init__(self, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ class Machine:
 
 
 def test_the_same_file_goes_on_with_its_run_though_defaults_have_changed(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
+    machine = RunDirectories(tmp_path)
     run = machine.begin(SAID, chunk=16)
     assert meant(SAID).recipe.chunk != 16
     assert machine.found(SAID) == run
@@ -61,13 +61,13 @@ def test_the_same_file_goes_on_with_its_run_though_defaults_have_changed(tmp_pat
     ],
 )
 def test_a_file_that_says_anything_else_begins_another_run(tmp_path: Path, other: dict[str, Any]) -> None:
-    machine = Machine(tmp_path)
+    machine = RunDirectories(tmp_path)
     machine.begin(SAID, chunk=16)
     assert machine.found(other) is None
 
 
 def test_of_two_runs_of_one_file_the_one_with_todays_defaults_goes_on(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
+    machine = RunDirectories(tmp_path)
     machine.begin(SAID, chunk=16)
     today = machine.begin(SAID)
     machine.begin(SAID, chunk=32)
@@ -75,7 +75,7 @@ def test_of_two_runs_of_one_file_the_one_with_todays_defaults_goes_on(tmp_path: 
 
 
 def test_a_file_that_says_the_same_in_other_words_is_noted_anew(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
+    machine = RunDirectories(tmp_path)
     run = machine.begin(SAID)
     other = {**SAID, "data": {"manifest": "embedded"}}
     assert machine.found(other) is None, "then the run that it means is this one anyway"

@@ -21,7 +21,7 @@ KEYS = [Identity(bytes([number]) * 32).key for number in range(6)]
 SECONDS = 20.0
 
 
-class Node:
+class ConnectedNode:
     """A transport with its connections and its answers to questions."""
 
     def __init__(self, network: Network, key: bytes, run_id: bytes = RUN) -> None:
@@ -66,7 +66,7 @@ class Node:
 
 
 @asynccontextmanager
-async def running(*nodes: Node) -> AsyncIterator[None]:
+async def running(*nodes: ConnectedNode) -> AsyncIterator[None]:
     for node in nodes:
         await node.take_part()
         await node.answer_questions()
@@ -91,7 +91,7 @@ def at(port: int, key: bytes) -> str:
 
 async def test_newcomers_find_all_the_others_through_one_address_at_once() -> None:
     network = Network()
-    nodes = [Node(network, key) for key in KEYS[:4]]
+    nodes = [ConnectedNode(network, key) for key in KEYS[:4]]
     for node in nodes[1:]:
         node.connections.add(nodes[0].address, Origin.USER)
     async with running(*nodes):
@@ -103,7 +103,7 @@ async def test_newcomers_find_all_the_others_through_one_address_at_once() -> No
 
 async def test_where_a_call_came_from_is_no_address() -> None:
     network = Network()
-    first, second = Node(network, KEYS[0]), Node(network, KEYS[1])
+    first, second = ConnectedNode(network, KEYS[0]), ConnectedNode(network, KEYS[1])
     second.connections.add(first.address, Origin.USER)
 
     async def with_a_port_of_the_moment() -> dict[bytes, list[str]]:
@@ -118,7 +118,7 @@ async def test_where_a_call_came_from_is_no_address() -> None:
 
 
 async def test_what_others_tell_displaces_nothing_that_is_more_certain() -> None:
-    node = Node(Network(), KEYS[0])
+    node = ConnectedNode(Network(), KEYS[0])
     add = node.connections.add
     add(at(1, KEYS[1]), Origin.USER)
     for port in range(100, 100 + 2 * ADDRESSES_MAX):
@@ -133,7 +133,7 @@ async def test_what_others_tell_displaces_nothing_that_is_more_certain() -> None
 
 async def test_an_address_that_no_longer_works_makes_way_for_a_new_one() -> None:
     network = Network()
-    first, second = Node(network, KEYS[0]), Node(network, KEYS[1])
+    first, second = ConnectedNode(network, KEYS[0]), ConnectedNode(network, KEYS[1])
     first.connections.add(at(999, KEYS[1]))
     first.connections.known[KEYS[1]].worked = at(999, KEYS[1])
     first.connections.add(second.address)
@@ -144,7 +144,7 @@ async def test_an_address_that_no_longer_works_makes_way_for_a_new_one() -> None
 
 async def test_a_peer_that_does_not_answer_holds_up_nobody() -> None:
     network = Network()
-    first, second, mute = (Node(network, key) for key in KEYS[:3])
+    first, second, mute = (ConnectedNode(network, key) for key in KEYS[:3])
 
     async def speaks(peer: bytes) -> bool:
         if peer == mute.key:
@@ -165,7 +165,7 @@ async def test_a_peer_that_does_not_answer_holds_up_nobody() -> None:
 
 async def test_a_peer_that_is_still_starting_is_linked_as_soon_as_it_takes_part() -> None:
     network = Network()
-    first, second = Node(network, KEYS[0]), Node(network, KEYS[1])
+    first, second = ConnectedNode(network, KEYS[0]), ConnectedNode(network, KEYS[1])
     second.connections.add(first.address, Origin.USER)
     async with running(first):
         network.link(first.key, second.key)  # its network is up before it takes part
@@ -177,7 +177,7 @@ async def test_a_peer_that_is_still_starting_is_linked_as_soon_as_it_takes_part(
 
 async def test_a_bootstrap_of_another_run_is_told_apart_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
     network = Network()
-    first, other = Node(network, KEYS[0]), Node(network, KEYS[1], OTHER_RUN)
+    first, other = ConnectedNode(network, KEYS[0]), ConnectedNode(network, KEYS[1], OTHER_RUN)
     first.connections.add(other.address, Origin.USER)
     with caplog.at_level(logging.WARNING):
         async with running(first, other):

@@ -216,7 +216,7 @@ async def test_one_look_at_a_daemon_does_not_wait_as_long_as_an_order(
     assert control.LOOK_SECONDS + control.SLACK_SECONDS <= 10  # in which nothing is seen
     monkeypatch.setattr(control, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(control, "SLACK_SECONDS", 0.1)
-    for what in ("status", "peers", "rounds", "log"):
+    for what in ("status", "peers", "rounds"):
         async with saying(tmp_path, ends=False), asyncio.timeout(20):
             with pytest.raises(NoDaemonError, match="does not answer"):
                 await asyncio.to_thread(ask, tmp_path, {"do": what})

@@ -7,11 +7,11 @@ from pathlib import Path
 from p2ptrain.core import events as ev
 from p2ptrain.core.tally import AUTHORS_MAX
 from tests.helpers.core import KEYS
-from tests.helpers.rounds import Watched
+from tests.helpers.rounds import WatchedCore
 
 
 def test_what_the_core_forgets_of_a_peer_is_not_taken_from_what_was_counted(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     bench, gone = watched.bench, KEYS[9]
     bench.do(ev.PeerSeen(gone))
     tallies = bench.parts.pools.tallies

@@ -307,7 +307,7 @@ def test_bytes_need_no_file(whole: TokenDataset) -> None:
 def test_a_tokenizer_that_nobody_can_use_is_not_the_peers_fault(tmp_path: Path) -> None:
     """The starter of a run can name any file."""
 
-    class Liar(JsonTokenizer):
+    class LyingTokenizer(JsonTokenizer):
         def __init__(self, file_bytes: bytes, vocab_size: int) -> None:
             super().__init__(tokenizer_json())
             self.file_bytes, self.digest, self.vocab_size = file_bytes, data.tokenizer_digest(file_bytes), vocab_size
@@ -315,8 +315,8 @@ def test_a_tokenizer_that_nobody_can_use_is_not_the_peers_fault(tmp_path: Path) 
     file = json_lines(tmp_path / "a.jsonl", ["hello", "hell"])
     for number, (liar, why) in enumerate(
         [
-            (Liar(b"{}", 259), "not a tokenizer"),
-            (Liar(tokenizer_json(), 400), "has 259 tokens, but 400 by the manifest"),
+            (LyingTokenizer(b"{}", 259), "not a tokenizer"),
+            (LyingTokenizer(tokenizer_json(), 400), "has 259 tokens, but 400 by the manifest"),
         ]
     ):
         made = prepared(tmp_path / str(number), file, tokenizer=liar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from itertools import pairwise
 from pathlib import Path
 from threading import Semaphore
@@ -15,9 +16,9 @@ from p2ptrain.net.connections import topic_of
 from p2ptrain.net.mail import Deliver, TellHistory
 from p2ptrain.node import driver as driver_module
 from p2ptrain.node.driver import DISK_SECONDS
-from p2ptrain.node.outbox import OUTBOX_MAX
+from p2ptrain.node.edges import OUTBOX_MAX
 from tests.helpers.core import KEYS
-from tests.helpers.driver import ME, OTHER, PEER, THIRD, Bench, bench
+from tests.helpers.driver import ME, OTHER, PEER, THIRD, DriverBench, bench
 from tests.helpers.net import at, skipping_time, until
 
 
@@ -34,7 +35,7 @@ def persist(number: int) -> ev.Persist:
     return ev.Persist(ev.Observed(bytes([number])))
 
 
-def answering(each: Bench, effects: dict[bytes, list[ev.Effect]]) -> None:
+def answering(each: DriverBench, effects: dict[bytes, list[ev.Effect]]) -> None:
     """Makes the core answer `PeerSeen` with these effects."""
     each.node.answer = lambda event: effects.get(event.peer, []) if isinstance(event, ev.PeerSeen) else []
 
@@ -46,13 +47,13 @@ async def now_is(moment: float) -> None:
 def iterations(counts: list[int]) -> None:
     """Counts the loop's iterations."""
     loop: Any = asyncio.get_running_loop()
-    select = loop._clock.select
+    select = loop.clock.select
 
     def counted(timeout: float | None = None) -> Any:
         counts.append(1)
         return select(timeout)
 
-    loop._clock.select = counted
+    loop.clock.select = counted
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
             assert each.driver.disk_trouble == ""
         assert each.done == [said(1), said(2), said(3)]
         assert each.persistence.writes == 4 * [[ev.Observed(b"\1")]] + [[ev.Observed(b"\2")]]
-    told = [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert told == [
         "the disk is full; the node sends and applies nothing until this can be written",
         "the disk can be written again",

@@ -27,7 +27,7 @@ FETCH = ev.Fetch(NAME, PAYLOAD_BYTES, (PEER,))
 ARRIVED = ev.PayloadArrived(NAME, True, PEER, PAYLOAD_BYTES)
 
 
-class Counted(MemoryBlob):
+class CountingBlob(MemoryBlob):
     """A blob that counts how often it is read."""
 
     reads = 0
@@ -40,8 +40,8 @@ class Counted(MemoryBlob):
 @skipping_time
 async def test_a_payload_that_is_wanted_twice_at_once_is_fetched_once(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running():
-        server, blob = await each.serve(PEER), Counted.tree(BODY)
-        counted = Counted(BODY, is_tree=True)
+        server, blob = await each.serve(PEER), CountingBlob.tree(BODY)
+        counted = CountingBlob(BODY, is_tree=True)
         server.blobs[BLOB] = counted
         assert blob.name == NAME
         doing(each, FETCH, FETCH, FETCH)

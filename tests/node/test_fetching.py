@@ -13,7 +13,7 @@ from p2ptrain.net.transport import Stream
 from p2ptrain.node.fetching import DATA_SOURCES, LATE_MAX, LATE_SECONDS, LATE_TIMES
 from tests.helpers.blobs import MemoryBlob
 from tests.helpers.core import KEYS
-from tests.helpers.driver import DATA, Bench, a_dataset, bench
+from tests.helpers.driver import DATA, DriverBench, a_dataset, bench
 from tests.helpers.net import at, key, skipping_time
 
 PEER, OTHER = KEYS[1:3]
@@ -24,11 +24,11 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def serve_data(each: Bench, peer: bytes) -> None:
+async def serve_data(each: DriverBench, peer: bytes) -> None:
     (await each.serve(peer)).blobs[BlobName("data", PIECE)] = MemoryBlob(DATA)
 
 
-async def be_silent(each: Bench, *peers: bytes) -> None:
+async def be_silent(each: DriverBench, *peers: bytes) -> None:
     """A peer that is connected but answers no request."""
 
     async def hang(stream: Stream) -> None:
@@ -41,7 +41,7 @@ async def be_silent(each: Bench, *peers: bytes) -> None:
         each.edges.connections.linked[peer] = None
 
 
-async def piece_seconds(each: Bench) -> float:
+async def piece_seconds(each: DriverBench) -> float:
     """Returns how long it takes to fetch a piece."""
     began = now()
     await each.edges.fetching._data_piece(PIECE)
@@ -58,7 +58,7 @@ async def test_peers_that_are_silent_cost_their_time_once_and_not_with_each_piec
         assert sum(took) < (len(silent) + 1) * PIECE_SECONDS
         assert max(took[len(silent) :]) < 1.0
         await at(now() + LATE_TIMES * PIECE_SECONDS)
-        each.edges.fetching._data_sources()
+        each.edges.fetching.data_sources()
         assert each.edges.fetching.late == {}  # by now they may be better; if not, it costs no more than before
         assert sum([await piece_seconds(each) for _ in range(200)]) < (len(silent) + 1) * PIECE_SECONDS
 
@@ -82,14 +82,14 @@ async def test_who_has_nothing_comes_after_the_others_for_a_while_and_before_who
         connections.members = frozenset({PEER, OTHER})
         waiting = asyncio.create_task(piece_seconds(each))
         await at(PIECE_SECONDS + 5.0)
-        assert fetching._data_sources() == [PEER, OTHER]
+        assert fetching.data_sources() == [PEER, OTHER]
         assert LATE_SECONDS <= fetching.late[PEER] < fetching.late[OTHER]
         assert fetching.late[OTHER] >= LATE_TIMES * PIECE_SECONDS
         await serve_data(each, key(200))  # no member, and has not failed
-        assert fetching._data_sources() == [key(200), PEER, OTHER]
+        assert fetching.data_sources() == [key(200), PEER, OTHER]
         await waiting
         await at(now() + LATE_SECONDS)
-        assert fetching._data_sources() == [PEER, key(200), OTHER]
+        assert fetching.data_sources() == [PEER, key(200), OTHER]
 
 
 @skipping_time
@@ -110,7 +110,7 @@ async def test_no_more_failures_are_noted_than_there_is_room_for(tmp_path: Path)
             each.edges.fetching._put_last(number.to_bytes(32, "big"), 100.0)
         assert len(each.edges.fetching.late) == LATE_MAX
         each.edges.connections.linked.update(dict.fromkeys(number.to_bytes(32, "big") for number in range(1_000)))
-        assert len(each.edges.fetching._data_sources()) == DATA_SOURCES
+        assert len(each.edges.fetching.data_sources()) == DATA_SOURCES
         await at(100.0)
-        each.edges.fetching._data_sources()
+        each.edges.fetching.data_sources()
         assert each.edges.fetching.late == {}

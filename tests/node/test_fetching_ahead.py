@@ -17,8 +17,8 @@ from p2ptrain.errors import DataError
 from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.node.driver import DATA_SECONDS
 from p2ptrain.store.diary import Trained
-from tests.helpers.blobs import MemoryBlob, Node
-from tests.helpers.driver import PEER, SEQUENCE, Bench, a_manifest, bench, doing, of_kind, root_of
+from tests.helpers.blobs import BlobNode, MemoryBlob
+from tests.helpers.driver import PEER, SEQUENCE, DriverBench, a_manifest, bench, doing, of_kind, root_of
 from tests.helpers.large_sets import set_of_pieces
 from tests.helpers.net import skipping_time, until
 
@@ -32,7 +32,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
 
 
 @asynccontextmanager
-async def joined(tmp_path: Path, whole: TokenDataset, room_pieces: int) -> AsyncIterator[tuple[Bench, TokenDataset]]:
+async def joined(
+    tmp_path: Path, whole: TokenDataset, room_pieces: int
+) -> AsyncIterator[tuple[DriverBench, TokenDataset]]:
     """A node with room for so many pieces of the data, none of which it has."""
     encoded = whole.manifest_bytes()
     data = store_manifest(tmp_path / "mine", encoded, manifest_digest(encoded))
@@ -42,19 +44,19 @@ async def joined(tmp_path: Path, whole: TokenDataset, room_pieces: int) -> Async
         yield each, data
 
 
-def needed(each: Bench, whole: TokenDataset, number: int, place: int = PLACE) -> list[bytes]:
+def needed(each: DriverBench, whole: TokenDataset, number: int, place: int = PLACE) -> list[bytes]:
     names = whole._pieces_of(whole.manifest.training, each.trainer.positions_for(number, place, PLACES), SEQUENCE)
     return [bytes.fromhex(name) for name in names]
 
 
-def give(server: Node, whole: TokenDataset, names: Sequence[bytes]) -> None:
+def give(server: BlobNode, whole: TokenDataset, names: Sequence[bytes]) -> None:
     for name in names:
         piece = whole.piece(name)
         assert piece is not None
         server.blobs[BlobName("data", name)] = MemoryBlob(piece)
 
 
-def lacks(each: Bench, data: TokenDataset, number: int, place: int = PLACE) -> list[bytes]:
+def lacks(each: DriverBench, data: TokenDataset, number: int, place: int = PLACE) -> list[bytes]:
     return data.missing(each.trainer.positions_for(number, place, PLACES), SEQUENCE)
 
 

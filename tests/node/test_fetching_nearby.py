@@ -23,9 +23,9 @@ from p2ptrain.node.fetching import (
     PATIENCE_TIMES,
     USUAL_SECONDS,
 )
-from tests.helpers.blobs import MemoryBlob, Node
+from tests.helpers.blobs import BlobNode, MemoryBlob
 from tests.helpers.core import KEYS
-from tests.helpers.driver import PAYLOAD_BYTES, Bench, bench
+from tests.helpers.driver import PAYLOAD_BYTES, DriverBench, bench
 from tests.helpers.net import at, skipping_time, some_bytes
 
 ME, PEER, OTHER, THIRD = KEYS[:4]
@@ -37,7 +37,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def set_latency(each: Bench, seconds: float, *peers: bytes) -> None:
+def set_latency(each: DriverBench, seconds: float, *peers: bytes) -> None:
     for peer in peers:
         each.edges.connections.known.setdefault(peer, KnownPeer()).answered_in.append(seconds)
 
@@ -57,10 +57,10 @@ def payloads_for(drawn: bytes, count: int) -> list[tuple[bytes, bytes]]:
 class FarAway:
     """A node, two near members, and contributions of a far author."""
 
-    each: Bench
-    author: Node
-    other: Node
-    third: Node
+    each: DriverBench
+    author: BlobNode
+    other: BlobNode
+    third: BlobNode
     payloads: list[tuple[bytes, bytes]]
     failed: list[bytes] = field(default_factory=list)
 
@@ -74,7 +74,7 @@ class FarAway:
         assert await self.each.edges.fetching.payload(name, PAYLOAD_BYTES, [PEER], failed) == body
         return now() - began
 
-    def gets_it_after(self, seconds: float, peer: Node) -> None:
+    def gets_it_after(self, seconds: float, peer: BlobNode) -> None:
         name, body = self.payloads[0]
         blob, tree = BlobName("payload", name), MemoryBlob.tree(body)
         asyncio.get_running_loop().call_later(seconds, peer.blobs.__setitem__, blob, tree)
@@ -148,7 +148,7 @@ async def test_a_silent_neighbour_delays_many_contributions_no_longer_than_one(t
         await asyncio.get_running_loop().create_future()
 
     async with far_away(tmp_path, OTHER, count=9) as made:
-        made.other.transport._handlers[blob_protocol(made.each.edges.run_id)] = hang
+        made.other.transport.handlers[blob_protocol(made.each.edges.run_id)] = hang
         took = await asyncio.gather(*(made.seconds(number) for number in range(9)))
         assert max(took) < PATIENCE + 0.5
         assert [each.times for each in made.each.edges.fetching.neighbours.values()] == [1]

@@ -46,7 +46,7 @@ FAR_SECONDS = 3.0  # to one who is an ocean away, or only starting: others have 
 
 
 @dataclass
-class Swarm:
+class RunReporters:
     """Two nodes that report a run, of which only one provides its config and data."""
 
     network: Network
@@ -62,7 +62,7 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(directory: Path) -> AsyncIterator[Swarm]:
+async def swarm(directory: Path) -> AsyncIterator[RunReporters]:
     network = Network(latency_seconds=0.01)
     data = a_dataset(directory / "data")
     run = RunConfig.model_validate({"name": "x"}).sealed(
@@ -83,7 +83,7 @@ async def swarm(directory: Path) -> AsyncIterator[Swarm]:
         network=NetworkConfig(bootstrap=(network.address(LIAR), network.address(GOOD))),
         storage=StorageConfig(directory=str(directory / "mine")),
     )
-    made = Swarm(network, run, data, config, me)
+    made = RunReporters(network, run, data, config, me)
     connect = me.connect
 
     async def from_afar(address: str) -> bytes:
@@ -110,7 +110,7 @@ async def test_who_tells_of_the_run_first_and_gives_nothing_keeps_nobody_from_jo
 ) -> None:
     async with swarm(tmp_path) as each:
         if not is_silent:  # but does not even speak of data
-            each.network.nodes[LIAR]._handlers.pop(blob_protocol(each.run.id))
+            each.network.nodes[LIAR].handlers.pop(blob_protocol(each.run.id))
         run, sources = await find_run(each.me, Home(each.config), None)
         assert (run, sources.peers) == (each.run, [LIAR])
         got = await fetch_dataset(each.me, Home(each.config), run, tmp_path / "got", sources)
@@ -175,7 +175,7 @@ async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path)
             return questions.Config(other)
 
         for key in (LIAR, GOOD):
-            each.network.nodes[key]._handlers.pop(questions.PROTOCOL)
+            each.network.nodes[key].handlers.pop(questions.PROTOCOL)
             await questions.serve(each.network.nodes[key], answer)
         with pytest.raises(ConfigError, match=r"uses protocol 1, and this release speaks 2. Install a release"):
             await find_run(each.me, Home(each.config), None)
@@ -195,7 +195,7 @@ async def test_a_config_that_is_not_the_runs_is_refused_and_the_next_is_asked(
                 return questions.Runs((questions.RunInfo(each.run.id, "x", 1, 1),))
             return questions.Config(other.canonical())
 
-        each.network.nodes[LIAR]._handlers.pop(questions.PROTOCOL)
+        each.network.nodes[LIAR].handlers.pop(questions.PROTOCOL)
         await questions.serve(each.network.nodes[LIAR], answer)
         assert (await find_run(each.me, Home(each.config), None))[0] == each.run
         assert f"{LIAR.hex()[:16]} sent a config that is not the run's" in caplog.text
@@ -210,7 +210,7 @@ async def test_a_bootstrap_without_the_named_run_does_not_speak_for_those_that_h
         def answer(peer: bytes, question: questions.Question) -> questions.Answer:
             return questions.Runs((questions.RunInfo(bytes(32), "another", 1, 1),))
 
-        each.network.nodes[LIAR]._handlers.pop(questions.PROTOCOL)
+        each.network.nodes[LIAR].handlers.pop(questions.PROTOCOL)
         await questions.serve(each.network.nodes[LIAR], answer)
         run, sources = await find_run(each.me, Home(each.config), each.run.run_id)
         assert (run, sources.peers) == (each.run, [GOOD])

@@ -31,7 +31,7 @@ CUDA = torch.device("cuda:0")
 NOON = datetime.fromisoformat("2026-03-29T12:00")
 
 
-class Card:
+class SharedCard:
     """A card, and its handle: what NVML tells of it. Each list is None if the driver does not support it."""
 
     def __init__(self) -> None:
@@ -55,17 +55,17 @@ class Card:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+def card(monkeypatch: pytest.MonkeyPatch) -> SharedCard:
     """A card that the driver takes for the device that it is."""
     monkeypatch.setattr(gpu_use, "handle_of", lambda card: card)
     for name, of in (("Compute", lambda card: card.compute), ("Graphics", lambda card: card.graphics)):
         tell = partial(lambda of, card: card.processes(of(card)), of)
         monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}RunningProcesses", tell)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", Card.utilization)
-    return Card()
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", SharedCard.utilization)
+    return SharedCard()
 
 
-def use_of_card(card: Card) -> CardUse:
+def use_of_card(card: SharedCard) -> CardUse:
     return CardUse(cast(torch.device, card))
 
 
@@ -73,7 +73,7 @@ def use_of_card(card: Card) -> CardUse:
 # What the driver tells
 
 
-def test_a_program_that_keeps_the_card_busy_is_seen_and_this_node_is_none(card: Card) -> None:
+def test_a_program_that_keeps_the_card_busy_is_seen_and_this_node_is_none(card: SharedCard) -> None:
     use = use_of_card(card)
     assert not use.is_by_others()
     card.samples = [(ME, 10, 98), (DESKTOP, 10, BUSY_PERCENT - 1)]
@@ -87,7 +87,7 @@ def test_a_program_that_keeps_the_card_busy_is_seen_and_this_node_is_none(card: 
     assert not use.is_by_others(), "6 % on average"
 
 
-def test_samples_that_make_no_sense_are_left_out(card: Card) -> None:
+def test_samples_that_make_no_sense_are_left_out(card: SharedCard) -> None:
     card.samples = [(GAME, 10, 40)]
     use = use_of_card(card)
     assert use.is_by_others()
@@ -97,7 +97,7 @@ def test_samples_that_make_no_sense_are_left_out(card: Card) -> None:
     assert use.is_by_others(), "that sample's time counts for nothing"
 
 
-def test_where_the_time_is_not_told_much_memory_counts(card: Card) -> None:
+def test_where_the_time_is_not_told_much_memory_counts(card: SharedCard) -> None:
     card.samples = None
     use = use_of_card(card)
     assert not use.is_by_others()
@@ -111,7 +111,7 @@ def test_where_the_time_is_not_told_much_memory_counts(card: Card) -> None:
     assert use.is_by_others()
 
 
-def test_a_driver_that_does_not_list_this_node_tells_nothing(card: Card) -> None:
+def test_a_driver_that_does_not_list_this_node_tells_nothing(card: SharedCard) -> None:
     for compute in ({}, None, {GAME: 10**10}):
         card.compute = compute
         with pytest.raises(OSError, match="does not list this process itself"):
@@ -119,7 +119,7 @@ def test_a_driver_that_does_not_list_this_node_tells_nothing(card: Card) -> None
 
 
 @pytest.mark.parametrize("status", [pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_INSUFFICIENT_SIZE])
-def test_no_samples_and_more_than_there_was_room_for_wait_for_the_next_look(card: Card, status: int) -> None:
+def test_no_samples_and_more_than_there_was_room_for_wait_for_the_next_look(card: SharedCard, status: int) -> None:
     card.status_of_samples = status
     use = use_of_card(card)
     assert not use.is_by_others()
@@ -127,7 +127,7 @@ def test_no_samples_and_more_than_there_was_room_for_wait_for_the_next_look(card
     assert use.is_by_others()
 
 
-def test_a_driver_that_fails_tells_nothing(card: Card) -> None:
+def test_a_driver_that_fails_tells_nothing(card: SharedCard) -> None:
     card.status_of_samples = pynvml.NVML_ERROR_GPU_IS_LOST
     with pytest.raises(UNTOLD, match="GPU is lost"):
         use_of_card(card).is_by_others()
@@ -137,7 +137,7 @@ def test_a_driver_that_fails_tells_nothing(card: Card) -> None:
 # When training pauses
 
 
-class Looks:
+class CardLooks:
     """A watch of a card that tells what the test says, at times that it says."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Looks:
 
 
 def test_a_card_is_free_only_after_a_while_without_others() -> None:
-    looks = Looks()
+    looks = CardLooks()
     assert not looks.after(0, False)
     assert looks.after(5, True), "at once"
     assert looks.after(FREE_SECONDS - 1, False)

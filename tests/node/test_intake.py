@@ -15,7 +15,7 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mail import Deliver, HistoryQuery
 from p2ptrain.node.intake import CHECKS_MAX, EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
 from p2ptrain.node.strangers import ALL_A_SECOND, EACH_A_SECOND
-from tests.helpers.core import KEYS, FakeSigner, announced, signed
+from tests.helpers.core import KEYS, DigestSigner, announced, signed
 from tests.helpers.driver import OTHER, PAYLOAD_BYTES, PEER, THIRD, a_message, bench
 from tests.helpers.net import at, skipping_time, some_bytes, until
 
@@ -66,7 +66,7 @@ async def test_what_does_not_decode_is_told_with_the_reason_and_ends_what_came_w
             await until(lambda: len(each.node.events) == 2)
         first, second = each.node.events
         assert isinstance(first, ev.MalformedReceived) and first.sender == PEER and first.why
-        assert second == ev.MessageReceived(OTHER, decode(a_message(), FakeSigner()))
+        assert second == ev.MessageReceived(OTHER, decode(a_message(), DigestSigner()))
 
 
 @skipping_time

@@ -36,7 +36,7 @@ from p2ptrain.train import memory as memory_module
 from p2ptrain.train.memory import PassSettings, demands_of, need_of
 from tests.helpers.cli import p2ptrain
 from tests.helpers.memory_swarm import swarm
-from tests.helpers.net import skipping_time, until
+from tests.helpers.net import skipping_time
 
 RESTING = complaint(Code.OUTSIDE_HOURS, hours="22:00-07:00", until="22:00")
 UNPLUGGED = complaint(Code.ON_BATTERY)
@@ -200,7 +200,7 @@ def test_a_nice_process_steps_back_with_all_that_it_starts_and_never_forward() -
 # Guests
 
 
-class Machine:
+class FakeMachine:
     """The fake clock, battery and memory."""
 
     def __init__(self) -> None:
@@ -214,35 +214,10 @@ class Machine:
 
 
 @skipping_time
-async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_inside_them(tmp_path: Path) -> None:
-    async with swarm(tmp_path) as made:
-        await made.reach(3)
-        node, machine = made.nodes[3], Machine()
-        daemon = node.daemon
-        daemon.machine_limits = machine_limits = machine.machine_limits(LimitsConfig(hours="22:00-07:00"), daemon)
-        machine_limits.look()
-        await made.reach(made.newest + 6)
-        before = node.status["counters"].get("contributions taken", 0)
-        await made.reach(made.newest + 6)
-        status = node.status
-        assert status["counters"].get("contributions taken", 0) == before
-        assert status["is_paused"]
-        assert status["health"] == [RESTING.text]
-        assert "22:00-07:00: training resumes at 22:00" in RESTING.text
-        assert unreadiness_of(daemon) == []
-        assert status["limits"]["hours"] == "22:00-07:00"
-        machine.now = at("22:00")
-        machine_limits.look()
-        assert not node.status["is_paused"]
-        await until(lambda: node.status["counters"].get("contributions taken", 0) > before + 2)
-        made.compare(12)
-
-
-@skipping_time
 async def test_the_owners_pause_and_the_machines_are_lifted_each_by_itself(tmp_path: Path) -> None:
     async with swarm(tmp_path) as made:
         await made.reach(3)
-        daemon, machine = made.nodes[0].daemon, Machine()
+        daemon, machine = made.nodes[0].daemon, FakeMachine()
         daemon.machine_limits = machine_limits = machine.machine_limits(LimitsConfig(hours="22:00-07:00"), daemon)
         machine.is_unplugged = True
         machine_limits.look()
@@ -266,7 +241,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
 ) -> None:
     async with swarm(tmp_path) as made:
         await made.reach(3)
-        daemon, machine = made.nodes[0].daemon, Machine()
+        daemon, machine = made.nodes[0].daemon, FakeMachine()
         daemon.machine_limits = machine.machine_limits(LimitsConfig(), daemon)
         with caplog.at_level(logging.INFO, "p2ptrain.node"):
             told = await daemon.answer({"do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "train"})

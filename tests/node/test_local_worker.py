@@ -214,10 +214,30 @@ async def test_a_training_that_waits_for_a_round_in_its_middle_ends_when_there_w
     life.close()
 
 
-async def test_what_is_agreed_on_is_applied_while_a_step_takes_long(dataset: TokenDataset) -> None:
-    life, gate, began = Life(dataset, "local"), Event(), Event()
-    await life.train(1)
-    take = life.trainer.recipe.local_step
+async def test_a_state_that_is_adopted_while_a_training_is_repeated_ends_its_wait_for_a_round(
+    dataset: TokenDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = LateLife(dataset, {2: 1})
+    for number in (1, 2):
+        await life.train_and_apply_the_last(number)
+    again = LateLife(dataset, life.after)
+    again.worker.repeat_all(life.diary, 2)
+    await again.worker.repeat(fetch)  # the first, which waits for nothing
+    began, gate = slowed(again)
+    repeating = asyncio.ensure_future(again.worker.repeat(fetch, is_applying=True))
+    await asyncio.to_thread(began.wait)
+    await again.replica.adopt(5, bytes(32), [life.trainer.state_bytes()])
+    gate.set()
+    await repeating
+    await again.worker.repeat(fetch)
+    assert "another state was adopted" in caplog.text
+    again.close()
+    life.close()
+
+
+def slowed(life: Life) -> tuple[Event, Event]:
+    """Has each local step set the first event, and wait for the second."""
+    began, gate, take = Event(), Event(), life.trainer.recipe.local_step
 
     def slow(*arguments: Any) -> Any:
         began.set()
@@ -225,6 +245,13 @@ async def test_what_is_agreed_on_is_applied_while_a_step_takes_long(dataset: Tok
         return take(*arguments)
 
     life.trainer.recipe.local_step = slow  # type: ignore[method-assign]
+    return began, gate
+
+
+async def test_what_is_agreed_on_is_applied_while_a_step_takes_long(dataset: TokenDataset) -> None:
+    life = Life(dataset, "local")
+    await life.train(1)
+    began, gate = slowed(life)
     training = asyncio.ensure_future(life.worker.train(Task(2, 0, 1, frozenset({1}))))
     await asyncio.to_thread(began.wait)
     before = life.trainer.root()
@@ -256,17 +283,10 @@ async def test_an_error_of_a_step_costs_a_contribution_and_no_vote(dataset: Toke
 
 async def test_rounds_beyond_the_next_one_are_not_taken_in_between_two_steps(dataset: TokenDataset) -> None:
     """The diary says where one was; of two, a training that is repeated could not say which it took."""
-    life, gate, began = LateLife(dataset, {}), Event(), Event()
+    life = LateLife(dataset, {})
     for number in (1, 2):
         await life.train_and_apply_the_last(number)
-    take = life.trainer.recipe.local_step
-
-    def slow(*arguments: Any) -> Any:
-        began.set()
-        gate.wait()
-        return take(*arguments)
-
-    life.trainer.recipe.local_step = slow  # type: ignore[method-assign]
+    began, gate = slowed(life)
     training = asyncio.ensure_future(life.worker.train(Task(3, 0, 1, frozenset({2}))))
     await asyncio.to_thread(began.wait)
     await life.apply(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +47,7 @@ class FakeTrainer:
         self.text, self.loss = "text", 2.5
         self.trouble: Exception | None = None
         self.on_token: Callable[[], None] = lambda: None
+        self.worker = FakeWorker(self)
 
     def evaluate(self, count: int) -> float:
         if self.trouble is not None:
@@ -105,7 +106,7 @@ class FakeWorker:
 
 def progress_of(trainer: FakeTrainer, data: Data | None = None) -> ModelProgress:
     fetching: Any = data or Data(trainer)
-    worker: Any = FakeWorker(trainer)
+    worker: Any = trainer.worker
     return ModelProgress(worker, fetching, clock=lambda: trainer.now)
 
 
@@ -163,14 +164,14 @@ def test_drift_is_how_far_a_round_moved_the_weights_over_their_norm(name: str, d
 
 def rounds_of(progress: ModelProgress, trainer: FakeTrainer, training: float, every: int, count: int) -> list[float]:
     """Trains and looks at the weights every so many rounds. Returns the seconds of each look before a training."""
-    worker, looks = cast(Any, progress._worker), []
+    looks = []
     for number in range(count):
         trainer.round, began = number, trainer.now
         effect = Train(number + 1, number, 0, 1, (), samples=True, evaluates=True)
         asyncio.run(progress.look(effect))
         looks.append(trainer.now - began)
         trainer.now += training
-        worker.figures.last_seconds = training
+        trainer.worker.figures.last_seconds = training
         asyncio.run(progress.write(effect))
         trainer.now += (every - 1) * training
     return looks
@@ -291,7 +292,7 @@ def test_a_loss_that_is_no_number_or_beyond_all_bounds_is_not_said_as_it_is() ->
 def test_a_node_that_ends_writes_no_more() -> None:
     trainer = FakeTrainer(0.001, 0.001)
     progress = progress_of(trainer)
-    cast(Any, progress._worker).is_stopping = True
+    trainer.worker.is_stopping = True
     with pytest.raises(StoppedError):
         look(progress)
     assert progress.text == ""

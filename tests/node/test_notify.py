@@ -17,14 +17,14 @@ import pytest
 from p2ptrain.node import notify as module
 from p2ptrain.node.notify import TELL_SECONDS, TEXT_MAX, SystemdNotifier, notify
 from p2ptrain.observe.http import STARTING
-from tests.helpers.daemons import SECONDS, TEST_SECONDS, Swarm, swarm_in
+from tests.helpers.daemons import SECONDS, TEST_SECONDS, DaemonSwarm, swarm_in
 
 SANDBOX = Path(__file__).parents[1] / "helpers/sandbox.py"
 DATAGRAM_MAX = 4_096
 WAITS_SECONDS_MAX = 2.0  # on a busy machine, for nothing
 
 
-class Supervisor:
+class SupervisorEnd:
     """The supervisor's end of the socket."""
 
     def __init__(self, name: str) -> None:
@@ -47,9 +47,11 @@ class Supervisor:
 
 
 @pytest.fixture(params=["path", "abstract"])
-def supervisor(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+def supervisor(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SupervisorEnd]:
     name = str(tmp_path / "notify") if request.param == "path" else f"@p2ptrain test {os.getpid()}"
-    heard = Supervisor(name)
+    heard = SupervisorEnd(name)
     monkeypatch.setenv("NOTIFY_SOCKET", name)
     monkeypatch.delenv("WATCHDOG_USEC", raising=False)
     yield heard
@@ -67,12 +69,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return go_on
 
 
-def test_what_is_said_arrives_in_one_datagram(supervisor: Supervisor) -> None:
+def test_what_is_said_arrives_in_one_datagram(supervisor: SupervisorEnd) -> None:
     assert notify(READY="1", STATUS="round 7")
     assert supervisor.listen() == [{"READY": "1", "STATUS": "round 7"}]
 
 
-def test_a_text_with_line_ends_is_no_other_message_and_a_long_one_is_cut(supervisor: Supervisor) -> None:
+def test_a_text_with_line_ends_is_no_other_message_and_a_long_one_is_cut(supervisor: SupervisorEnd) -> None:
     assert notify(STATUS="a name\nREADY=1\r\nSTOPPING=1")
     assert notify(STATUS="x" * 10_000)
     assert supervisor.listen() == [{"STATUS": "a name READY=1 STOPPING=1"}, {"STATUS": "x" * TEXT_MAX}]
@@ -90,7 +92,7 @@ def test_without_a_supervisor_nothing_is_said_and_nothing_goes_wrong(
 
 
 def test_a_supervisor_that_does_not_listen_holds_nobody_up_and_hears_later_that_the_node_is_ready(
-    supervisor: Supervisor, clock: Callable[[float], None]
+    supervisor: SupervisorEnd, clock: Callable[[float], None]
 ) -> None:
     count = 0
     while notify(STATUS="x" * TEXT_MAX):
@@ -106,7 +108,7 @@ def test_a_supervisor_that_does_not_listen_holds_nobody_up_and_hears_later_that_
 
 
 def test_it_is_ready_once_and_beats_as_long_as_it_is_looked_at(
-    supervisor: Supervisor, clock: Callable[[float], None]
+    supervisor: SupervisorEnd, clock: Callable[[float], None]
 ) -> None:
     notifier = SystemdNotifier()
     for number in range(12):
@@ -120,7 +122,7 @@ def test_it_is_ready_once_and_beats_as_long_as_it_is_looked_at(
 
 
 def test_a_node_that_has_halted_beats_no_more_and_says_why(
-    supervisor: Supervisor, clock: Callable[[float], None]
+    supervisor: SupervisorEnd, clock: Callable[[float], None]
 ) -> None:
     notifier = SystemdNotifier()
     notifier.look(lambda: "round 1", False)
@@ -134,8 +136,8 @@ def test_a_node_that_has_halted_beats_no_more_and_says_why(
     [("8000000", "", 2), ("8000000", "own", 2), ("8000000", "1", 5), ("60000000", "", 5), ("0", "", 5), ("x", "", 5)],
 )
 def test_beats_come_four_times_within_the_patience_of_the_supervisor(
-    supervisor: Supervisor, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, interval: str, whose: str,
-    seconds: int,
+    supervisor: SupervisorEnd, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch,
+    interval: str, whose: str, seconds: int,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("WATCHDOG_USEC", interval)
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()) if whose == "own" else whose)
@@ -151,12 +153,12 @@ def test_beats_come_four_times_within_the_patience_of_the_supervisor(
 
 
 @pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
+def swarm(tmp_path: Path) -> Iterator[DaemonSwarm]:
     with swarm_in(tmp_path) as swarm:
         yield swarm
 
 
-def lives_under(supervisor: Supervisor, swarm: Swarm, name: str, *prefix: str) -> None:
+def lives_under(supervisor: SupervisorEnd, swarm: DaemonSwarm, name: str, *prefix: str) -> None:
     """Runs a node from start to end, and checks what the supervisor is told."""
     own = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "4000000", "P2PTRAIN_LIMITS__NICE": "19"}
     node = swarm.first(**own)
@@ -179,17 +181,17 @@ def lives_under(supervisor: Supervisor, swarm: Swarm, name: str, *prefix: str) -
 
 
 @pytest.mark.timeout(TEST_SECONDS)
-def test_a_node_tells_its_supervisor_its_life(supervisor: Supervisor, swarm: Swarm) -> None:
+def test_a_node_tells_its_supervisor_its_life(supervisor: SupervisorEnd, swarm: DaemonSwarm) -> None:
     lives_under(supervisor, swarm, os.environ["NOTIFY_SOCKET"])
 
 
 @pytest.mark.timeout(TEST_SECONDS)
 def test_a_node_trains_under_what_its_unit_forbids(
-    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    swarm: DaemonSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shutil.which("systemd-analyze") is None or find_library("seccomp") is None:
         pytest.skip("takes systemd-analyze and libseccomp")
-    supervisor = Supervisor(str(tmp_path / "notify"))
+    supervisor = SupervisorEnd(str(tmp_path / "notify"))
     try:
         lives_under(supervisor, swarm, str(tmp_path / "notify"), sys.executable, str(SANDBOX))
     finally:

@@ -14,7 +14,7 @@ import pytest
 
 from p2ptrain.node import persistence
 from p2ptrain.node.replica_thread import Standing
-from tests.helpers.driver import STATE, Bench, a_manifest, bench, root_of
+from tests.helpers.driver import STATE, DriverBench, a_manifest, bench, root_of
 from tests.helpers.net import some_bytes
 
 NEWER = some_bytes(len(STATE), 5)
@@ -29,13 +29,13 @@ def gate() -> Iterator[threading.Event]:
     opened.set()
 
 
-def stands(each: Bench, number: int) -> None:
+def stands(each: DriverBench, number: int) -> None:
     """Lets the replica have applied a round."""
     each.trainer.round = number
     each.replica.begin(Standing(number, each.genesis.branch, bytes(32), root_of(each.trainer.state)))
 
 
-async def saved(each: Bench, number: int, *, now: bool = False) -> None:
+async def saved(each: DriverBench, number: int, *, now: bool = False) -> None:
     """Saves a checkpoint after a round, if it is due."""
     stands(each, number)
     worker, standings = each.workshop.worker, each.replica.standings
@@ -45,20 +45,20 @@ async def saved(each: Bench, number: int, *, now: bool = False) -> None:
         await each.persistence.checkpoint(worker, standings, number)
 
 
-async def begun(each: Bench, gate: threading.Event, number: int, *, now: bool = False) -> asyncio.Task[None]:
+async def begun(each: DriverBench, gate: threading.Event, number: int, *, now: bool = False) -> asyncio.Task[None]:
     """Begins a checkpoint that cannot be written, nor any later one, until the gate is open."""
     capture, has_begun = each.trainer.capture, threading.Event()
 
     def slow() -> Any:
         moment = capture()
 
-        class Slow(type(moment)):  # type: ignore[misc]
+        class SlowMoment(type(moment)):  # type: ignore[misc]
             def write(self, path: Path) -> None:
                 has_begun.set()
                 assert gate.wait(GATE_SECONDS)
                 moment.write(path)
 
-        return Slow(moment.round, moment.content, moment.state)  # type: ignore[attr-defined]
+        return SlowMoment(moment.round, moment.content, moment.state)  # type: ignore[attr-defined]
 
     each.trainer.capture = slow  # type: ignore[method-assign]
     saving = asyncio.create_task(saved(each, number, now=now))
@@ -66,7 +66,7 @@ async def begun(each: Bench, gate: threading.Event, number: int, *, now: bool = 
     return saving
 
 
-def failing(each: Bench, why: str, times: int = 2**62) -> list[int]:
+def failing(each: DriverBench, why: str, times: int = 2**62) -> list[int]:
     """Makes the trainer fail to copy its state a number of times. Returns the rounds of the attempts."""
     capture, tries = each.trainer.capture, []
 
@@ -80,7 +80,7 @@ def failing(each: Bench, why: str, times: int = 2**62) -> list[int]:
     return tries
 
 
-def rounds_saved(each: Bench) -> list[int]:
+def rounds_saved(each: DriverBench) -> list[int]:
     return [checkpoint.round for checkpoint in each.store.checkpoints.present()]
 
 

@@ -10,12 +10,13 @@ import pytest
 
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.errors import DataError
+from p2ptrain.files import forget
 from p2ptrain.node import saved
 from p2ptrain.store import checkpoints
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.log import Log
 from tests.helpers.core import KEYS
-from tests.helpers.export import HEAD, Command, Node, run_of, saved_node, state_of
+from tests.helpers.export import HEAD, Command, NodeDirectory, run_of, saved_node, state_of
 
 ROUNDS = (8, 16, 24)
 
@@ -28,36 +29,32 @@ def p2ptrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
+def node(tmp_path: Path) -> NodeDirectory:
     return saved_node(tmp_path / "node", ROUNDS)
 
 
-def checkpoint_of(node: Node, number: int) -> Checkpoint:
+def checkpoint_of(node: NodeDirectory, number: int) -> Checkpoint:
     return next(each for each in node.checkpoints.present() if each.round == number)
 
 
-def log_of(node: Node, **known: Any) -> None:
+def log_of(node: NodeDirectory, **known: Any) -> None:
     """Makes a node's log that begins with a given agreed state."""
     first = genesis(node.run.id, tuple(sorted(KEYS[:3])), bytes(32))
     Log(node.run_directory / "wal", msgspec.structs.replace(first, **known), kept=64).close()
 
 
-def certify(node: Node, number: int, root: bytes | None = None, last: int = 30) -> None:
+def certify(node: NodeDirectory, number: int, root: bytes | None = None, last: int = 30) -> None:
     """Makes the log certify a root of a round, by default the checkpoint's."""
     root = checkpoint_of(node, number).root if root is None else root
     log_of(node, round=last, head=b"l" * 32, root_round=number, root=root)
 
 
-def short(node: Node, number: int) -> str:
+def short(node: NodeDirectory, number: int) -> str:
     return checkpoint_of(node, number).root.hex()[:16]
 
 
-def left(node: Node) -> list[int]:
-    return [each.round for each in node.checkpoints.present()]
-
-
 def test_the_newest_that_the_log_certifies_is_taken_and_said(
-    p2ptrain: Command, node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     certify(node, 16)
     told = f"round 16 of x, root {short(node, 16)}, certified by this node's log"
@@ -77,7 +74,7 @@ def test_the_newest_that_the_log_certifies_is_taken_and_said(
 
 
 def test_another_root_than_the_certified_one_is_not_taken(
-    p2ptrain: Command, node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its files match its stamp, but the stamp's root is not the agreed one."""
     certify(node, 24, b"r" * 32)
@@ -93,7 +90,7 @@ def test_another_root_than_the_certified_one_is_not_taken(
 
 
 def test_a_copy_with_another_root_than_the_certified_one_is_not_taken_either(
-    p2ptrain: Command, node: Node, tmp_path: Path
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
     status, said, _ = p2ptrain("checkpoint", "export", copy, *node.place)
@@ -113,7 +110,7 @@ def test_a_copy_with_another_root_than_the_certified_one_is_not_taken_either(
 
 
 def test_a_checkpoint_of_a_branch_that_the_log_has_left_is_not_taken(
-    p2ptrain: Command, node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log_of(node, round=24, head=b"o" * 32, root_round=16, root=b"r" * 32)
     status, said, _ = p2ptrain("export", tmp_path / "out", *node.place)
@@ -123,7 +120,7 @@ def test_a_checkpoint_of_a_branch_that_the_log_has_left_is_not_taken(
 
 
 def test_what_follows_the_log_on_its_branch_is_taken_where_nothing_is_certified(
-    p2ptrain: Command, node: Node, tmp_path: Path
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path
 ) -> None:
     log_of(node, round=24, head=HEAD)
     status, said, _ = p2ptrain("export", tmp_path / "out", *node.place)
@@ -132,7 +129,7 @@ def test_what_follows_the_log_on_its_branch_is_taken_where_nothing_is_certified(
 
 
 def test_a_certified_one_that_is_damaged_is_passed_over(
-    p2ptrain: Command, node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     certify(node, 16)
     damaged = checkpoint_of(node, 16).path / STATE_NAME
@@ -143,7 +140,7 @@ def test_a_certified_one_that_is_damaged_is_passed_over(
 
 
 def test_a_log_that_cannot_be_read_certifies_nothing(
-    p2ptrain: Command, node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     certify(node, 16)
     [path] = (node.run_directory / "wal").iterdir()
@@ -154,38 +151,14 @@ def test_a_log_that_cannot_be_read_certifies_nothing(
     assert f"checkpoints cannot be certified, and the members are unknown: {path}: damaged" in caplog.text
 
 
-def test_thinning_out_keeps_the_newest_that_is_certified(p2ptrain: Command, node: Node) -> None:
-    certify(node, 8)
-    status, said, _ = p2ptrain("checkpoint", "prune", *node.place)
-    lines = said.splitlines()
-    assert (status, [line.split("  root ")[0] for line in lines]) == (
-        0,
-        ["removed round       16", "kept    round        8", "kept    round       24"],
-    )
-    assert lines[1].endswith("  certified by this node's log")
-    assert "  not certified: the newest certified root" in lines[2]
-    assert left(node) == [8, 24]
-
-
-def test_thinning_out_does_not_count_what_the_log_contradicts(
-    p2ptrain: Command, node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
-    certify(node, 24, b"r" * 32)
-    status, said, _ = p2ptrain("checkpoint", "prune", "--keep", "1", *node.place)
-    assert (status, [line.split("  root ")[0] for line in said.splitlines()]) == (
-        0,
-        ["removed round        8", "kept    round       16"],
-    )
-    assert left(node) == [16, 24], "what is not of the history is named, and left for its owner to look at"
-    assert "not part of this node's history" in caplog.text
-
-
 def test_an_error_that_quotes_a_name_commands_no_terminal(p2ptrain: Command, tmp_path: Path) -> None:
     status, _, err = p2ptrain("export", tmp_path / "out", "--checkpoint", tmp_path / "\x1b[2J")
     assert (status, "\x1b" in err, "\\x1b[2J holds no checkpoint" in err) == (2, False, True)
 
 
-def test_looking_changes_nothing_of_a_log_whose_end_is_torn(p2ptrain: Command, node: Node, tmp_path: Path) -> None:
+def test_looking_changes_nothing_of_a_log_whose_end_is_torn(
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path
+) -> None:
     certify(node, 24)
     [path] = (node.run_directory / "wal").iterdir()
     path.write_bytes(path.read_bytes() + b"torn")
@@ -196,7 +169,7 @@ def test_looking_changes_nothing_of_a_log_whose_end_is_torn(p2ptrain: Command, n
 
 
 def test_a_first_state_is_certified_by_the_run_itself(p2ptrain: Command, tmp_path: Path) -> None:
-    node = Node(tmp_path / "node", run_of())
+    node = NodeDirectory(tmp_path / "node", run_of())
     saved = node.save(0, state_of(node.run))
     first: AgreedState = genesis(node.run.id, tuple(sorted(KEYS[:3])), saved.root)
     Log(node.run_directory / "wal", first, kept=64).close()
@@ -210,7 +183,7 @@ def test_what_a_node_prunes_while_it_is_read_is_not_missed(
     when: str,
     command: str,
     p2ptrain: Command,
-    node: Node,
+    node: NodeDirectory,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -223,7 +196,7 @@ def test_what_a_node_prunes_while_it_is_read_is_not_missed(
             seen.append(when)
             node.save(32, state_of(node.run, 32))
             for each in node.checkpoints.present()[:-1]:
-                node.checkpoints.remove(each)
+                forget(each.path)
 
     of, name, goes_first = {
         "listed": (checkpoints, "read_stamp", True),
@@ -250,11 +223,11 @@ def test_what_a_node_prunes_while_it_is_read_is_not_missed(
 
 
 def test_what_is_pruned_again_and_again_is_told(
-    p2ptrain: Command, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    p2ptrain: Command, node: NodeDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def export(found: Checkpoints, checkpoint: Checkpoint, *_: Any) -> None:
         node.save(checkpoint.round + 8, state_of(node.run))
-        found.remove(checkpoint)
+        forget(checkpoint.path)
         raise DataError("gone")
 
     monkeypatch.setattr(Checkpoints, "export", export)

@@ -57,20 +57,20 @@ def test_peers_may_ask_for_states_while_others_are_saved(library: ServedBlobs, t
     for each in before:
         library.states.offer(each, b"")
 
-    class Watched:
+    class WatchedPath:
         """A path whose `exists` lets another state be saved first."""
 
         is_asked = True
 
         def exists(self) -> bool:
-            if Watched.is_asked:
-                Watched.is_asked = False
+            if WatchedPath.is_asked:
+                WatchedPath.is_asked = False
                 library.states.offer(checkpoint(tmp_path, next(numbers)), b"")
-                Watched.is_asked = True
+                WatchedPath.is_asked = True
             return True
 
     for each in before:
-        each.path = Watched()
+        each.path = WatchedPath()
     assert library.states.places() == tuple((each.round, each.root) for each in before[::-1])
     assert next(numbers) == 2 * STATES_SERVED
     assert [number for number, _ in library.states.places()] == [*range(STATES_SERVED, 2 * STATES_SERVED)][::-1]

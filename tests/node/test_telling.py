@@ -24,13 +24,13 @@ from p2ptrain.node.strangers import (
     USED_SECONDS,
 )
 from tests.helpers.core import KEYS
-from tests.helpers.driver import Bench, bench, doing
+from tests.helpers.driver import DriverBench, bench, doing
 from tests.helpers.net import at, skipping_time, until
 
 ME, PEER, OTHER, THIRD, FAR = KEYS[:5]
 
 
-def link(each: Bench, *peers: bytes) -> None:
+def link(each: DriverBench, *peers: bytes) -> None:
     each.edges.connections.linked.update(dict.fromkeys(peers))
 
 
@@ -97,7 +97,7 @@ async def test_a_message_that_finds_no_room_in_a_mailbox_is_gossiped(tmp_path: P
 
 
 @asynccontextmanager
-async def in_topic(each: Bench) -> AsyncIterator[None]:
+async def in_topic(each: DriverBench) -> AsyncIterator[None]:
     await each.transport.subscribe(topic_of(each.edges.run_id), each.driver.intake.hear)
     each.node.seen.has_started = True
     watching = asyncio.create_task(each.edges.topic().watch())
@@ -109,12 +109,12 @@ async def in_topic(each: Bench) -> AsyncIterator[None]:
         await asyncio.wait({watching})
 
 
-async def flood(each: Bench, seconds: float) -> float:
+async def flood(each: DriverBench, seconds: float) -> float:
     """Floods the topic, as long as the node is in it, and returns the seconds in which it was."""
     begins, passed, step = asyncio.get_running_loop().time(), 0.0, 0.25
     while (now := asyncio.get_running_loop().time()) < begins + seconds:
         if not each.transport.left:
-            each.transport._counters[STRANGERS] += int(1_000 * step)
+            each.transport.counted[STRANGERS] += int(1_000 * step)
             passed += step
         await at(now + step)
     return passed
@@ -161,7 +161,7 @@ async def test_a_flooded_topic_is_not_left_while_members_gossip(tmp_path: Path) 
     async with bench(tmp_path) as each, in_topic(each):
         link(each, PEER, OTHER, THIRD)
         for _ in range(4):
-            each.transport._counters["gossip received"] += 1
+            each.transport.counted["gossip received"] += 1
             assert await flood(each, USED_SECONDS - LOOK_SECONDS) == USED_SECONDS - LOOK_SECONDS
         await flood(each, 3 * LOOK_SECONDS)
         assert each.transport.left
@@ -172,6 +172,6 @@ async def test_a_topic_with_a_little_junk_is_not_left(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, in_topic(each):
         link(each, PEER, OTHER, THIRD)
         for second in range(60):
-            each.transport._counters[STRANGERS] += FLOOD_A_SECOND - 1
+            each.transport.counted[STRANGERS] += FLOOD_A_SECOND - 1
             await at(second + 1.0)
         assert not each.transport.left

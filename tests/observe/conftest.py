@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 
-from tests.helpers.dashboard import Node, a_browser, a_node
+from tests.helpers.dashboard import DashboardServer, a_browser, a_node
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +17,6 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
+def node() -> Iterator[DashboardServer]:
     with a_node() as node:
         yield node

@@ -20,7 +20,7 @@ from tests.helpers.dashboard import (
     NO_LIBRARY,
     PHONE,
     REFUSED,
-    Node,
+    DashboardServer,
     a_page,
     hurried,
     in_a_browser,
@@ -50,7 +50,7 @@ def text_of(page: Page, element: str) -> str:
 # Numbers
 
 
-def test_the_numbers_on_the_page_are_those_of_the_status(browser: Browser, node: Node) -> None:
+def test_the_numbers_on_the_page_are_those_of_the_status(browser: Browser, node: DashboardServer) -> None:
     node.told.now["mine"]["energy_joules"] = 4.5e6
     with a_page(browser, node.url) as page:
         until_shown(page)
@@ -74,7 +74,7 @@ def test_the_numbers_on_the_page_are_those_of_the_status(browser: Browser, node:
         until_text(page, "energy", "not reported")
 
 
-def test_rounds_show_in_words_in_a_table_and_as_charts(browser: Browser, node: Node) -> None:
+def test_rounds_show_in_words_in_a_table_and_as_charts(browser: Browser, node: DashboardServer) -> None:
     node.told.lived = [a_round(1) | {"loss": 2.25}, a_round(2) | {"loss": None, "mine_taken": []}, a_round(3)]
     with a_page(browser, node.url, draws=True) as page:
         until_shown(page)
@@ -105,7 +105,9 @@ def test_rounds_show_in_words_in_a_table_and_as_charts(browser: Browser, node: N
         assert moved == [3_000, 6_000, 9_000]
 
 
-def test_a_frame_says_that_the_library_of_its_chart_loads_until_it_is_there(browser: Browser, node: Node) -> None:
+def test_a_frame_says_that_the_library_of_its_chart_loads_until_it_is_there(
+    browser: Browser, node: DashboardServer
+) -> None:
     asked: list[Route] = []
     states = "[...document.querySelectorAll('.chart')].map((each) => each.dataset.state)"
     with a_page(browser, node.url) as page:
@@ -128,7 +130,7 @@ def test_a_frame_says_that_the_library_of_its_chart_loads_until_it_is_there(brow
         page.wait_for_function(f"() => {states}.every((each) => each.includes('could not be loaded'))")
 
 
-def test_what_happens_shows_without_a_reload(browser: Browser, node: Node) -> None:
+def test_what_happens_shows_without_a_reload(browser: Browser, node: DashboardServer) -> None:
     with a_page(browser, node.url) as page:
         until_shown(page)
         until_text(page, "shown", "7 rounds")
@@ -151,7 +153,9 @@ def test_what_happens_shows_without_a_reload(browser: Browser, node: Node) -> No
         assert numbers_on(page) == numbers_in(node.told.now)
 
 
-def test_whether_all_have_the_same_model_is_said_as_far_as_the_node_knows(browser: Browser, node: Node) -> None:
+def test_whether_all_have_the_same_model_is_said_as_far_as_the_node_knows(
+    browser: Browser, node: DashboardServer
+) -> None:
     with a_page(browser, node.url) as page:
         until_shown(page)
         for change, verdict, words in (
@@ -175,7 +179,7 @@ def test_whether_all_have_the_same_model_is_said_as_far_as_the_node_knows(browse
 # The line to the node
 
 
-def test_a_node_that_starts_is_waited_for(browser: Browser, node: Node) -> None:
+def test_a_node_that_starts_is_waited_for(browser: Browser, node: DashboardServer) -> None:
     node.told.is_starting = True
     with a_page(browser, node.url, expected=REFUSED) as page:
         until_text(page, "banner", "The node is starting")
@@ -187,7 +191,7 @@ def test_a_node_that_starts_is_waited_for(browser: Browser, node: Node) -> None:
 
 
 def test_a_page_without_a_place_at_the_events_asks(
-    browser: Browser, node: Node, monkeypatch: pytest.MonkeyPatch
+    browser: Browser, node: DashboardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "WATCHERS_MAX", 0)
     with a_page(browser, node.url, expected=REFUSED) as page:
@@ -200,7 +204,7 @@ def test_a_page_without_a_place_at_the_events_asks(
         page.wait_for_function("() => document.getElementById('banner').textContent === ''")
 
 
-def test_what_is_told_twice_shows_once(browser: Browser, node: Node) -> None:
+def test_what_is_told_twice_shows_once(browser: Browser, node: DashboardServer) -> None:
     with a_page(browser, node.url) as page:
         until_shown(page)
         until_text(page, "shown", "7 rounds")
@@ -215,7 +219,9 @@ def test_what_is_told_twice_shows_once(browser: Browser, node: Node) -> None:
         assert page.locator("#rounds tbody tr").count() == 8
 
 
-def test_a_node_that_falls_silent_is_said_to_be_away_though_its_line_holds(browser: Browser, node: Node) -> None:
+def test_a_node_that_falls_silent_is_said_to_be_away_though_its_line_holds(
+    browser: Browser, node: DashboardServer
+) -> None:
     with a_page(browser, node.url, expected=GONE) as page:
         hurried(page, SILENT=300, LOOK=100, ANSWER=1_000)
         until_shown(page)
@@ -230,7 +236,7 @@ def test_a_node_that_falls_silent_is_said_to_be_away_though_its_line_holds(brows
         assert page.evaluate("() => window.mine") == "still here"
 
 
-def test_a_node_that_asks_for_its_token_meanwhile_says_how_to_give_it(browser: Browser, node: Node) -> None:
+def test_a_node_that_asks_for_its_token_meanwhile_says_how_to_give_it(browser: Browser, node: DashboardServer) -> None:
     app, token = node.site.app, b"a-secret-of-its-owner"
     with a_page(browser, node.url, expected=REFUSED) as page:
         until_shown(page)
@@ -248,7 +254,7 @@ def test_a_node_that_asks_for_its_token_meanwhile_says_how_to_give_it(browser: B
 # What is hard to show
 
 
-def test_every_complaint_is_in_words_for_people_and_in_its_own(browser: Browser, node: Node) -> None:
+def test_every_complaint_is_in_words_for_people_and_in_its_own(browser: Browser, node: DashboardServer) -> None:
     told = every_complaint()
     with a_page(browser, node.url) as page:
         until_shown(page)
@@ -261,7 +267,7 @@ def test_every_complaint_is_in_words_for_people_and_in_its_own(browser: Browser,
         assert [row.get_attribute("data-severity") for row in rows.all()] == [each.severity for each in told]
 
 
-def test_a_run_without_rounds_or_peers_says_so(browser: Browser, node: Node) -> None:
+def test_a_run_without_rounds_or_peers_says_so(browser: Browser, node: DashboardServer) -> None:
     node.told.lived, node.told.known = [], []
     node.told.now |= {
         "applied_round": 0, "certified_round": 0, "round": 1, "view": 0, "state_root": "", "loss": None, "roots": {},
@@ -282,7 +288,7 @@ def test_a_run_without_rounds_or_peers_says_so(browser: Browser, node: Node) -> 
         until_text(page, "c-loss", "2.5000 in round 1")
 
 
-def test_two_hundred_peers_are_all_there_and_the_worst_stands_first(browser: Browser, node: Node) -> None:
+def test_two_hundred_peers_are_all_there_and_the_worst_stands_first(browser: Browser, node: DashboardServer) -> None:
     node.told.known = lively_peers(200)
     ids = [each["peer_id"] for each in node.told.known]
     node.told.now |= {"peers": ids[:160], "roster": ids[:100], "quorum": 67}
@@ -302,7 +308,9 @@ def test_two_hundred_peers_are_all_there_and_the_worst_stands_first(browser: Bro
 
 
 @pytest.mark.parametrize("screen", [PHONE, {"width": 1280, "height": 900}], ids=["phone", "desk"])
-def test_what_peers_say_is_text_and_nothing_else(browser: Browser, node: Node, screen: dict[str, int]) -> None:
+def test_what_peers_say_is_text_and_nothing_else(
+    browser: Browser, node: DashboardServer, screen: dict[str, int]
+) -> None:
     peers = [
         PEER | {
             "peer_id": f"{text}{n}", "addresses": [text], "refused": {text: 3, f"{text}!": 1}, "observed": {text: 2},
@@ -333,7 +341,9 @@ def test_what_peers_say_is_text_and_nothing_else(browser: Browser, node: Node, s
         assert is_as_wide_as_the_screen(page)
 
 
-def test_what_the_model_writes_is_shown_as_text_and_nothing_until_it_has_written(browser: Browser, node: Node) -> None:
+def test_what_the_model_writes_is_shown_as_text_and_nothing_until_it_has_written(
+    browser: Browser, node: DashboardServer
+) -> None:
     node.change(text="", held_out_loss=None, held_out_round=None)
     with a_page(browser, node.url) as page:
         until_shown(page)
@@ -351,7 +361,9 @@ def test_what_the_model_writes_is_shown_as_text_and_nothing_until_it_has_written
         page.wait_for_function("() => document.getElementById('text-card').hidden")
 
 
-def test_a_node_that_trains_on_its_owners_data_says_what_leaves_the_machine(browser: Browser, node: Node) -> None:
+def test_a_node_that_trains_on_its_owners_data_says_what_leaves_the_machine(
+    browser: Browser, node: DashboardServer
+) -> None:
     with a_page(browser, node.url) as page:
         until_shown(page)
         assert not page.locator("#own-data").is_visible()
@@ -361,7 +373,7 @@ def test_a_node_that_trains_on_its_owners_data_says_what_leaves_the_machine(brow
         assert text_of(page, "own-data") == f"Training data: {OWN_DATA}."
 
 
-def test_an_hour_of_rounds_makes_the_page_no_larger(browser: Browser, node: Node) -> None:
+def test_an_hour_of_rounds_makes_the_page_no_larger(browser: Browser, node: DashboardServer) -> None:
     node.told.lived = lively_rounds(400)
     with a_page(browser, node.url, draws=True) as page:
         until_shown(page)

@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, CDPSession
 
 from tests.helpers.dashboard import (
-    Node,
+    DashboardServer,
     a_node,
     a_page,
     in_a_browser,
@@ -37,7 +37,7 @@ NUMBERS_AT = """() => new Promise((resolve) => {
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
+def node() -> Iterator[DashboardServer]:
     with a_node() as node:
         lively(node, 1_000)
         yield node
@@ -54,7 +54,7 @@ def metrics(session: CDPSession) -> dict[str, float]:
     return {each["name"]: each["value"] for each in found}
 
 
-def test_the_numbers_are_there_within_a_second(browser: Browser, node: Node) -> None:
+def test_the_numbers_are_there_within_a_second(browser: Browser, node: DashboardServer) -> None:
     took = []
     for _ in range(LOADS):
         with a_page(browser, node.url, draws=True) as page:
@@ -64,7 +64,7 @@ def test_the_numbers_are_there_within_a_second(browser: Browser, node: Node) -> 
     assert took[LOADS // 2] < LOAD_MILLISECONDS
 
 
-def test_an_hour_of_one_second_rounds_takes_little_memory(browser: Browser, node: Node) -> None:
+def test_an_hour_of_one_second_rounds_takes_little_memory(browser: Browser, node: DashboardServer) -> None:
     with a_page(browser, node.url, draws=True) as page:
         until_shown(page)
         until_drawn(page, 1_000)

@@ -15,7 +15,7 @@ from tests.helpers.dashboard import (
     DESK,
     PHONE,
     SECONDS,
-    Node,
+    DashboardServer,
     a_node,
     a_page,
     in_a_browser,
@@ -65,7 +65,7 @@ COLOURS = """() => {
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
+def node() -> Iterator[DashboardServer]:
     with a_node() as node:
         lively(node, 40)
         yield node
@@ -109,7 +109,7 @@ def test_the_contrast_is_computed_as_the_standard_says() -> None:
 
 
 @pytest.mark.parametrize("width", [320, 360, 768, 1_920])
-def test_nothing_is_wider_than_the_screen(browser: Browser, node: Node, width: int) -> None:
+def test_nothing_is_wider_than_the_screen(browser: Browser, node: DashboardServer, width: int) -> None:
     with a_page(browser, node.url, screen={"width": width, "height": 740}) as page:
         until_shown(page)
         until_text(page, "peers-note", "11 known")
@@ -118,7 +118,9 @@ def test_nothing_is_wider_than_the_screen(browser: Browser, node: Node, width: i
         assert least >= 12
 
 
-def test_text_and_lines_stand_out_from_what_lies_behind_them_by_day_and_by_night(browser: Browser, node: Node) -> None:
+def test_text_and_lines_stand_out_from_what_lies_behind_them_by_day_and_by_night(
+    browser: Browser, node: DashboardServer
+) -> None:
     drawn_on = "() => document.getElementById('chart-loss').layout.paper_bgcolor"
     with a_page(browser, node.url, draws=True) as page:
         until_shown(page)
@@ -134,7 +136,7 @@ def test_text_and_lines_stand_out_from_what_lies_behind_them_by_day_and_by_night
         _look_at_colours(page, node, is_dark=True)
 
 
-def _look_at_colours(page: Page, node: Node, *, is_dark: bool) -> None:
+def _look_at_colours(page: Page, node: DashboardServer, *, is_dark: bool) -> None:
     for codes in ([], [Code.STALLED, Code.CATCHING_UP, Code.CRASH_ONLY], [Code.QUARANTINED]):
         told = told_of(*map(complaint, codes))
         node.change(**told)
@@ -167,7 +169,7 @@ FOCUS = """() => {
 }"""
 
 
-def test_a_keyboard_reaches_everything_and_shows_where_it_is(browser: Browser, node: Node) -> None:
+def test_a_keyboard_reaches_everything_and_shows_where_it_is(browser: Browser, node: DashboardServer) -> None:
     with a_page(browser, node.url) as page:
         until_shown(page)
         until_text(page, "peers-note", "11 known")
@@ -185,13 +187,13 @@ def test_a_keyboard_reaches_everything_and_shows_where_it_is(browser: Browser, n
         stops.pop()
         assert [outline for _, _, outline, width, _ in stops] == ["solid"] * len(stops)
         links = [name for name, tag, *_ in stops if tag == "A"]
-        assert links == ["status", "peers", "rounds", "metrics", "description"]
+        assert links == ["status", "peers", "rounds", "metrics"]
         assert sum("scroll" in name for name, *_ in stops) >= 4, "what scrolls can be scrolled"
         tops = [top for *_, top in stops[:3]]
         assert tops == sorted(tops)
 
 
-def test_a_screen_reader_finds_its_way(browser: Browser, node: Node) -> None:
+def test_a_screen_reader_finds_its_way(browser: Browser, node: DashboardServer) -> None:
     with a_page(browser, node.url, draws=True) as page:
         until_shown(page)
         until_text(page, "peers-note", "11 known")
@@ -251,7 +253,7 @@ def _look_at_names(page: Page) -> None:
             assert len(page.locator(f"#{target}").inner_text()) > 8
 
 
-def test_without_scripts_the_page_says_where_the_numbers_are(browser: Browser, node: Node) -> None:
+def test_without_scripts_the_page_says_where_the_numbers_are(browser: Browser, node: DashboardServer) -> None:
     context = browser.new_context(java_script_enabled=False, viewport=PHONE)
     page = context.new_page()
     page.goto(node.url, timeout=SECONDS * 1_000)

@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, Page, Route
 
 from tests.helpers.dashboard import (
     REFUSED,
-    Node,
+    DashboardServer,
     a_page,
     hurried,
     in_a_browser,
@@ -52,7 +52,9 @@ def numbers(page: Page) -> list[str]:
     return [text.split("\t")[0] for text in page.locator("#rounds tbody tr").all_inner_texts()]
 
 
-def test_rounds_that_do_not_come_are_asked_for_again_and_the_page_says_so(browser: Browser, node: Node) -> None:
+def test_rounds_that_do_not_come_are_asked_for_again_and_the_page_says_so(
+    browser: Browser, node: DashboardServer
+) -> None:
     with a_page(browser, node.url, expected=REFUSED, draws=True) as page:
         until_text(page, "shown", "7 rounds")
         refusing = Refusing(page)
@@ -78,7 +80,9 @@ def test_rounds_that_do_not_come_are_asked_for_again_and_the_page_says_so(browse
         assert all(after - before > 0.4 for (_, before), (_, after) in pairwise(refusing.asked))
 
 
-def test_what_is_told_while_rounds_are_asked_for_shows_when_they_do_not_come(browser: Browser, node: Node) -> None:
+def test_what_is_told_while_rounds_are_asked_for_shows_when_they_do_not_come(
+    browser: Browser, node: DashboardServer
+) -> None:
     with a_page(browser, node.url, expected=REFUSED) as page:
         until_text(page, "shown", "7 rounds")
         refusing = Refusing(page)
@@ -101,7 +105,9 @@ def test_what_is_told_while_rounds_are_asked_for_shows_when_they_do_not_come(bro
         assert numbers(page) == ["10", "9", "8"]
 
 
-def test_a_page_that_has_rounds_keeps_them_while_newer_ones_do_not_come(browser: Browser, node: Node) -> None:
+def test_a_page_that_has_rounds_keeps_them_while_newer_ones_do_not_come(
+    browser: Browser, node: DashboardServer
+) -> None:
     with a_page(browser, node.url, expected=REFUSED) as page:
         until_text(page, "shown", "7 rounds")
         refusing = Refusing(page)
@@ -115,7 +121,9 @@ def test_a_page_that_has_rounds_keeps_them_while_newer_ones_do_not_come(browser:
         assert numbers(page) == [str(number) for number in range(9, 1, -1)]
 
 
-def test_through_a_slow_line_a_large_answer_takes_the_time_that_it_needs(browser: Browser, node: Node) -> None:
+def test_through_a_slow_line_a_large_answer_takes_the_time_that_it_needs(
+    browser: Browser, node: DashboardServer
+) -> None:
     lively(node, 1_000)
     with a_page(browser, node.url) as page:
         until_text(page, "shown", "1,000 rounds")
@@ -131,7 +139,9 @@ def test_through_a_slow_line_a_large_answer_takes_the_time_that_it_needs(browser
         assert [each.rsplit("/", 1)[1] for each in asked if "/rounds" in each] == ["rounds?last=1000"]
 
 
-def test_a_node_that_cannot_answer_for_a_mistake_of_its_own_is_said_to_fail(browser: Browser, node: Node) -> None:
+def test_a_node_that_cannot_answer_for_a_mistake_of_its_own_is_said_to_fail(
+    browser: Browser, node: DashboardServer
+) -> None:
     with a_page(browser, node.url, expected=("status of 500",)) as page:
         until_text(page, "shown", "7 rounds")
         node.told.now["of no model"] = 1

@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 
 from p2ptrain.core.complaints import Code, Complaint, complaint
+from p2ptrain.observe import progress as module
 from p2ptrain.observe.logs import JsonText
 from p2ptrain.observe.progress import ProgressLine, line_of, lines_of
 from p2ptrain.observe.schema import Status
-from p2ptrain.visible import count_of
+from p2ptrain.visible import count_of, duration
 from tests.helpers.web import told_of
 
 STATUS: dict[str, Any] = {
@@ -55,6 +56,13 @@ DISK = told_of(complaint(Code.DEGRADED, why="the disk is full"), complaint(Code.
 )  # fmt: skip
 def test_a_number_of_bytes_is_told_in_few_characters(size: float, text: str) -> None:
     assert count_of(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(59.9, "59 s"), (3_599.0, "59 min"), (3_660.0, "1 h 1 min"), (90_000.0, "1 d 1 h")]
+)
+def test_times_are_told_as_a_person_would(seconds: float, told: str) -> None:
+    assert duration(seconds) == told
 
 
 def test_a_node_in_one_line() -> None:
@@ -138,10 +146,10 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_on_a_terminal_one_line_stays_and_is_cleared() -> None:
+def test_on_a_terminal_one_line_stays_and_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     status, shown = dict(STATUS), io.StringIO()
+    monkeypatch.setattr(module, "Console", lambda stderr: Console(file=shown, force_terminal=True, width=60))
     progress = ProgressLine("auto", lambda: model(status))
-    progress._console = Console(file=shown, force_terminal=True, width=60)
     progress.start()
     progress.tell()
     status["round"] = 14
@@ -153,10 +161,12 @@ def test_on_a_terminal_one_line_stays_and_is_cleared() -> None:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_terminal_obeys_nothing_that_a_peer_says(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_terminal_obeys_nothing_that_a_peer_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     shown, evil = io.StringIO(), "\x1bcX \u009b2J \x07 \u202eY [red]Z"
+    monkeypatch.setattr(module, "Console", lambda stderr: Console(file=shown, force_terminal=True, width=200))
     progress = ProgressLine("auto", lambda: model(STATUS | told_of(complaint(Code.DEGRADED, why=evil))))
-    progress._console = Console(file=shown, force_terminal=True, width=200)
     with caplog.at_level(logging.INFO):
         progress.start()
         logging.getLogger("p2ptrain.daemon").info("a peer has nothing: %s", evil)

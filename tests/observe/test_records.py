@@ -27,7 +27,7 @@ from p2ptrain.store.records import (
     read_rounds,
     remembered_peers,
 )
-from tests.helpers.records import KEYS, points_of, row
+from tests.helpers.records import KEYS, row
 from tests.helpers.store import opened
 
 HEADER_BYTES = 100  # of every sqlite file
@@ -39,10 +39,6 @@ MINE = {"applied": 2, "applied_of_all": 6, "tokens": 128, "training_seconds": 3.
 def a_peer(key: bytes, **changes: Any) -> dict[str, Any]:
     usual = {"changed_at": 0.0, "offered": 0, "applied": 0, "late": 0, "refused": {}, "observed": {}, "points": 0.0}
     return {"peer": key, **usual, **changes}
-
-
-def some_points(at: float, points: float, observed: dict[str, int]) -> dict[str, Any]:
-    return {"peer": KEYS[0], "at": at, "points": points, "observed": observed}
 
 
 def address(number: int) -> str:
@@ -72,13 +68,10 @@ def again(path: Path, count: int = 1_000) -> SavedRows:
 
 def test_what_is_written_is_there_at_the_next_start(path: Path, records: Records) -> None:
     peers = [a_peer(KEYS[1]), a_peer(KEYS[0], changed_at=1e9, refused={"bad payload": 1}, points=0.1)]
-    points = [some_points(1e9, 0.5, {"late": 10}), some_points(2e9, 1.0, {"late": 20})]
-    records.write(Batch([row(1), row(2)], peers[::-1], points, MINE))
+    records.write(Batch([row(1), row(2)], peers[::-1], MINE))
     records.close()
     assert again(path) == SavedRows([row(1), row(2)], peers, MINE)
     assert again(path, 1).rounds == [row(2)]
-    assert points_of(path, KEYS[0]) == points
-    assert points_of(path, KEYS[1]) == []
 
 
 def test_a_round_that_is_applied_again_keeps_its_record_and_other_branches_have_their_own(
@@ -97,7 +90,7 @@ def test_a_peer_and_what_is_mine_have_one_row_which_is_replaced(records: Records
 
 
 def test_what_was_never_written_makes_no_file(path: Path, records: Records) -> None:
-    assert (records.past(9), records.addresses(), records.reached()) == (SavedRows(), [], {})
+    assert (records.past(9), records.addresses()) == (SavedRows(), [])
     assert (read_rounds(path.parent, 9), remembered_peers(path.parent)) == ([], [])
     assert [*path.parent.iterdir()] == []
 
@@ -154,27 +147,20 @@ def test_addresses_are_remembered_up_to_a_bound_and_in_their_order(path: Path, r
     assert records.addresses() == many[5:7]
 
 
-def test_when_an_address_was_reached_last_is_kept_while_its_peer_is_away(records: Records) -> None:
-    records.remember([address(1), address(2), address(3)], {"peer1", "peer2"}, 1e9)
-    records.remember([address(3), address(1), address(2)], {"peer2"}, 2e9)
-    assert records.reached() == {address(3): None, address(1): 1e9, address(2): 2e9}
-
-
 # ---------------------------------------------------------------------------------------------------
 # Bounds
 
 
 def test_the_oldest_rows_go_when_there_are_too_many(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most in (("ROUNDS_MAX", 10), ("POINTS_MAX", 5), ("PEERS_MAX", 3), ("PRUNE_WRITES", 1)):
+    for name, most in (("ROUNDS_MAX", 10), ("PEERS_MAX", 3), ("PRUNE_WRITES", 1)):
         monkeypatch.setattr(module, name, most)
     with closing(Records(path)) as records:
         for number in range(40):
             peer = a_peer(number.to_bytes(32, "big"), changed_at=float(number))
-            records.write(Batch([row(number)], [peer], [some_points(number, number, {})]))
+            records.write(Batch([row(number)], [peer]))
         past = records.past(1_000)
         assert [each["round"] for each in past.rounds] == [*range(30, 40)]
         assert sorted(each["changed_at"] for each in past.peers) == [37.0, 38.0, 39.0]
-        assert [each["at"] for each in points_of(path, KEYS[0])] == [35, 36, 37, 38, 39]
 
 
 def test_rounds_of_many_contributors_do_not_let_the_file_grow_without_bound(
@@ -270,7 +256,7 @@ def test_a_file_that_is_damaged_under_way_is_begun_anew_with_what_is_written(pat
 def test_whatever_bit_flips_no_wrong_figure_is_shown(path: Path, records: Records) -> None:
     rounds = [row(number) for number in range(40)]
     peers = [a_peer(key, offered=7) for key in KEYS]
-    records.write(Batch(rounds, peers, [], MINE))
+    records.write(Batch(rounds, peers, MINE))
     records.close()
     good, rng = path.read_bytes(), Random(0)
     ends: set[str] = set()
@@ -382,9 +368,10 @@ def test_a_disk_that_refuses_is_named_and_tried_again_the_next_time(
 
 def test_a_full_disk_takes_all_of_a_batch_or_nothing(path: Path, records: Records) -> None:
     records.write(Batch([row(1)]))
-    assert records._connection is not None
-    pages = records._connection.execute("PRAGMA page_count").fetchone()[0]
-    records._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    connection = records._connection
+    assert connection is not None
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count = {pages + 2}")
     with pytest.raises(DataError, match=r"database or disk is full\)\. Free some space there"):
         records.write(Batch([row(number, mine_taken=[*range(900)]) for number in range(2, 9)], mine=MINE))
     assert records.past(9) == SavedRows([row(1)], [], {})

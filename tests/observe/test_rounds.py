@@ -21,6 +21,7 @@ from p2ptrain.daemon.life import Daemon, save_last
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity, peer_id_of
+from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
 from p2ptrain.observe import peer_history
 from p2ptrain.observe import rounds as module
@@ -33,15 +34,15 @@ from tests.helpers.driver import STATE, ChainTrainer, a_dataset, loop_workshop
 from tests.helpers.driver import root_of as root_of_state
 from tests.helpers.memory_network import Network
 from tests.helpers.net import skipping_time, until
-from tests.helpers.records import lived, points_of
-from tests.helpers.rounds import NOW, Watched
+from tests.helpers.records import lived
+from tests.helpers.rounds import NOW, WatchedCore
 
 ME, A, B, C = KEYS[:4]
 
 
 def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
-    watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200, "sent blobs": 350, "received blobs": 460}
+    watched = WatchedCore(tmp_path)
+    watched.traffic = {"bytes sent": 1_100, "bytes received": 2_200}
     watched.figures.loss, watched.figures.tokens, watched.figures.seconds = 2.5, 640, 8.0
     watched.figures.steps, watched.figures.own_drift = 3, 0.02
     watched.figures.gradient_norm, watched.worker.drift = 0.75, 0.001
@@ -63,8 +64,6 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
         apply_seconds=2.0,
         bytes_sent=1_000,
         bytes_received=2_000,
-        bulk_bytes_sent=300,
-        bulk_bytes_received=400,
         loss=2.5,
         steps=3,
         own_drift=0.02,
@@ -84,7 +83,7 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
 
 
 def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     watched.traffic, watched.figures.loss, watched.figures.tokens = {"bytes sent": 1_100}, 2.5, 640
     watched.figures.seconds = 8.0
     watched.round()
@@ -97,7 +96,7 @@ def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path)
 
 
 def test_of_a_script_that_reads_data_of_its_own_all_is_recorded_but_tokens(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     watched.figures.loss, watched.figures.steps, watched.figures.own_drift = 2.5, 3, 0.02
     watched.figures.seconds = 8.0
     watched.figures.rates.clear()
@@ -108,20 +107,18 @@ def test_of_a_script_that_reads_data_of_its_own_all_is_recorded_but_tokens(tmp_p
 
 
 def test_a_held_out_loss_is_recorded_once_and_known_after_a_restart(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, every_rounds=2)
+    watched = WatchedCore(tmp_path, every_rounds=2)
     claims = watched.bench.parts.pools.claims
     for author, loss in zip(drawn(watched.bench.state), (3_000_000, 51_500_000, 2_900_000), strict=True):
         assert claims.held_out is None, "a record keeps what it had first"
         claims.hear(announced(author, 1, held_out=loss))
     for _ in range(2):
         watched.round()
-    told = [
-        (each.held_out_loss, each.held_out_round, each.held_out_said, each.perplexity) for each in watched.rounds.last()
-    ]
-    assert told == [(3.0, 0, 3, 20.0855), (None, None, 0, None)]
+    told = [(each.held_out_loss, each.held_out_round, each.perplexity) for each in watched.rounds.last()]
+    assert told == [(3.0, 0, 20.0855), (None, None, None)]
     asyncio.run(watched.rounds.save(all_of_it=True))
     watched.persistence.store.records.close()
-    again = Watched(tmp_path, Records(tmp_path / "records.sqlite").past(ROUNDS_KEPT))
+    again = WatchedCore(tmp_path, Records(tmp_path / "records.sqlite").past(ROUNDS_KEPT))
     assert again.rounds.measured == watched.rounds.last()[0]
 
 
@@ -131,7 +128,7 @@ def test_the_perplexity_of_any_claim_is_a_number() -> None:
 
 
 def test_the_phases_of_a_round_add_up_to_its_time(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     bench = watched.bench
     watched.round()
     mine = announced(ME, 2)
@@ -151,13 +148,13 @@ def test_the_phases_of_a_round_add_up_to_its_time(tmp_path: Path) -> None:
 
 
 def test_the_views_that_agreeing_took_are_counted_from_one(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     watched.round()
     assert [each.views for each in watched.rounds.last()] == [1]
 
 
 def test_a_state_that_was_applied_on_a_line_that_was_left_is_no_round(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     bench = watched.bench
     bench.agree(bench.collect(), apply=False)
     bench.do(ev.Applied(b"o" * 32, 1, root_of(1)))
@@ -186,7 +183,7 @@ def test_contributions_are_counted_by_the_rounds_that_they_waited() -> None:
 
 
 def test_contributions_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     bench = watched.bench
     watched.round()
     bench.hear(announced(A, 1, b"again"))  # a repetition: of round 1 it has been heard
@@ -213,7 +210,7 @@ def test_contributions_are_counted_by_what_became_of_them(tmp_path: Path) -> Non
 
 
 def test_a_contribution_that_comes_too_late_is_counted_once(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     bench = watched.bench
     watched.round()
     offers = [announced(key, 2, inline=True) for key in (A, B)]
@@ -231,7 +228,7 @@ def test_a_contribution_that_comes_too_late_is_counted_once(tmp_path: Path) -> N
 
 
 def test_my_own_that_comes_too_late_is_counted(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     bench = watched.bench
     watched.round()
     offers = tuple(announced(key, 2, inline=True) for key in bench.others)
@@ -243,22 +240,6 @@ def test_my_own_that_comes_too_late_is_counted(tmp_path: Path) -> None:
     watched.apply()
     record = watched.rounds.last()[-1]
     assert (record.mine_taken, record.late, watched.rounds.peers.by_key[ME].late) == ((), 1, 1)
-
-
-def test_points_get_a_row_when_they_have_grown_and_not_when_they_decay(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
-    for malformed in (1, 0, 0, 2):
-        for _ in range(malformed):
-            watched.bench.do(ev.MalformedReceived(A, "junk"))
-        watched.round()
-    asyncio.run(watched.rounds.save())
-    path = watched.persistence.store.records.path
-    rows = points_of(path, A)
-    assert [(each["observed"], round(each["points"], 1)) for each in rows] == [
-        ({"malformed": 1}, 1.0),
-        ({"malformed": 3}, 3.0),
-    ]
-    assert points_of(path, B) == []
 
 
 def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
@@ -323,7 +304,7 @@ def test_authors_come_and_go_and_the_tallies_stay_bounded() -> None:
 
 
 def test_a_restart_goes_on_counting_and_records_no_round_twice(tmp_path: Path) -> None:
-    first = Watched(tmp_path)
+    first = WatchedCore(tmp_path)
     first.figures.tokens, first.figures.seconds = 64, 7_200.0
     first.bench.do(ev.MalformedReceived(A, "junk"))
     first.round()
@@ -331,7 +312,7 @@ def test_a_restart_goes_on_counting_and_records_no_round_twice(tmp_path: Path) -
     asyncio.run(first.rounds.save(all_of_it=True))
     first.persistence.store.records.close()
     records = Records(tmp_path / "records.sqlite")
-    second = Watched(tmp_path, records.past(ROUNDS_KEPT))
+    second = WatchedCore(tmp_path, records.past(ROUNDS_KEPT))
     assert second.rounds.last() == first.rounds.last()
     assert second.rounds.peers.by_key == first.rounds.peers.by_key
     assert second.rounds.mine == Mine(
@@ -346,7 +327,7 @@ def test_a_restart_goes_on_counting_and_records_no_round_twice(tmp_path: Path) -
 
 def test_more_rounds_than_are_in_memory_come_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROUNDS_KEPT", 3)
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     for number in range(1, 8):
         watched.round()
         if number <= 5:
@@ -360,7 +341,7 @@ def test_more_rounds_than_are_in_memory_come_from_the_disk(tmp_path: Path, monke
 
 def test_what_a_disk_does_not_take_waits_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROUNDS_KEPT", 3)
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     watched.persistence.takes = False
     for _ in range(5):
         watched.round()
@@ -377,7 +358,7 @@ def test_what_a_disk_does_not_take_waits_up_to_a_bound(tmp_path: Path, monkeypat
 
 
 def test_what_happens_while_the_disk_is_at_it_is_written_the_next_time(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     record = watched.persistence.record
     watched.round()
 
@@ -400,14 +381,14 @@ def test_peers_beyond_the_bound_are_forgotten_the_longest_unchanged_first(
 ) -> None:
     monkeypatch.setattr(peer_history, "PEERS_MAX", 6)
     before = [PeerRecord(peer=key, offered=1).row for key in (A, *KEYS[8:12])]
-    watched = Watched(tmp_path, SavedRows(peers=before))
+    watched = WatchedCore(tmp_path, SavedRows(peers=before))
     watched.round()
     assert [*watched.rounds.peers.by_key] == [KEYS[10], KEYS[11], *KEYS[:4]]
     assert watched.rounds.peers.by_key[A].offered == 2
 
 
 def test_the_speed_of_the_swarm_is_that_of_what_was_taken(tmp_path: Path) -> None:
-    watched = Watched(tmp_path)
+    watched = WatchedCore(tmp_path)
     assert watched.rounds.swarm_tokens_per_second is None
     watched.round()
     tokens = 8 * 256  # a step of one pass of eight sequences
@@ -436,7 +417,7 @@ async def taking_part(root: Path, stack: AsyncExitStack, rounds: int) -> Daemon:
         return loop_workshop(ChainTrainer(dataset), note, me.key)
 
     config = NodeConfig(storage=StorageConfig(directory=str(root / "node"), checkpoint_every_rounds=3))
-    daemon = await Daemon.open(stack, Launch(run, config, me, transport, dataset, state=STATE), opened=opened)
+    daemon = await Daemon.open(stack, Launch(run, Home(config), me, transport, dataset, state=STATE), opened=opened)
     running = asyncio.create_task(daemon.driver.run(daemon.started))
     stack.push_async_callback(asyncio.wait, [running])
     stack.callback(running.cancel)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import Origin
 from p2ptrain.net.addresses import kind_of_address
@@ -18,9 +20,12 @@ from p2ptrain.net.transport import Stream
 from p2ptrain.observe import build as status
 from p2ptrain.observe.build import rounds_of, traffic_of
 from p2ptrain.observe.http import LINES_KEPT, LINES_WAITING_MAX, LogTail
+from p2ptrain.observe.rounds import ROUNDS_KEPT
 from p2ptrain.observe.schema import RoundRecord
-from tests.helpers.connections import ME, A, B, Seen, now
+from tests.helpers import web
+from tests.helpers.connections import ME, A, B, RecordedConnections, now
 from tests.helpers.memory_network import Network
+from tests.helpers.memory_swarm import swarm
 from tests.helpers.net import at, skipping_time, until
 from tests.helpers.records import lived
 
@@ -52,7 +57,7 @@ def test_an_address_has_a_kind_for_people(address: str, kind: str) -> None:
 @skipping_time
 async def test_the_latency_of_a_peer_is_the_median_of_its_last_answers_while_it_is_connected() -> None:
     network = Network()
-    node, asked = Seen(network), network.transport(A)
+    node, asked = RecordedConnections(network), network.transport(A)
     takes = [0.2, 0.2, 0.4, 0.3, 0.1, 9.0]  # seconds; the first is forgotten when the sixth has come
 
     async def slow(stream: Stream) -> None:
@@ -138,3 +143,58 @@ def test_bytes_are_told_by_what_they_were_for() -> None:
         "questions": {"sent": 5, "received": 0},
         "other": {"sent": 405, "received": 1_700},
     }
+
+
+@skipping_time
+async def test_the_daemon_tells_its_owner_the_last_rounds(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as made:
+        await made.reach(5)
+        daemon = made.nodes[0].daemon
+        told = (await daemon.answer({"do": "rounds", "last": 3}))["rounds"]
+        assert len(told) == 3
+        assert [each["round"] for each in told] == sorted(each["round"] for each in told)
+        for wrong in ({}, {"last": 0}, {"last": ROUNDS_KEPT + 1}, {"last": "3"}, {"last": None}):
+            assert "1 to" in (await daemon.answer({"do": "rounds", **wrong}))["error"]
+
+
+LIARS = {"fault_tolerance": {"liars": 1, "crashes": 1, "mode": "byzantine"}, "quorum": 3}
+VERDICTS: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {},
+        "same",
+        "Yes: at least 2 members signed that their model after round 6 was bit for bit this node's.",
+    ),
+    (
+        LIARS,
+        "same",
+        "Yes: at least 2 members signed that their model after round 6 was bit for bit this node's, "
+        "and at most 1 of them may lie.",
+    ),
+    (
+        {"quorum": 1},
+        "same",
+        "Yes: at least 1 member signed that their model after round 6 was bit for bit this node's.",
+    ),
+    (
+        {"quorum": 1, "roster": [web.ME]},
+        "same",
+        "Yes: this node is the only member, and signed its own model after round 6.",
+    ),
+    ({"certified_round": 0}, "unknown", "Not known yet: the roster has not certified any round."),
+    (
+        {"certified_round": 1_005},
+        "unknown",
+        "The roster has certified round 1,005, which this node did not apply, so it cannot compare.",
+    ),
+    (
+        web.told_of(complaint(Code.QUARANTINED), complaint(Code.STALLED)),
+        "other",
+        "No: this node's model differs from the certified one. It is fetching the right one.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "verdict", "text"), VERDICTS)
+def test_the_verdict_says_what_was_signed_and_no_more(changes: dict[str, Any], verdict: str, text: str) -> None:
+    found = web.a_status(web.STATUS | changes)
+    assert found.same_model.model_dump() == {"verdict": verdict, "text": text}

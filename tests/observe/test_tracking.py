@@ -121,7 +121,7 @@ def test_a_disk_that_takes_nothing_is_said_once_and_tried_again(
     with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
         made.note(a_round(1))
         made.note(a_round(2))
-        made._thread.submit(lambda: None).result()
+        made.thread.submit(lambda: None).result()
     assert made.lost == 2
     assert caplog.text.count("not tracked") == 1
     (tmp_path / "file").unlink()
@@ -142,14 +142,10 @@ async def test_each_new_round_of_a_node_is_heard_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(TEST_SECONDS)
-def test_a_real_daemon_is_tracked_watched_and_reported(tmp_path: Path) -> None:
+def test_a_real_daemon_is_tracked_and_reported(tmp_path: Path) -> None:
     with swarm_in(tmp_path) as swarm:
         node = swarm.first().start().until_up()
         node.until_applied(4)
-        status, out, err = p2ptrain("top", "--data-dir", node.directory)
-        assert (status, err) == (0, "")
-        for part in ("test  round ", "nats a token", "root", "of the time", "loss "):
-            assert part in out, out
         node.leave()
         page = tmp_path / "page.html"
         assert p2ptrain("report", "--data-dir", node.directory, "--out", page)[0] == 0

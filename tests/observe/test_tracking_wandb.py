@@ -40,8 +40,8 @@ from p2ptrain.observe.tracking import Tracking
 from p2ptrain.observe.wandb_run import WandbRun
 made = Tracking(WandbRun(Path(sys.argv[1]), RUN))
 made.note(a_round(1))
-made._thread.submit(lambda: None).result()
-print(made._tracker._child.pid, flush=True)
+made.thread.submit(lambda: None).result()
+print(made._tracker.child.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -145,9 +145,9 @@ class TestWithWandb:
         made = Tracking(writer)
         with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
             made.note(a_round(1))
-            made._thread.submit(lambda: None).result()
-            assert writer._child is not None
-            child = psutil.Process(writer._child.pid)
+            made.thread.submit(lambda: None).result()
+            assert writer.child is not None
+            child = psutil.Process(writer.child.pid)
             service_of(child).kill()
             made.close()
         assert not child.is_running()
@@ -169,7 +169,7 @@ def test_a_process_that_ends_is_a_warning_in_its_own_words(
     made = Tracking(writer)
     with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
         made.note(a_round(1))
-        made._thread.submit(lambda: writer._child and writer._child.wait(SECONDS)).result()
+        made.thread.submit(lambda: writer.child and writer.child.wait(SECONDS)).result()
         for number in range(2, 6):
             made.note(a_round(number))
         made.close()
@@ -202,7 +202,7 @@ def test_what_a_process_says_is_bounded_and_ends_with_its_last_words(
             assert time.monotonic() < deadline, size()
             threading.Event().wait(0.01)
         made.note(a_round(2))
-        made._thread.submit(lambda: writer._child and writer._child.wait(SECONDS)).result()
+        made.thread.submit(lambda: writer.child and writer.child.wait(SECONDS)).result()
         made.close()
     assert "wandb ended: the end" in caplog.text
     assert "wandb output" not in [each.name for each in threading.enumerate()]
@@ -219,8 +219,8 @@ def test_a_process_that_does_not_end_is_killed(
         for number in range(1, 201):
             made.note(a_round(number))  # more than a pipe holds: its thread waits, and this one does not
         made.close()
-    assert writer._child is not None
-    assert writer._child.returncode == -signal.SIGKILL
+    assert writer.child is not None
+    assert writer.child.returncode == -signal.SIGKILL
     assert "took too long" in caplog.text
 
 

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from p2ptrain.identity import Identity
 from p2ptrain.observe.http import STARTING
-from tests.helpers.daemons import SECONDS, TEST_SECONDS, Daemon, Swarm, p2ptrain, swarm_in
+from tests.helpers.daemons import SECONDS, TEST_SECONDS, DaemonSwarm, StartableDaemon, p2ptrain, swarm_in
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 # What a moment later is another.
@@ -27,13 +27,13 @@ MOVING = {
     "tokens", "tokens_per_second", "training_seconds", "swarm_tokens_per_second", "mine", "held", "waiting_for",
     "loop_lag_seconds", "uptime_seconds", "roots", "bytes", "traffic", "queued_frames",
     "disk_free_bytes", "counters", "observed", "head", "same_model",
-    "held_out_loss", "held_out_round", "held_out_said", "perplexity", "swarm_loss", "gradient_norm",
+    "held_out_loss", "held_out_round", "perplexity", "swarm_loss", "gradient_norm",
     "drift", "text", "text_round",
 }  # fmt: skip
 
 
 @pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
+def swarm(tmp_path: Path) -> Iterator[DaemonSwarm]:
     with swarm_in(tmp_path) as swarm:
         yield swarm
 
@@ -53,7 +53,7 @@ def as_json(url: str, **headers: str) -> Any:
     return json.loads(body)
 
 
-def url_in(daemon: Daemon) -> str:
+def url_in(daemon: StartableDaemon) -> str:
     """Waits for the dashboard's URL in the log."""
     daemon.until_says("this node in a browser: http://")
     found = re.search(r"this node in a browser: (http://\S+/)", daemon.text)
@@ -61,7 +61,7 @@ def url_in(daemon: Daemon) -> str:
     return found[1]
 
 
-def test_a_node_shows_what_it_says_and_what_changes(swarm: Swarm) -> None:
+def test_a_node_shows_what_it_says_and_what_changes(swarm: DaemonSwarm) -> None:
     first = swarm.first().start()
     url = url_in(first)
     assert get(f"{url}healthz")[0] == 200, "before there is a run"
@@ -134,7 +134,7 @@ def _look_at_rounds(*urls: str) -> None:
         assert [a[key] for key in same] == [b[key] for key in same]
 
 
-def _look_at_orders(daemon: Daemon, url: str) -> None:
+def _look_at_orders(daemon: StartableDaemon, url: str) -> None:
     place = ("--data-dir", daemon.directory)
     status, out, _ = p2ptrain("pause", *place)
     assert (status, out.startswith("paused")) == (0, True)
@@ -153,7 +153,7 @@ def _look_at_orders(daemon: Daemon, url: str) -> None:
     assert (status, bool(re.fullmatch(r"saved the state after round \d+\n", out))) == (0, True)
 
 
-def test_a_node_that_looks_for_its_run_says_that_it_lives_and_is_not_ready(swarm: Swarm) -> None:
+def test_a_node_that_looks_for_its_run_says_that_it_lives_and_is_not_ready(swarm: DaemonSwarm) -> None:
     nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity(bytes(range(32))).peer_id}"
     lost = swarm.joiner("lost", nobody).start()
     url = url_in(lost)
@@ -166,7 +166,7 @@ def test_a_node_that_looks_for_its_run_says_that_it_lives_and_is_not_ready(swarm
     lost.until_ended()
 
 
-def test_a_port_that_was_chosen_and_is_taken_is_an_error_and_the_usual_one_gives_way(swarm: Swarm) -> None:
+def test_a_port_that_was_chosen_and_is_taken_is_an_error_and_the_usual_one_gives_way(swarm: DaemonSwarm) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -188,7 +188,7 @@ def test_a_port_that_was_chosen_and_is_taken_is_an_error_and_the_usual_one_gives
         assert not url.endswith(":8420/")
 
 
-def test_beyond_loopback_a_node_asks_for_its_token(swarm: Swarm) -> None:
+def test_beyond_loopback_a_node_asks_for_its_token(swarm: DaemonSwarm) -> None:
     token = swarm.directory / "token"
     own = {"P2PTRAIN_HTTP__HOST": "0.0.0.0", "P2PTRAIN_HTTP__TOKEN_FILE": str(token)}
     without = swarm.first("without", P2PTRAIN_HTTP__HOST="0.0.0.0").start()
@@ -210,7 +210,7 @@ def test_beyond_loopback_a_node_asks_for_its_token(swarm: Swarm) -> None:
     assert "a-secret" not in first.text
 
 
-def test_a_node_that_is_told_to_show_nothing_listens_nowhere(swarm: Swarm) -> None:
+def test_a_node_that_is_told_to_show_nothing_listens_nowhere(swarm: DaemonSwarm) -> None:
     first = swarm.first(P2PTRAIN_HTTP__ENABLED="false").start().until_up()
     assert first.ask()["http"] is None
     assert "in a browser" not in first.text

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.observe.guard import COOKIE, TOKEN_BYTES_MAX, Guard, read_token
+from p2ptrain.observe.guard import COOKIE, TOKEN_BYTES_MAX, read_token
 from tests.helpers.web import Site, site
 
 TOKEN = b"correct-horse-battery-staple"
-ALL = ("/", "/assets/x.js", "/status", "/peers", "/rounds", "/events", "/metrics", "/openapi.json", "/nowhere")
+ALL = ("/", "/assets/x.js", "/status", "/peers", "/rounds", "/events", "/metrics", "/nowhere")
 
 
 def request(host: str | None, target: str = "/status", method: str = "GET", more: str = "") -> bytes:
@@ -198,8 +198,13 @@ async def test_where_no_token_is_asked_for_none_is_looked_at() -> None:
         assert await shown(here, "/status", {"Authorization": "Bearer x", "Cookie": f"{COOKIE}="}) == 200
 
 
-def test_the_cookies_of_two_tokens_differ() -> None:
-    assert Guard("localhost", 1, (), TOKEN)._cookie != Guard("localhost", 1, (), TOKEN + b"x")._cookie
+async def test_the_cookies_of_two_tokens_differ() -> None:
+    told = set()
+    for token in (TOKEN, TOKEN + b"x"):
+        async with site(token=token) as here:
+            _, headers, _ = await here.get("/", params={"token": token.decode()})
+            told.add(http.cookies.SimpleCookie(headers["Set-Cookie"])[COOKIE].value)
+    assert len(told) == 2
 
 
 # ---------------------------------------------------------------------------------------------------

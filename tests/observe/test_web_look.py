@@ -19,7 +19,7 @@ from p2ptrain.observe.schema import Status
 from tests.helpers.web import SECONDS, STATUS, a_status, until_closed
 
 
-class Node:
+class ChangingNode:
     """A node that changes with every look; the `bad`th look finds an invalid value."""
 
     def __init__(self, bad: int) -> None:
@@ -48,7 +48,7 @@ async def shown(node: Any) -> AsyncIterator[HttpFace]:
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(module, "status_of", Node.status)
+    monkeypatch.setattr(module, "status_of", ChangingNode.status)
 
 
 async def watch(http: HttpFace) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -66,7 +66,7 @@ async def count_of(http: HttpFace, name: str) -> float:
 
 
 async def test_a_look_that_goes_wrong_is_told_and_lets_go_of_those_who_watch(caplog: pytest.LogCaptureFixture) -> None:
-    async with shown(Node(bad=4)) as http:
+    async with shown(ChangingNode(bad=4)) as http:
         reader, writer = await watch(http)
         told = await until_closed(reader)
         writer.close()
@@ -82,7 +82,7 @@ async def test_a_look_that_goes_wrong_is_told_and_lets_go_of_those_who_watch(cap
 
 async def test_after_a_while_it_is_looked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_AGAIN_SECONDS", 0.0)
-    node = Node(bad=4)
+    node = ChangingNode(bad=4)
     async with shown(node) as http:
         reader, writer = await watch(http)
         await until_closed(reader)

@@ -45,7 +45,7 @@ async def test_the_metrics_are_the_status() -> None:
         "held_contributions": 2, "root_mismatches": 2, "roster_members": 2, "quorum_members": 2, "admitted_peers": 3,
         "connected_peers": 1, "is_member": 1, "is_admitted": 1, "loss_nats": 2.5, "tokens": 4_000,
         "trainings_not_finite": 6, "damaged_files": 3,
-        "training_seconds": 32.5, "payload_bytes": 1_000, "state_bytes": 40_000, "disk_degraded": 0, "is_paused": 0,
+        "training_seconds": 32.5, "payload_bytes": 1_000, "state_bytes": 40_000, "is_paused": 0,
         "event_loop_lag_seconds": 0.0123, "queued_frames": 12, "disk_free_bytes": 5e9,
         "uptime_seconds": 99.5, "http_watchers": 0, "http_connections": 1,
     }.items():  # fmt: skip
@@ -93,12 +93,10 @@ async def test_the_health_is_one_series_for_each_complaint() -> None:
     told = values(found["p2ptrain_health"], "kind")
     assert told.keys() == {*Code}
     assert {kind for kind, value in told.items() if value} == {"degraded", "stalled"}
-    assert values(found["p2ptrain_disk_degraded"]) == {"": 1}
     unsaved = [complaint(code, why="it is full") for code in (Code.CHECKPOINTS_NOT_SAVED, Code.RECORDS_NOT_WRITTEN)]
     found = await families(**told_of(*unsaved))
     told = values(found["p2ptrain_health"], "kind")
     assert {kind for kind, value in told.items() if value} == {"checkpoints_not_saved", "records_not_written"}
-    assert values(found["p2ptrain_disk_degraded"]) == {"": 0}, "the log is written, and the node takes part"
 
 
 async def test_names_and_units_keep_the_conventions() -> None:

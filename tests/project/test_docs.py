@@ -76,8 +76,9 @@ EXCEPTIONS: dict[tuple[str, str], list[str]] = {
         "sudo hwclock -s",
     ],
     ("docs/how-to/evaluate.md", "eval"): [  # its tasks come from the hub
-        "pip install 'p2ptrain[eval]'",
-        "p2ptrain evaluate --tasks arc_easy,piqa --sequences 200",
+        "p2ptrain export my-model",
+        "pip install 'lm-eval[hf]'",
+        "lm_eval --model hf --model_args pretrained=my-model,dtype=float32 --tasks arc_easy,piqa --limit 200",
     ],
     ("docs/how-to/privacy.md", "join"): [  # a test of tests/swarm/test_own_data.py does
         "p2ptrain join --bootstrap ADDR --invitation friends.invitation --config private.toml"
@@ -249,10 +250,10 @@ def _problem(words: list[str]) -> str:
 
 def test_a_command_that_is_not_there_would_be_found() -> None:
     assert _problem(["join", "--bootstrap", "ADDR"]) == ""
-    assert _problem(["checkpoint", "list|verify"]) == ""
+    assert _problem(["checkpoint", "list|export"]) == ""
     assert _problem(["jion"]) == "no command jion"
     assert _problem(["join", "--bootstarp", "ADDR"]) == "no option --bootstarp"
-    assert _problem(["checkpoint", "lsit|verify"]) == "not all of lsit|verify"
+    assert _problem(["checkpoint", "lsit|export"]) == "not all of lsit|export"
 
 
 def test_recover_tells_of_every_complaint() -> None:

@@ -165,13 +165,13 @@ RULES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {  # wh
         [
             ("p2ptrain/daemon/launch.py", "class A:\n    def __init__(self):\n        self.edges: Edges = Edges()"),
             ("p2ptrain/daemon/launch.py", "class A:\n    edges: Edges\nlaunch = replace(launch, http=url)"),
-            ("p2ptrain/node/orders.py", "record.round = number"),
+            ("p2ptrain/node/owner.py", "record.round = number"),
         ],
     ),
     nobody_sets_the_attributes_of_its_parts: (
         [
             ("p2ptrain/node/limits.py", "self._device.percent = 50"),
-            ("p2ptrain/node/orders.py", "driver.device.threads += 1"),
+            ("p2ptrain/node/owner.py", "driver.device.threads += 1"),
             ("p2ptrain/node/driver.py", "self.context.now = 1.0"),
         ],
         [
@@ -339,10 +339,9 @@ PLACES = {
         "the history for a peer",
         "what the core says to a peer",
     ],
-    "node/edges.py": ["a message for a peer"],
+    "node/edges.py": ["a message for a peer", "gossiping a message"],
     "node/fetching.py": ["the fetch of data"],
     "node/intake.py": ["the check of a payload", "the reading of a history"],
-    "node/outbox.py": ["gossiping a message"],
     "region/world.py": ["the world's run"],
 }
 

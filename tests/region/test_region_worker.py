@@ -29,7 +29,7 @@ from tests.helpers.trainer import ONE_THREAD, Trainer, embedded, make
 ME = bytes([1]) * 32
 
 
-class Node:
+class RegionNode:
     """A region's worker and replica."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -37,7 +37,9 @@ class Node:
         self.told: list[Tensor] = []  # movements, to be contributed to the world
         self.noted: list[Trained] = []
         self.thread = LearnerThread(trainer)
-        self.worker = RegionWorker(LocalWorker(self.thread, ME, self.note), Region(ME, 2, 1.0), self.told.append)
+        self.worker = RegionWorker(
+            LocalWorker(self.thread, ME, self.note), Region(ME, 2, 1.0), "ab" * 32, self.told.append
+        )
         self.replica = ReplicaThread(self.worker)
 
     async def note(self, entry: Trained) -> None:
@@ -60,15 +62,15 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path) -> Iterator[RegionNode]:
     run = make(data := embedded(tmp_path / "data"), "sixteen bits", residual_share=0).run
     region_run = run.model_copy(update={"world": WorldConfig(run="ab" * 32, rounds=2)})
-    made = Node(Trainer(region_run, ONE_THREAD, data))
+    made = RegionNode(Trainer(region_run, ONE_THREAD, data))
     yield made
     made.close()
 
 
-async def test_what_the_world_has_agreed_on_becomes_part_of_the_next_contribution(node: Node) -> None:
+async def test_what_the_world_has_agreed_on_becomes_part_of_the_next_contribution(node: RegionNode) -> None:
     trainer, region = node.trainer, node.worker.region
     first = trainer.replica.weights.clone()
     node.hear(0, first)
@@ -97,14 +99,14 @@ async def test_what_the_world_has_agreed_on_becomes_part_of_the_next_contributio
     assert region.world_round == 1
 
 
-async def test_a_killed_node_repeats_what_it_had_contributed_with_its_tail(node: Node, tmp_path: Path) -> None:
+async def test_a_killed_node_repeats_what_it_had_contributed_with_its_tail(node: RegionNode, tmp_path: Path) -> None:
     async def fetch(number: int, place: int, places: int) -> None: ...
 
     node.hear()
     await node.apply(1, await node.train(1))
     (await node.worker.capture()).write(tmp_path / "saved")
     payload = await node.train(2)
-    again = Node(Trainer(node.trainer.run, ONE_THREAD, node.trainer.dataset))
+    again = RegionNode(Trainer(node.trainer.run, ONE_THREAD, node.trainer.dataset))
     again.trainer.load(tmp_path / "saved")
     again.worker.repeat_all(node.noted, 2)
     await again.worker.repeat(fetch)
@@ -113,7 +115,7 @@ async def test_a_killed_node_repeats_what_it_had_contributed_with_its_tail(node:
     again.close()
 
 
-async def test_nothing_is_trained_before_the_world_is_known(node: Node) -> None:
+async def test_nothing_is_trained_before_the_world_is_known(node: RegionNode) -> None:
     training = asyncio.create_task(node.train(1))
     await asyncio.sleep(0)
     await node.thread.run(lambda: None)  # behind any training
@@ -122,7 +124,7 @@ async def test_nothing_is_trained_before_the_world_is_known(node: Node) -> None:
     assert author_of(await training) == ME
 
 
-async def test_a_round_that_passed_while_the_world_was_unknown_is_not_trained(node: Node) -> None:
+async def test_a_round_that_passed_while_the_world_was_unknown_is_not_trained(node: RegionNode) -> None:
     training = asyncio.create_task(node.train(1))
     await asyncio.sleep(0)
     node.replica.replica.round = 2  # others were let in
@@ -131,14 +133,14 @@ async def test_a_round_that_passed_while_the_world_was_unknown_is_not_trained(no
         await training
 
 
-async def test_a_region_that_has_begun_trains_without_the_world(node: Node) -> None:
+async def test_a_region_that_has_begun_trains_without_the_world(node: RegionNode) -> None:
     node.replica.replica.round = 1
     payload = await node.train(2)
     assert len(node.noted) == 1
     assert Tail.of(payload) == Tail()
 
 
-async def test_a_state_that_was_adopted_tells_nothing_of_the_rounds_before(node: Node) -> None:
+async def test_a_state_that_was_adopted_tells_nothing_of_the_rounds_before(node: RegionNode) -> None:
     node.hear()
     await node.apply(1, await node.train(1))
     assert node.worker.region.world_round == 0
@@ -147,7 +149,7 @@ async def test_a_state_that_was_adopted_tells_nothing_of_the_rounds_before(node:
     assert Tail.of(await node.train(8)) == Tail(0)
 
 
-def test_the_worlds_absence_is_told_once_it_has_lasted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worlds_absence_is_told_once_it_has_lasted(node: RegionNode, monkeypatch: pytest.MonkeyPatch) -> None:
     assert node.worker.complaints == []
     monkeypatch.setattr(module, "AWAY_SECONDS", 0.0)
     node.worker.lose("nobody answers")

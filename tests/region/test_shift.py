@@ -19,7 +19,7 @@ ALL_ZERO = bytes(32)
 
 
 @dataclass
-class Member:
+class RegionMember:
     """A node of a region of one weight, with its residual and what it has not sent to the world yet."""
 
     region: Region
@@ -45,7 +45,7 @@ class Universe:
     here: float = 0.0
 
     def __post_init__(self) -> None:
-        self.members = [Member(self._made(place)) for place in range(self.size)]
+        self.members = [RegionMember(self._made(place)) for place in range(self.size)]
         self.history = [(-100, self.first)]  # when the world agreed, and on what
         self.sent: list[tuple[int, float]] = []  # when, and what
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from p2ptrain.config import NodeConfig, RecipeConfig, RunConfig, WorldConfig
+from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.errors import DataError
 from p2ptrain.loop.channel import CarriedOut, NodeAnswer, NodeFailed, NodeNote, NodeReady, RoundToTrain
 from p2ptrain.net import questions
 from p2ptrain.net.addresses import Reach
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.transport import TransportError
-from p2ptrain.node.work import Figures
+from p2ptrain.region import worker as worker_module
 from p2ptrain.region import world as module
 from p2ptrain.region.worker import RegionWorker
 from p2ptrain.region.world import Session, WorldLink
@@ -38,11 +39,23 @@ class Writer:
 
 @pytest.fixture
 async def link() -> WorldLink:
-    made = WorldLink(RUN, NodeConfig(), ME)
-    parts = dict.fromkeys(("replica", "learner", "capture", "evaluate", "sample"))
-    inner = SimpleNamespace(figures=Figures(loss=2.5), complaints=[], **parts)
-    made._made = RegionWorker(cast(Any, inner), made._region, lambda moved: None)
-    return made
+    return WorldLink(RUN, NodeConfig(), ME)
+
+
+@pytest.fixture
+def worker(link: WorldLink) -> RegionWorker:
+    return worker_of(link)
+
+
+def worker_of(link: WorldLink) -> RegionWorker:
+    """Makes a worker that trains nothing."""
+    learner = SimpleNamespace(run=RUN, replica=None)
+    thread = SimpleNamespace(learner=learner, threads=1, capture=print, evaluate=None, sample=None)
+    return link.worker(cast(Any, thread), ME, cast(Any, None))
+
+
+def away(why: str) -> list[Complaint]:
+    return [complaint(Code.WORLD_AWAY, why=why)]
 
 
 def session() -> Session:
@@ -54,46 +67,49 @@ def moved(value: float) -> Tensor:
     return torch.full((2,), value)
 
 
-async def test_a_movement_goes_to_the_round_that_the_world_node_trains(link: WorldLink) -> None:
+async def test_a_movement_goes_to_the_round_that_the_world_node_trains(link: WorldLink, worker: RegionWorker) -> None:
     link._session = talk = session()
-    link._hear(NodeAnswer(0, NodeReady("run", "", ("/ip4/127.0.0.1/tcp/1",), (), 30, 30)), talk)
-    assert link._worker.addresses == ("/ip4/127.0.0.1/tcp/1",)
-    link._contribute(moved(1.0))
+    link.hear(NodeAnswer(0, NodeReady("run", "", ("/ip4/127.0.0.1/tcp/1",), (), 30, 30)), talk)
+    assert worker.addresses == ("/ip4/127.0.0.1/tcp/1",)
+    link.contribute(moved(1.0))
     assert talk.sent is None, "it trains none yet"
-    link._hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
+    link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
     assert talk.sent is not None
-    assert not link._worker.is_lost
+    assert not worker.is_lost
     assert talk.memory.moved.tolist() == [1.0, 1.0]
-    link._contribute(moved(0.5))
-    link._hear(NodeAnswer(talk.sent[0], CarriedOut()), talk)
-    assert (link._worker.contributions, talk.sent) == (1, None)
-    link._hear(NodeAnswer(9, RoundToTrain(7, 6, 1)), talk)
+    link.contribute(moved(0.5))
+    link.hear(NodeAnswer(talk.sent[0], CarriedOut()), talk)
+    assert (worker.contributions, talk.sent) == (1, None)
+    link.hear(NodeAnswer(9, RoundToTrain(7, 6, 1)), talk)
     assert talk.memory.moved.tolist() == [0.5, 0.5], "what was due meanwhile goes with the next round"
 
 
-async def test_what_came_too_late_goes_with_the_next(link: WorldLink) -> None:
+async def test_what_came_too_late_goes_with_the_next(link: WorldLink, worker: RegionWorker) -> None:
     link._session = talk = session()
-    link._hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
-    link._contribute(moved(1.0))
+    link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
+    link.contribute(moved(1.0))
     assert talk.sent is not None
-    link._contribute(moved(0.25))
-    link._hear(NodeAnswer(talk.sent[0], NodeFailed("ConfigError", "no round is being trained")), talk)
-    assert link._worker.contributions == 0
-    link._hear(NodeAnswer(9, RoundToTrain(7, 6, 1)), talk)
+    link.contribute(moved(0.25))
+    link.hear(NodeAnswer(talk.sent[0], NodeFailed("ConfigError", "no round is being trained")), talk)
+    assert worker.contributions == 0
+    link.hear(NodeAnswer(9, RoundToTrain(7, 6, 1)), talk)
     assert talk.memory.moved.tolist() == [1.25, 1.25]
 
 
-async def test_notes_tell_why_the_world_is_away_until_it_is_there(link: WorldLink) -> None:
+async def test_notes_tell_why_the_world_is_away_until_it_is_there(
+    link: WorldLink, worker: RegionWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "AWAY_SECONDS", 0.0)
     talk = session()
-    link._hear(NodeAnswer(1, NodeNote("waiting for round 4: no peers")), talk)
-    assert link._worker._lost[1] == "waiting for round 4: no peers"
-    link._hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
-    link._hear(NodeAnswer(2, NodeNote("waiting for round 7: no peers", is_trouble=True)), talk)
-    assert link._worker.is_lost
-    link._hear(NodeAnswer(2, NodeNote("waiting for round 7: the others are not done")), talk)
-    assert not link._worker.is_lost
+    link.hear(NodeAnswer(1, NodeNote("waiting for round 4: no peers")), talk)
+    assert worker.complaints == away("waiting for round 4: no peers")
+    link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
+    link.hear(NodeAnswer(2, NodeNote("waiting for round 7: no peers", is_trouble=True)), talk)
+    assert worker.is_lost
+    link.hear(NodeAnswer(2, NodeNote("waiting for round 7: the others are not done")), talk)
+    assert not worker.is_lost
     with pytest.raises(DataError, match="it cannot go on"):
-        link._hear(NodeAnswer(0, NodeFailed("DataError", "it cannot go on")), talk)
+        link.hear(NodeAnswer(0, NodeFailed("DataError", "it cannot go on")), talk)
 
 
 def at(address: str) -> str:
@@ -125,21 +141,23 @@ async def test_only_members_are_asked_and_only_addresses_that_they_may_tell_are_
     assert sorted(found) == sorted([at("8.8.8.8"), *(at(f"9.9.9.{number}") for number in range(module.TOLD))])
 
 
-async def test_a_world_node_that_says_nothing_is_given_up(link: WorldLink, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_world_node_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "JOIN_SECONDS", 0.01)
+    monkeypatch.setattr(worker_module, "AWAY_SECONDS", 0.0)
     ended: list[object] = []
 
-    class Process:
+    class SilentProcess:
         def wait(self, _: float) -> None:
             ended.append(self)
 
     ours, theirs = module.channel.socket.socketpair()
     memory = SimpleNamespace(base=None, moved=None)
-    monkeypatch.setattr(module.channel, "spawn_node", lambda *_: (Process(), ours, memory))
-    link._config = NodeConfig.model_validate({"region": {"bootstrap": [at("8.8.8.8")]}})
-    link._session = None
-    with pytest.raises(DataError, match="the world node does not answer"):
-        await asyncio.wait_for(link._take_part(cast(Any, None)), 20)
+    monkeypatch.setattr(module.channel, "spawn_node", lambda *_: (SilentProcess(), ours, memory))
+    link = WorldLink(RUN, NodeConfig.model_validate({"region": {"bootstrap": [at("8.8.8.8")]}}), ME)
+    worker = worker_of(link)
+    why = "the world node does not answer, or finds nobody at the addresses that it was told"
+    async with asyncio.timeout(20), link.attached(cast(Any, None)):
+        while worker.complaints != away(why):  # noqa: ASYNC110  # what is noted of the world sets no event
+            await asyncio.sleep(0)
     assert len(ended) == 1
-    assert link._session is None
     theirs.close()

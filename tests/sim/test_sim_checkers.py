@@ -29,7 +29,7 @@ from p2ptrain.sim.ledger import Checker, Guarantee, Ledger, Violation, may_lie, 
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.scenario import scenario_of
 from p2ptrain.sim.watch import SWALLOWED_BETWEEN
-from tests.helpers.sim import Log, judged_simulation
+from tests.helpers.sim import MessageLog, judged_simulation
 
 # ---------------------------------------------------------------------------------------------------
 # Each by itself
@@ -491,7 +491,7 @@ def test_the_judge_of_histories_sees_it_too(name: str, sentence: str, monkeypatc
     mutate, table, _, _, found_at = MUTATIONS[name]
     mutate(monkeypatch)
     for seed in (found_at, *range(SEARCH)):
-        ledger, log = Ledger(), Log()
+        ledger, log = Ledger(), MessageLog()
         cluster, _ = run(table(seed), seed, [ledger, log])
         if any(sentence in problem for problem in judged_simulation(cluster, ledger, log)):
             return

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import Entry
 from p2ptrain.sim import checkers as ck
-from p2ptrain.sim import faults, measurements
+from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.ledger import Ledger, Violation
 from p2ptrain.sim.machine import ModelState
-from p2ptrain.sim.outcome import history, rate, simulate
+from p2ptrain.sim.outcome import history, simulate
 from tests.helpers.sim import scenario
 
 KEPT = 8  # rounds of history
@@ -108,15 +108,3 @@ def test_rounds_applied_one_after_the_other_are_one_stretch() -> None:
         (first.round, first.round + 1), (first.round + 7, first.round + 7)
     ]  # fmt: skip
     assert [(each.first, each.last) for each in cluster.nodes[0].state.applied] == [(1, cluster.nodes[0].state.round)]
-
-
-def test_a_thinner_timeline_changes_neither_rates_nor_expected_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    expect = {"progress": [{"nodes": "all", "since": 10.0, "until": 50.0, "rounds": 1}]}
-    whole = simulate(scenario(3, rounds=60, seconds=500.0, expect=expect), 1).cluster
-    monkeypatch.setattr(measurements, "POINTS_MAX", 9)
-    thin = simulate(scenario(3, rounds=60, seconds=500.0, expect=expect), 1).cluster
-    assert len(thin.metrics.timeline[0]) < 9
-    assert len(whole.metrics.timeline[0]) >= 60
-    assert rate(thin) == rate(whole)
-    found = sum(10.0 < at <= 50.0 for at, _ in whole.metrics.timeline[0])
-    assert thin.metrics.rounds_between(0, 10.0, 50.0) == whole.metrics.rounds_between(0, 10.0, 50.0) == found > 20

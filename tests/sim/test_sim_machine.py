@@ -18,7 +18,7 @@ from p2ptrain.sim.disk import Disk, SavedState
 from p2ptrain.sim.executor import DIAL_SECONDS, HISTORY_SECONDS
 from p2ptrain.sim.ledger import Violation
 from p2ptrain.sim.machine import HELD_UP_MAX, HeldPayloads
-from tests.helpers.sim import Script, announcement, begin_faults, do, of_kind, scripted, vote
+from tests.helpers.sim import ScriptedCore, announcement, begin_faults, do, of_kind, scripted, vote
 
 FIRST = SavedState(0, b"f" * 32, b"")
 
@@ -345,7 +345,7 @@ def test_a_stalled_device_is_done_when_the_stall_is_over() -> None:
 # Clocks
 
 
-def due(script: Script, *deadlines: float) -> None:
+def due(script: ScriptedCore, *deadlines: float) -> None:
     """Has the script request timers at these local times, one after the other."""
     waiting = list(deadlines)
 

@@ -27,7 +27,7 @@ from p2ptrain.sim.checkers import standard
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import Scenario, load_scenario
-from tests.helpers.sim import Log
+from tests.helpers.sim import MessageLog
 
 FOLDER = Path(__file__).parents[2] / "scenarios"
 SEED = 1
@@ -197,7 +197,7 @@ def test_without_the_rule_the_scenario_falls_again(name: str, monkeypatch: pytes
 
 def proposers_of(scenario: Scenario) -> tuple[Cluster, dict[int, int]]:
     """Returns the first proposer of each round."""
-    log = Log()
+    log = MessageLog()
     cluster = simulate(scenario, SEED, [log]).cluster
     said = [(index, received.message) for _, index, each in log.messages if (received := cluster.decode(each))]
     return cluster, {

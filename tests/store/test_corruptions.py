@@ -29,7 +29,7 @@ from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, FileSink
 from p2ptrain.store.mismatches import Mismatches
 from p2ptrain.store.records import RECORDS_NAME, Batch, Records
-from tests.helpers.blobs import MemoryBlob, Node
+from tests.helpers.blobs import BlobNode, MemoryBlob
 from tests.helpers.core import KEYS
 from tests.helpers.driver import STATE_BYTES, a_dataset, bench, doing, root_of
 from tests.helpers.lone_node import ME, ROUNDS, Bits, lived
@@ -196,7 +196,7 @@ async def half_fetched(tmp_path: Path, number: int) -> str:
     kind, _ = damage(path, [each for each in files if each != path] or [path], rng)
     wanted = ((8, root_of(STATE)),)
     async with bench(tmp_path) as each, each.running():
-        server: Node = await each.serve(KEYS[1])
+        server: BlobNode = await each.serve(KEYS[1])
         server.blobs[BlobName("state", root_of(STATE))] = MemoryBlob.tree(STATE)
         await questions.serve(server.transport, lambda peer, question: questions.States(wanted))
         for attempt in range(1, TRIES + 1):

@@ -138,7 +138,7 @@ def test_its_exit_status_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch, caps
     def end(*_: object, **__: object) -> None:
         raise HardwareError("suspect it")
 
-    monkeypatch.setattr(launch, "join", end)
+    monkeypatch.setattr(launch, "take_part", end)
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity(bytes(range(32))).peer_id}"
     assert p2ptrain(capsys, "join", "--bootstrap", address)[::2] == (4, "suspect it\n")
     assert ExitStatus.HARDWARE == 4

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.daemons import Swarm, swarm_in
+from tests.helpers.daemons import DaemonSwarm, swarm_in
 
 
 @pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
+def swarm(tmp_path: Path) -> Iterator[DaemonSwarm]:
     with swarm_in(tmp_path) as swarm:
         yield swarm

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from p2ptrain.config import ModelConfig
 from p2ptrain.models.kinds import exported_shapes, first_model
-from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, Swarm, p2ptrain
+from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, DaemonSwarm, p2ptrain
 from tests.helpers.trainer import TINY
 
 SIZES = "\n".join(f"{key} = {size}" for key, size in TINY.items())
@@ -43,7 +43,7 @@ def weights_in(directory: Path) -> Path:
     return directory
 
 
-def test_adapters_train_beside_weights_that_each_node_fetches_once(swarm: Swarm) -> None:
+def test_adapters_train_beside_weights_that_each_node_fetches_once(swarm: DaemonSwarm) -> None:
     place, file = swarm.directory, swarm.directory / "adapted.toml"
     file.write_text(RUN)
     weights = weights_in(place / "weights")
@@ -86,7 +86,7 @@ def test_adapters_train_beside_weights_that_each_node_fetches_once(swarm: Swarm)
     first.until_says("continuing from the checkpoint")
 
 
-def test_what_an_adapter_run_cannot_use_is_told_in_a_line(swarm: Swarm) -> None:
+def test_what_an_adapter_run_cannot_use_is_told_in_a_line(swarm: DaemonSwarm) -> None:
     file = swarm.directory / "adapted.toml"
     weights = weights_in(swarm.directory / "weights")
 

@@ -21,7 +21,7 @@ from p2ptrain.models.sample import SampleRequest, sample
 from p2ptrain.node.home import Home
 from p2ptrain.node.saved import SavedModel, find_model
 from p2ptrain.train.memory import need_of
-from tests.helpers.daemons import AGREEMENT, Swarm, p2ptrain
+from tests.helpers.daemons import AGREEMENT, DaemonSwarm, p2ptrain
 from tests.helpers.hf_models import (
     HELD_OUT_SEQUENCES,
     REAL_RUN,
@@ -79,7 +79,7 @@ def chats() -> list[dict[str, Any]]:
     return [{"messages": each} for each in turns]
 
 
-def test_four_nodes_adapt_a_real_model_to_chats(swarm: Swarm) -> None:
+def test_four_nodes_adapt_a_real_model_to_chats(swarm: DaemonSwarm) -> None:
     pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
     gguf, place = smollm2(), swarm.directory
     tokenizer, template, data = (place / name for name in ("tokenizer.json", "template.jinja", "data"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.net import questions
-from tests.helpers.daemons import TEST_SECONDS, Swarm
+from tests.helpers.daemons import TEST_SECONDS, DaemonSwarm
 from tests.helpers.p2pd import nodes_in
 
 ROUNDS = 3
@@ -29,7 +29,7 @@ async def test_the_last_frame_of_a_stream_arrives_over_quic_too(listen: tuple[st
             assert await questions.ask_runs(client, server.me) == (run,) * questions.RUNS_MAX
 
 
-def test_nodes_that_speak_quic_and_one_that_is_reached_nowhere_train_together(swarm: Swarm) -> None:
+def test_nodes_that_speak_quic_and_one_that_is_reached_nowhere_train_together(swarm: DaemonSwarm) -> None:
     first = swarm.first(listen=QUIC).start().until_up()
     assert "/quic-v1/p2p/" in first.address
     config = swarm.directory / "nowhere.toml"

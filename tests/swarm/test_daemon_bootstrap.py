@@ -15,12 +15,12 @@ from p2ptrain.config import PROTOCOL_VERSION
 from p2ptrain.config.node import NetworkConfig
 from p2ptrain.identity import Identity
 from p2ptrain.net.libp2p.p2pd import P2pd
-from tests.helpers.daemons import LISTEN, TEST_SECONDS, Swarm
+from tests.helpers.daemons import LISTEN, TEST_SECONDS, DaemonSwarm
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
-def test_a_bootstrap_that_is_down_is_called_until_it_comes_up(swarm: Swarm) -> None:
+def test_a_bootstrap_that_is_down_is_called_until_it_comes_up(swarm: DaemonSwarm) -> None:
     first = swarm.first().start().until_up()
     address = first.address
     route, _, peer_id = address.rpartition("/p2p/")
@@ -40,7 +40,7 @@ def test_a_bootstrap_that_is_down_is_called_until_it_comes_up(swarm: Swarm) -> N
     assert swarm.compared() > 1
 
 
-async def test_a_node_of_another_run_is_no_peer_and_nor_is_one_of_another_version(swarm: Swarm) -> None:
+async def test_a_node_of_another_run_is_no_peer_and_nor_is_one_of_another_version(swarm: DaemonSwarm) -> None:
     first = swarm.first().start().until_up()
     with tempfile.TemporaryDirectory(prefix="p2p-") as runtime:
         key = swarm.directory / "alien.key"
@@ -62,7 +62,7 @@ async def test_a_node_of_another_run_is_no_peer_and_nor_is_one_of_another_versio
             await alien.close()
 
 
-def test_a_release_of_another_protocol_is_told_apart_and_what_to_do(swarm: Swarm) -> None:
+def test_a_release_of_another_protocol_is_told_apart_and_what_to_do(swarm: DaemonSwarm) -> None:
     package = Path(p2ptrain_package.__file__).parent
     newer = shutil.copytree(package, swarm.directory / "newer release" / package.name)
     place = newer / "config/run.py"
@@ -81,7 +81,7 @@ def test_a_release_of_another_protocol_is_told_apart_and_what_to_do(swarm: Swarm
     assert first.peers == 0
 
 
-def test_a_run_must_be_named_where_there_are_two(swarm: Swarm) -> None:
+def test_a_run_must_be_named_where_there_are_two(swarm: DaemonSwarm) -> None:
     first, other = swarm.first().start(), swarm.first("other", "other").start()
     addresses = [first.until_up().address, other.until_up().address]
     unsure = swarm.joiner("unsure", *addresses).start()

@@ -14,7 +14,16 @@ from time import monotonic
 import pytest
 
 from p2ptrain.node.consent import DECLINED, QUESTION
-from tests.helpers.daemons import LISTEN, LOOK_SECONDS, OWN, SECONDS, STOP_SECONDS, TEST_SECONDS, Daemon, Swarm
+from tests.helpers.daemons import (
+    LISTEN,
+    LOOK_SECONDS,
+    OWN,
+    SECONDS,
+    STOP_SECONDS,
+    TEST_SECONDS,
+    DaemonSwarm,
+    StartableDaemon,
+)
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 # Makes its stdin the terminal of a session of its own, where Ctrl-C is for it alone, and becomes p2ptrain.
@@ -29,7 +38,7 @@ os.execv(sys.executable, [sys.executable, "-m", "p2ptrain", *sys.argv[1:]])
 class Terminal:
     """A terminal in which a person has typed `p2ptrain join`."""
 
-    def __init__(self, node: Daemon, *options: str) -> None:
+    def __init__(self, node: StartableDaemon, *options: str) -> None:
         self.seen = b""
         self.ours, theirs = os.openpty()
         arguments = [*node.arguments, "--data-dir", str(node.directory), "--listen", LISTEN, *options]
@@ -69,7 +78,7 @@ class Terminal:
 
 
 @contextmanager
-def terminal(node: Daemon, *options: str) -> Iterator[Terminal]:
+def terminal(node: StartableDaemon, *options: str) -> Iterator[Terminal]:
     made = Terminal(node, *options)
     try:
         yield made
@@ -77,11 +86,11 @@ def terminal(node: Daemon, *options: str) -> Iterator[Terminal]:
         os.close(made.ours)
 
 
-def has_nothing(node: Daemon) -> bool:
+def has_nothing(node: StartableDaemon) -> bool:
     return not (node.directory / "data").exists() and not (node.directory / "runs").exists()
 
 
-def test_at_a_terminal_nothing_is_fetched_before_a_yes_and_it_is_asked_once(swarm: Swarm) -> None:
+def test_at_a_terminal_nothing_is_fetched_before_a_yes_and_it_is_asked_once(swarm: DaemonSwarm) -> None:
     first = swarm.first().start().until_up()
     run_id = first.status()["run_id"].encode()
     node = swarm.joiner("second", first.address)
@@ -110,7 +119,7 @@ def test_at_a_terminal_nothing_is_fetched_before_a_yes_and_it_is_asked_once(swar
         assert screen.until_ended() == 0
 
 
-def test_a_question_is_ended_by_ctrl_c_a_signal_and_leave_and_yes_skips_it(swarm: Swarm) -> None:
+def test_a_question_is_ended_by_ctrl_c_a_signal_and_leave_and_yes_skips_it(swarm: DaemonSwarm) -> None:
     first = swarm.first().start().until_up()
     node = swarm.joiner("second", first.address)
     with terminal(node) as screen:

@@ -19,7 +19,7 @@ from p2ptrain.models.export import load_model
 from p2ptrain.models.given_weights import read_weights
 from p2ptrain.node.home import Home
 from p2ptrain.node.saved import find_model
-from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, Daemon, Swarm, p2ptrain
+from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, DaemonSwarm, StartableDaemon, p2ptrain
 from tests.helpers.hf_models import (
     HELD_OUT_SEQUENCES,
     REAL_RUN,
@@ -76,7 +76,7 @@ def transformers() -> Any:
     return pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
 
 
-def test_a_model_goes_on_from_its_weights_and_comes_back_as_a_model(swarm: Swarm, transformers: Any) -> None:
+def test_a_model_goes_on_from_its_weights_and_comes_back_as_a_model(swarm: DaemonSwarm, transformers: Any) -> None:
     weights, out = swarm.directory / "my-model", swarm.directory / "out"
     raw = raw_config("llama", max_position_embeddings=128, attention_dropout=0.1)
     before = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
@@ -101,7 +101,7 @@ def test_a_model_goes_on_from_its_weights_and_comes_back_as_a_model(swarm: Swarm
     first.until_says("run mine, id ")
 
 
-def _refuses_without_transformers(swarm: Swarm, address: str) -> None:
+def _refuses_without_transformers(swarm: DaemonSwarm, address: str) -> None:
     place = swarm.directory / "without"
     place.mkdir()
     (place / "sitecustomize.py").write_text(WITHOUT)
@@ -113,7 +113,7 @@ def _refuses_without_transformers(swarm: Swarm, address: str) -> None:
     assert not list(poor.directory.glob("runs/*/checkpoints"))
 
 
-def test_a_script_with_the_same_model_joins(swarm: Swarm, transformers: Any) -> None:
+def test_a_script_with_the_same_model_joins(swarm: DaemonSwarm, transformers: Any) -> None:
     weights, file, code = (swarm.directory / name for name in ("my-model", "mine.toml", "script.py"))
     raw = raw_config("llama", max_position_embeddings=128)
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).save_pretrained(weights)
@@ -128,7 +128,7 @@ def test_a_script_with_the_same_model_joins(swarm: Swarm, transformers: Any) -> 
     second.until_left()
 
 
-def test_what_a_start_cannot_use_is_told_in_a_line(swarm: Swarm, transformers: Any) -> None:
+def test_what_a_start_cannot_use_is_told_in_a_line(swarm: DaemonSwarm, transformers: Any) -> None:
     del transformers
     file = swarm.directory / "mine.toml"
     file.write_text(RUN)
@@ -149,7 +149,7 @@ def test_what_a_start_cannot_use_is_told_in_a_line(swarm: Swarm, transformers: A
     assert "its weights are a pickle (pytorch_model.bin)" in refused("--weights", place)
 
 
-def test_the_example_adapts_a_model_to_chats(swarm: Swarm, transformers: Any) -> None:
+def test_the_example_adapts_a_model_to_chats(swarm: DaemonSwarm, transformers: Any) -> None:
     model, chats = swarm.directory / "model", swarm.directory / "chats"
     raw = raw_config("llama", vocab_size=512, max_position_embeddings=512)
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).save_pretrained(model)
@@ -176,7 +176,7 @@ ROUNDS = 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * REAL_SECONDS)
-def test_a_real_model_goes_on_learning_on_three_nodes(swarm: Swarm, transformers: Any) -> None:
+def test_a_real_model_goes_on_learning_on_three_nodes(swarm: DaemonSwarm, transformers: Any) -> None:
     del transformers
     place = swarm.directory
     gguf, tokenizer, data = smollm2(), place / "tokenizer.json", place / "data"
@@ -197,7 +197,7 @@ def test_a_real_model_goes_on_learning_on_three_nodes(swarm: Swarm, transformers
     assert after < before
 
 
-def _held_out(dataset: TokenDataset, given: Path | None, node: Daemon) -> float:
+def _held_out(dataset: TokenDataset, given: Path | None, node: StartableDaemon) -> float:
     """Returns the loss of the given weights, or of those that the node has saved, on the same held-out sequences."""
     found = find_model(Home(NodeConfig(storage=StorageConfig(directory=str(node.directory)))))
     model = load_model(found.weights, torch.device("cpu"))

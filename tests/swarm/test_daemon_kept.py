@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.config import RunConfig
-from tests.helpers.daemons import TEST_SECONDS, Swarm, p2ptrain
+from tests.helpers.daemons import TEST_SECONDS, DaemonSwarm, p2ptrain
 from tests.helpers.kept import KEPT, ROUNDS, unpack
 
 ARCHIVES = sorted(KEPT.glob("*.tar.xz"))
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 @pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name.split(".")[0])
-def test_a_kept_directory_is_opened_joined_and_audited(archive: Path, swarm: Swarm) -> None:
+def test_a_kept_directory_is_opened_joined_and_audited(archive: Path, swarm: DaemonSwarm) -> None:
     unpack(archive, swarm)
     (directory,) = (swarm.directory / "node" / "runs").iterdir()
     kept = RunConfig.from_canonical((directory / "run.json").read_bytes())
@@ -33,7 +33,7 @@ def test_a_kept_directory_is_opened_joined_and_audited(archive: Path, swarm: Swa
     assert p2ptrain("audit", directory)[0] == 0
 
 
-def test_a_start_goes_on_with_the_run_of_its_file_though_defaults_have_changed(swarm: Swarm) -> None:
+def test_a_start_goes_on_with_the_run_of_its_file_though_defaults_have_changed(swarm: DaemonSwarm) -> None:
     """The file says less than the run has, as after a release with other defaults. Another value is another run, and so
     is a key less."""
     run = swarm.run_file("run")

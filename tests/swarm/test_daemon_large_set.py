@@ -14,7 +14,7 @@ from p2ptrain.files import PARTIAL_SUFFIX
 from p2ptrain.node.home import Home
 from p2ptrain.node.limits import disk_demand
 from p2ptrain.train.memory import need_of
-from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, TINY_MODEL, Swarm
+from tests.helpers.daemons import AGREEMENT, TEST_SECONDS, TINY_MODEL, DaemonSwarm
 from tests.helpers.large_sets import set_of_pieces
 
 PIECES, ROOM = 64, 10
@@ -36,7 +36,7 @@ learning_rate = "0.002"
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
-def test_a_joiner_with_little_room_trains_on_a_large_set_and_keeps_within_it(swarm: Swarm) -> None:
+def test_a_joiner_with_little_room_trains_on_a_large_set_and_keeps_within_it(swarm: DaemonSwarm) -> None:
     whole = set_of_pieces(swarm.directory / "whole", PIECES)
     encoded = whole.manifest_bytes()
     file = swarm.directory / "run.toml"

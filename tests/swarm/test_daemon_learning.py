@@ -14,7 +14,7 @@ from p2ptrain.data.prepare import _fraction_of
 from p2ptrain.node.control import ask
 from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
-from tests.helpers.daemons import ANSWER_SECONDS, TEST_SECONDS, Daemon, Swarm, p2ptrain
+from tests.helpers.daemons import ANSWER_SECONDS, TEST_SECONDS, DaemonSwarm, StartableDaemon, p2ptrain
 from tests.helpers.trainer import Trainer
 
 EVERY = 10
@@ -38,13 +38,13 @@ def prepared(directory: Path) -> str:
     return out.split('manifest = "')[1][:64]
 
 
-def measured(node: Daemon) -> dict[int, float]:
+def measured(node: StartableDaemon) -> dict[int, float]:
     """Returns the held-out losses that a node has recorded, by round."""
     found = ask(node.directory, {"do": "rounds", "last": 1_000}, seconds=ANSWER_SECONDS)["rounds"]
     return {each["held_out_round"]: each["held_out_loss"] for each in found if each["held_out_round"] is not None}
 
 
-def evaluated(node: Daemon, run: RunConfig, data: TokenDataset) -> dict[int, float]:
+def evaluated(node: StartableDaemon, run: RunConfig, data: TokenDataset) -> dict[int, float]:
     """Evaluates the agreed weights of a node's checkpoints, by round."""
     (directory,) = node.directory.glob("runs/*")
     trainer = Trainer(run, DeviceConfig(name="cpu", threads=1), data, initial=False)
@@ -56,7 +56,7 @@ def evaluated(node: Daemon, run: RunConfig, data: TokenDataset) -> dict[int, flo
     return found
 
 
-def test_three_daemons_show_the_held_out_loss_that_the_agreed_weights_have(swarm: Swarm) -> None:
+def test_three_daemons_show_the_held_out_loss_that_the_agreed_weights_have(swarm: DaemonSwarm) -> None:
     manifest = prepared(swarm.directory)
     path = swarm.run_file()
     path.write_text(f'{path.read_text()}\n[data]\nmanifest = "{manifest}"\n\n[eval]\nevery_rounds = {EVERY}\n')

@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.identity import Identity
 from p2ptrain.store.records import remembered_peers
-from tests.helpers.daemons import TEST_SECONDS, Daemon, Swarm, as_json, p2pds, p2ptrain, swarm_in
+from tests.helpers.daemons import TEST_SECONDS, DaemonSwarm, StartableDaemon, as_json, p2pds, p2ptrain, swarm_in
 
 ROUNDS = 3  # that the others go on before something else happens
 STATUS = {
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 @pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
+def swarm(tmp_path: Path) -> Iterator[DaemonSwarm]:
     with swarm_in(tmp_path) as swarm:
         yield swarm
         assert swarm.compared() > ROUNDS
@@ -33,26 +33,26 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
                 assert {name for name in ("events dropped", "root mismatches") if counters.get(name)} == set()
 
 
-def goes_on(*nodes: Daemon) -> None:
+def goes_on(*nodes: StartableDaemon) -> None:
     """Waits until all of them have applied some more rounds."""
     for node, number in [(node, node.applied + ROUNDS) for node in nodes]:
         node.until_applied(number)
 
 
-def until_back(node: Daemon, *others: Daemon) -> float:
+def until_back(node: StartableDaemon, *others: StartableDaemon) -> float:
     """Waits until a node has caught up and is a member. Returns the seconds since it was started."""
     number = max(other.applied for other in others)
     node.until(lambda: node.applied >= number and node.is_member)
     return monotonic() - node.started_at
 
 
-def remembered_by(node: Daemon) -> list[str]:
+def remembered_by(node: StartableDaemon) -> list[str]:
     """Returns the addresses that a node would dial after a restart; each start here listens on a port of its own."""
     (directory,) = node.directory.glob("runs/*")
     return remembered_peers(directory)
 
 
-def test_nodes_come_while_rounds_run_and_leave_and_come_again(swarm: Swarm) -> None:
+def test_nodes_come_while_rounds_run_and_leave_and_come_again(swarm: DaemonSwarm) -> None:
     first = swarm.first().start().until_up()
     first.until_applied(ROUNDS)
     second, third = (swarm.joiner(name, first.address).start() for name in ("second", "third"))
@@ -80,7 +80,7 @@ def test_nodes_come_while_rounds_run_and_leave_and_come_again(swarm: Swarm) -> N
     _replay(swarm, second, third)
 
 
-def _look_at(first: Daemon, second: Daemon) -> None:
+def _look_at(first: StartableDaemon, second: StartableDaemon) -> None:
     status = as_json("status", "--data-dir", first.directory)
     assert status.keys() >= STATUS
     assert status["fault_tolerance"] == {"crashes": 1, "liars": 0, "mode": "crash-only"}
@@ -94,7 +94,7 @@ def _look_at(first: Daemon, second: Daemon) -> None:
         assert (code, told in out) == (0, True)
 
 
-def _replay(swarm: Swarm, *ended: Daemon) -> None:
+def _replay(swarm: DaemonSwarm, *ended: StartableDaemon) -> None:
     logs = [log for node in ended for log in node.events()]
     assert len(logs) == 4
     for log in logs[1:3]:
@@ -102,7 +102,9 @@ def _replay(swarm: Swarm, *ended: Daemon) -> None:
         assert (status, out.rpartition(": ")[2]) == (0, "all effects are the same\n"), out
 
 
-def test_in_a_run_by_invitation_a_stop_keeps_the_place_and_leaving_gives_it_up(swarm: Swarm, tmp_path: Path) -> None:
+def test_in_a_run_by_invitation_a_stop_keeps_the_place_and_leaving_gives_it_up(
+    swarm: DaemonSwarm, tmp_path: Path
+) -> None:
     first = swarm.first(run="closed")
     first.directory.mkdir()
     key = Identity.make(first.directory / "identity.key").key.hex()
@@ -132,7 +134,7 @@ def test_in_a_run_by_invitation_a_stop_keeps_the_place_and_leaving_gives_it_up(s
     assert not second.status()["is_admitted"]
 
 
-def test_whoever_is_killed_is_missed_by_nobody_and_comes_back(swarm: Swarm) -> None:
+def test_whoever_is_killed_is_missed_by_nobody_and_comes_back(swarm: DaemonSwarm) -> None:
     first, second, third = swarm.of(3)
     third.kill()
     goes_on(first, second)
@@ -155,7 +157,7 @@ def test_whoever_is_killed_is_missed_by_nobody_and_comes_back(swarm: Swarm) -> N
     assert "p2pd ended (status -9) and is being restarted" in second.text
 
 
-def test_who_was_asleep_catches_up(swarm: Swarm) -> None:
+def test_who_was_asleep_catches_up(swarm: DaemonSwarm) -> None:
     first, second, third = swarm.of(3)
     third.stop()
     asleep_since, number = monotonic(), first.applied
@@ -176,7 +178,7 @@ def test_who_was_asleep_catches_up(swarm: Swarm) -> None:
     assert {len(node.status()["roster"]) for node in (first, second, third)} == {3}
 
 
-def test_the_second_interrupt_ends_at_once(swarm: Swarm) -> None:
+def test_the_second_interrupt_ends_at_once(swarm: DaemonSwarm) -> None:
     first, second = swarm.of(2)
     goes_on(first, second)
     second.kill()

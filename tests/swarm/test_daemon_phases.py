@@ -9,10 +9,11 @@ from __future__ import annotations
 from contextlib import closing
 from time import monotonic
 
+import msgspec
 import pytest
 
 from p2ptrain import replay
-from tests.helpers.daemons import TEST_SECONDS, Daemon, Swarm
+from tests.helpers.daemons import TEST_SECONDS, DaemonSwarm, StartableDaemon
 
 PHASES = ("train", "collect", "agree", "apply")
 KILLS_MAX = 5  # until one comes in time: some phases take a few milliseconds
@@ -24,10 +25,9 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 class Shadow:
     """The core of a daemon, replayed from its event log so far."""
 
-    def __init__(self, daemon: Daemon) -> None:
-        self._path = daemon.events()[-1]
-        self._file = self._path.open("rb")
-        header = replay._parsed(replay._HEADER, self._file.readline(), self._path, 1)
+    def __init__(self, daemon: StartableDaemon) -> None:
+        self._file = daemon.events()[-1].open("rb")
+        header = msgspec.json.decode(self._file.readline(), type=replay.Header)
         self.node, self._signer = replay._node_of(header, {})
         self._rest = b""
 
@@ -35,8 +35,8 @@ class Shadow:
         """Returns the phase after all events written so far."""
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         for line in lines:
-            now, event, effects, signatures = replay._parsed(replay._LINE, line, self._path, 0)
-            self._signer.waiting = list(signatures)
+            now, event, effects, signatures = msgspec.json.decode(line, type=replay.Line)
+            self._signer.expect(signatures)
             assert replay.effects_digest(self.node.handle(event, now)) == effects
         return self.node.view().phase
 
@@ -48,7 +48,7 @@ class Shadow:
         self._file.close()
 
 
-def killed_in(phase: str, victim: Daemon) -> bool:
+def killed_in(phase: str, victim: StartableDaemon) -> bool:
     """Kills a member as soon as it is in this phase. Returns whether it still was."""
     with closing(Shadow(victim)) as shadow:
         shadow.phase()
@@ -58,14 +58,16 @@ def killed_in(phase: str, victim: Daemon) -> bool:
         return shadow.phase() == phase
 
 
-def until_back(victim: Daemon, *others: Daemon) -> float:
+def until_back(victim: StartableDaemon, *others: StartableDaemon) -> float:
     """Waits until a node has caught up and is a member. Returns the seconds since it was started."""
     number = max(other.applied for other in others) + 1
     victim.until(lambda: victim.applied >= number and victim.is_member)
     return monotonic() - victim.started_at
 
 
-def kill_in_each_phase(swarm: Swarm, victim: Daemon, *others: Daemon, phases: tuple[str, ...] = PHASES) -> None:
+def kill_in_each_phase(
+    swarm: DaemonSwarm, victim: StartableDaemon, *others: StartableDaemon, phases: tuple[str, ...] = PHASES
+) -> None:
     for phase in phases:
         kills, was_in_it = 0, False
         while not was_in_it:
@@ -83,13 +85,13 @@ def kill_in_each_phase(swarm: Swarm, victim: Daemon, *others: Daemon, phases: tu
     assert swarm.compared() > len(phases)
 
 
-def test_the_first_node_is_killed_while_a_round_is_agreed_on(swarm: Swarm) -> None:
+def test_the_first_node_is_killed_while_a_round_is_agreed_on(swarm: DaemonSwarm) -> None:
     first, second, third = swarm.of(3)
     kill_in_each_phase(swarm, first, second, third, phases=("agree",))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_whoever_is_killed_in_any_phase_comes_back_to_the_same_state(victim: int, swarm: Swarm) -> None:
+def test_whoever_is_killed_in_any_phase_comes_back_to_the_same_state(victim: int, swarm: DaemonSwarm) -> None:
     others = swarm.of(3)
     kill_in_each_phase(swarm, others.pop(victim), *others)

@@ -18,7 +18,7 @@ import torch
 from p2ptrain.data.dataset import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.models import plugins
 from tests.helpers.cli import p2ptrain
-from tests.helpers.daemons import AGREEMENT, RUN, TEST_SECONDS, Swarm
+from tests.helpers.daemons import AGREEMENT, RUN, TEST_SECONDS, DaemonSwarm
 from tests.helpers.plugins import EXAMPLES, MODEL, RECIPE, install_example
 
 Command = Callable[..., tuple[int, str, str]]
@@ -28,7 +28,7 @@ LENGTH, LABEL = 66, 64
 pytestmark = [pytest.mark.timeout(TEST_SECONDS), pytest.mark.filterwarnings("default")]
 
 
-def installed(swarm: Swarm, folder: str) -> str:
+def installed(swarm: DaemonSwarm, folder: str) -> str:
     """Installs an example, and returns the path of a Python that has it."""
     place = swarm.directory / "site"
     place.mkdir()
@@ -41,12 +41,12 @@ def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
     """Runs commands in this process, which has imported everything already; what it may use is forgotten afterwards."""
     yield partial(p2ptrain, capsys)
     plugins.allow(())
-    plugins._loaded.cache_clear()
+    plugins.loaded.cache_clear()
     sys.modules.pop("p2ptrain_digits", None)
 
 
 def test_a_model_of_ones_own_learns_to_read_digits(
-    swarm: Swarm, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    swarm: DaemonSwarm, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("sklearn", reason="needs scikit-learn, which has the images")
     own = {"PYTHONPATH": installed(swarm, "plugin-model"), "P2PTRAIN_PLUGINS__ALLOW": MODEL}
@@ -84,7 +84,7 @@ def _prepared(directory: Path, command: Command) -> TokenDataset:
     return dataset
 
 
-def _refuses_what_nobody_allowed(swarm: Swarm, address: str, path: str) -> None:
+def _refuses_what_nobody_allowed(swarm: DaemonSwarm, address: str, path: str) -> None:
     careful = swarm.joiner("careful", address, PYTHONPATH=path, P2PTRAIN_PLUGINS__ALLOW="p2ptrain-digits 0.2.0").start()
     without = swarm.joiner("without", address, P2PTRAIN_PLUGINS__ALLOW=MODEL).start()
     assert (careful.until_ended(), without.until_ended()) == (1, 1)
@@ -116,7 +116,7 @@ def _accuracy(dataset: TokenDataset, exported: Path) -> float:
     return float((names["model"](images).argmax(1) == images[:, LABEL] - ord("0")).float().mean())
 
 
-def _run_of_the_recipe(swarm: Swarm) -> Path:
+def _run_of_the_recipe(swarm: DaemonSwarm) -> Path:
     recipe = f'name = "local"\nplugin = "{RECIPE}"\nsettings = {{ noise = 0.1 }}\nlocal_steps = 4\nk = 64\n'
     head, _, rest = RUN.format(name="noisy").partition('name = "distro"\nk = 8\n')
     file = swarm.directory / "noisy.toml"
@@ -124,7 +124,7 @@ def _run_of_the_recipe(swarm: Swarm) -> Path:
     return file
 
 
-def test_a_recipe_of_ones_own_trains_and_a_node_that_was_killed_repeats_its_round(swarm: Swarm) -> None:
+def test_a_recipe_of_ones_own_trains_and_a_node_that_was_killed_repeats_its_round(swarm: DaemonSwarm) -> None:
     own = {"PYTHONPATH": installed(swarm, "plugin-recipe"), "P2PTRAIN_PLUGINS__ALLOW": RECIPE}
     first = swarm.add("first", "start", _run_of_the_recipe(swarm), **own).start().until_up()
     second = swarm.joiner("second", first.address, **own).start()
@@ -133,7 +133,7 @@ def test_a_recipe_of_ones_own_trains_and_a_node_that_was_killed_repeats_its_roun
         node.leave()
 
 
-def test_a_plugin_that_fails_in_training_ends_its_node_with_a_line(swarm: Swarm) -> None:
+def test_a_plugin_that_fails_in_training_ends_its_node_with_a_line(swarm: DaemonSwarm) -> None:
     own = {"PYTHONPATH": installed(swarm, "plugin-recipe"), "P2PTRAIN_PLUGINS__ALLOW": RECIPE}
     module = swarm.directory / "site" / "p2ptrain_noise.py"
     module.write_text(module.read_text().replace("self.inner.step(self.rate)", "self.inner.step()"))

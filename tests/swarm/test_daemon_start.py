@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.identity import Identity
-from tests.helpers.daemons import TEST_SECONDS, Swarm, p2ptrain, swarm_in
+from tests.helpers.daemons import TEST_SECONDS, DaemonSwarm, p2ptrain, swarm_in
 
 SECONDS_TO_END = 30.0  # of what ends at once, where twenty others want the cores
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 @pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
+def swarm(tmp_path: Path) -> Iterator[DaemonSwarm]:
     with swarm_in(tmp_path) as swarm:
         swarm.imports_itself = True  # a start from its first line on
         yield swarm
@@ -43,7 +43,7 @@ def test_an_address_that_is_none_is_named(address: str, tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_a_port_in_use_is_named_with_what_to_do(swarm: Swarm) -> None:
+def test_a_port_in_use_is_named_with_what_to_do(swarm: DaemonSwarm) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -56,7 +56,7 @@ def test_a_port_in_use_is_named_with_what_to_do(swarm: Swarm) -> None:
     )
 
 
-def test_what_a_node_keeps_is_its_users_alone_whatever_the_umask(swarm: Swarm) -> None:
+def test_what_a_node_keeps_is_its_users_alone_whatever_the_umask(swarm: DaemonSwarm) -> None:
     swarm.imports_itself = False
     (swarm.directory / "first").mkdir()
     (swarm.directory / "first").chmod(0o755)  # its owner's choice, which stays
@@ -75,7 +75,7 @@ def test_what_a_node_keeps_is_its_users_alone_whatever_the_umask(swarm: Swarm) -
     ]
 
 
-def test_a_directory_and_an_identity_are_of_one_process(swarm: Swarm) -> None:
+def test_a_directory_and_an_identity_are_of_one_process(swarm: DaemonSwarm) -> None:
     first = swarm.first().start().until_up()
     again = swarm.add("again", *first.arguments, "--data-dir", first.directory).start()
     key = first.directory / "identity.key"
@@ -87,7 +87,7 @@ def test_a_directory_and_an_identity_are_of_one_process(swarm: Swarm) -> None:
 
 
 @pytest.mark.parametrize("place", ["/proc/p2ptrain", "a-file/data"])
-def test_a_directory_that_cannot_be_written_is_named(swarm: Swarm, place: str) -> None:
+def test_a_directory_that_cannot_be_written_is_named(swarm: DaemonSwarm, place: str) -> None:
     (swarm.directory / "a-file").write_text("")
     directory = swarm.directory / place
     first = swarm.add("first", "start", swarm.run_file(), "--data-dir", directory).start()
@@ -97,7 +97,7 @@ def test_a_directory_that_cannot_be_written_is_named(swarm: Swarm, place: str) -
     assert first.text.count("\n") == 1
 
 
-def test_a_search_that_is_broken_off_ends_at_once(swarm: Swarm) -> None:
+def test_a_search_that_is_broken_off_ends_at_once(swarm: DaemonSwarm) -> None:
     searching = [swarm.joiner(f"searching{number}", some_address()).start() for number in (1, 2, 3)]
     for each in searching:
         took = each.until_says(f"cannot connect to {some_address()}: nobody listens there (connection refused)")
@@ -114,7 +114,7 @@ def test_a_search_that_is_broken_off_ends_at_once(swarm: Swarm) -> None:
         assert all(line.endswith("; the node keeps trying") for line in lines), each.text
 
 
-def test_a_first_start_may_be_killed_anywhere(swarm: Swarm) -> None:
+def test_a_first_start_may_be_killed_anywhere(swarm: DaemonSwarm) -> None:
     first = swarm.first()
     for place in ("identity.key", "data/*", "runs/*/wal", "runs/*/checkpoints/*", "runs/*/events/*"):
         first.start()
@@ -125,7 +125,7 @@ def test_a_first_start_may_be_killed_anywhere(swarm: Swarm) -> None:
     assert "warning" not in first.text
 
 
-def test_what_a_killed_process_left_for_its_sockets_is_removed(swarm: Swarm) -> None:
+def test_what_a_killed_process_left_for_its_sockets_is_removed(swarm: DaemonSwarm) -> None:
     with tempfile.TemporaryDirectory(prefix="p2p-") as private:  # pytest's own paths are too long for sockets
         first = swarm.first(XDG_RUNTIME_DIR=private).start().until_up()
         [left] = Path(private).iterdir()
@@ -159,7 +159,7 @@ def test_an_identity_is_made_once_and_shown(tmp_path: Path) -> None:
     assert Identity.load(path).key == identity.key
 
 
-def test_a_run_that_does_not_fit_is_refused_on_both_ways_in_before_anything_is_made(swarm: Swarm) -> None:
+def test_a_run_that_does_not_fit_is_refused_on_both_ways_in_before_anything_is_made(swarm: DaemonSwarm) -> None:
     """With a limit of one byte it is refused; with enough memory, its need is logged before it is allocated."""
     first = swarm.first().start().until_up()
     assert first.text.index("needs about") < first.text.index("p2ptrain join --bootstrap")

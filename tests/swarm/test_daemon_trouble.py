@@ -24,7 +24,7 @@ from p2ptrain.net.libp2p.p2pd import P2pd
 from p2ptrain.net.mail import Deliver, frames_of
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.intake import DROPPED_OF_STRANGERS
-from tests.helpers.daemons import LISTEN, SECONDS, TEST_SECONDS, Daemon, Swarm, swarm_in
+from tests.helpers.daemons import LISTEN, SECONDS, TEST_SECONDS, DaemonSwarm, StartableDaemon, swarm_in
 
 ROUNDS = 3  # that the others go on before something else happens
 FLOOD = 4_096  # messages, in gossip and again to one peer: sixteen times that peer's share of the queue of events
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 @pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
+def swarm(tmp_path: Path) -> Iterator[DaemonSwarm]:
     with swarm_in(tmp_path) as swarm:
         yield swarm
         assert swarm.compared() > ROUNDS
 
 
-def goes_on(*nodes: Daemon) -> None:
+def goes_on(*nodes: StartableDaemon) -> None:
     """Waits until all of them have applied some more rounds."""
     for node, number in [(node, node.applied + ROUNDS) for node in nodes]:
         node.until_applied(number)
@@ -52,7 +52,7 @@ def said(status: dict[str, Any]) -> int:
     return int(status["counters"].get("sent", 0) + status["bytes"].get("gossip sent", 0))
 
 
-def is_silent(node: Daemon) -> Callable[[], bool]:
+def is_silent(node: StartableDaemon) -> Callable[[], bool]:
     """Whether the node has sent nothing for a while."""
     seen: deque[int] = deque(maxlen=SILENT_LOOKS)
 
@@ -63,7 +63,7 @@ def is_silent(node: Daemon) -> Callable[[], bool]:
     return look
 
 
-def dropped(node: Daemon, what: str = DROPPED_OF_STRANGERS) -> int:
+def dropped(node: StartableDaemon, what: str = DROPPED_OF_STRANGERS) -> int:
     return int(node.status().get("counters", {}).get(what, 0))
 
 
@@ -100,7 +100,7 @@ class Flooder:
 
 
 @asynccontextmanager
-async def flooder(swarm: Swarm, address: str, run_id: bytes) -> AsyncIterator[tuple[Flooder, bytes]]:
+async def flooder(swarm: DaemonSwarm, address: str, run_id: bytes) -> AsyncIterator[tuple[Flooder, bytes]]:
     """Connects a flooder to the node at this address. Yields it and the node's key."""
     key = swarm.directory / "flooder.key"
     with tempfile.TemporaryDirectory(prefix="p2p-") as runtime:
@@ -112,7 +112,7 @@ async def flooder(swarm: Swarm, address: str, run_id: bytes) -> AsyncIterator[tu
             await transport.close()
 
 
-async def test_who_is_flooded_drops_and_counts_and_goes_on_with_the_others(swarm: Swarm) -> None:
+async def test_who_is_flooded_drops_and_counts_and_goes_on_with_the_others(swarm: DaemonSwarm) -> None:
     first, second, third = swarm.of(3)
     run_id = bytes.fromhex(third.ask()["run_id"])
     before = dropped(first), dropped(second)  # a newcomer may speak before it is known here to be admitted
@@ -160,30 +160,30 @@ class ReadOnly:
             except OSError as error:
                 self.why_impossible = str(error)
 
-    def at_start(self, node: Daemon) -> None:
+    def at_start(self, node: StartableDaemon) -> None:
         node.directory.mkdir(exist_ok=True)
         if self.is_by_mode:
             node.directory.chmod(0o500)
         else:
             node.prefix = (*self.prefix, *_over(node.directory, 'exec "$@"'))
 
-    def close(self, node: Daemon) -> None:
+    def close(self, node: StartableDaemon) -> None:
         """Makes the directory read-only while the daemon runs."""
         if self.is_by_mode:
             self._chmod(node, 0o500)
         else:
             self._inside(node, *_over(node.directory))
 
-    def open(self, node: Daemon) -> None:
+    def open(self, node: StartableDaemon) -> None:
         if self.is_by_mode:
             self._chmod(node, 0o700)
         else:
             self._inside(node, "umount", str(node.directory))
 
-    def _inside(self, node: Daemon, *command: str) -> None:
+    def _inside(self, node: StartableDaemon, *command: str) -> None:
         subprocess.run(["nsenter", "--mount", "--target", str(node.pid), *command], check=True)
 
-    def _chmod(self, node: Daemon, mode: int) -> None:
+    def _chmod(self, node: StartableDaemon, mode: int) -> None:
         for each in (node.directory, *(path for path in node.directory.rglob("*") if path.is_dir())):
             each.chmod(mode)
 
@@ -236,7 +236,7 @@ def test_a_read_only_directory_is_named_at_the_start(tmp_path: Path, read_only: 
 
 
 def test_a_directory_that_becomes_read_only_degrades_one_node_and_stops_no_other(
-    swarm: Swarm, read_only: ReadOnly
+    swarm: DaemonSwarm, read_only: ReadOnly
 ) -> None:
     first = swarm.first().start().until_up()
     second, victim = (swarm.joiner(name, first.address) for name in ("second", "victim"))
@@ -265,7 +265,7 @@ def test_a_directory_that_becomes_read_only_degrades_one_node_and_stops_no_other
     victim.until(lambda: not is_degraded(victim))
 
 
-def is_degraded(node: Daemon) -> bool:
+def is_degraded(node: StartableDaemon) -> bool:
     return any(complaint.startswith("degraded: ") for complaint in node.status()["health"])
 
 
@@ -275,7 +275,7 @@ def is_degraded(node: Daemon) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(ASLEEP_SECONDS + TEST_SECONDS)
-def test_a_laptop_asleep_for_ten_minutes_catches_up(swarm: Swarm) -> None:
+def test_a_laptop_asleep_for_ten_minutes_catches_up(swarm: DaemonSwarm) -> None:
     first, second, laptop = swarm.of(3)
     network = laptop.p2pd  # which sleeps as well
     laptop.stop()

@@ -55,13 +55,13 @@ def test_replicas_that_differ_are_not_called_the_same(
         node.status = dict(status)
     monkeypatch.setattr(Demo, "_sample", lambda demo: "")
     demo.roots[3] = {("node 1", "aa")}
-    assert not demo._sum_up()
+    assert not demo.sum_up()
     assert "NO ROUND WAS SEEN BY TWO NODES" in capsys.readouterr().out
     demo.roots[3] = {("node 1", "aa"), ("node 2", "aa")}
-    assert demo._sum_up()
+    assert demo.sum_up()
     assert "1 rounds compared, 1 of them between all 2: 0 differ" in capsys.readouterr().out
     demo.roots[2] = {("node 1", "aa"), ("node 1", "bb")}
-    assert not demo._sum_up()
+    assert not demo.sum_up()
     assert "REPLICAS DIFFER in rounds [2]" in capsys.readouterr().out
 
 
@@ -74,7 +74,7 @@ def test_the_demo_ends_with_a_chart_of_the_loss(
     monkeypatch.setattr(Demo, "_sample", lambda demo: "")
     demo.roots[4] = {("node 1", "aa")}
     demo.losses = [(number, 5.0 - number) for number in range(1, 5)]
-    assert demo._sum_up()
+    assert demo.sum_up()
     lines = capsys.readouterr().out.splitlines()
     assert [line[14:].rstrip() for line in lines[1:7]] == ["█", "█", "██", "██▁", "███", "███▁"]
     assert lines[7] == "loss          4.000 in round 1, 2.500 at the end"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.daemons import RUN, TEST_SECONDS, Daemon, Swarm, p2ptrain
+from tests.helpers.daemons import RUN, TEST_SECONDS, DaemonSwarm, StartableDaemon, p2ptrain
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
-def test_a_daemon_writes_what_its_checkpoint_writes_and_is_exported_while_it_runs(swarm: Swarm) -> None:
+def test_a_daemon_writes_what_its_checkpoint_writes_and_is_exported_while_it_runs(swarm: DaemonSwarm) -> None:
     file = swarm.directory / "still.toml"
     text = RUN.format(name="still")
     assert "learning_rate = 0.002\n" in text
@@ -31,7 +31,7 @@ def test_a_daemon_writes_what_its_checkpoint_writes_and_is_exported_while_it_run
     assert live == left
 
 
-def _exported(swarm: Swarm, node: Daemon, name: str) -> tuple[int, bytes]:
+def _exported(swarm: DaemonSwarm, node: StartableDaemon, name: str) -> tuple[int, bytes]:
     """Returns the round and the weights of an export."""
     out = swarm.directory / name
     status, told, err = p2ptrain("export", out, "--data-dir", node.directory)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.daemons import SECONDS, TEST_SECONDS, Swarm
+from tests.helpers.daemons import SECONDS, TEST_SECONDS, DaemonSwarm
 from tests.helpers.scripts import script
 
 pytestmark = [
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def test_two_trainers_train_one_model(swarm: Swarm) -> None:
+def test_two_trainers_train_one_model(swarm: DaemonSwarm) -> None:
     first = script(swarm, "first", example="hf_trainer.py").start().until_up()
     second = script(swarm, "second", first.address, example="hf_trainer.py")
     second.start()

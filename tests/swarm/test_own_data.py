@@ -14,7 +14,7 @@ import pytest
 from p2ptrain.data.dataset import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.identity import Identity
 from p2ptrain.node.control import ask
-from tests.helpers.daemons import ANSWER_SECONDS, LISTEN, TEST_SECONDS, Daemon, Swarm, p2ptrain
+from tests.helpers.daemons import ANSWER_SECONDS, LISTEN, TEST_SECONDS, DaemonSwarm, StartableDaemon, p2ptrain
 from tests.helpers.scripts import script, until_both_contributed
 
 NAMES = ("first", "second", "third")
@@ -53,7 +53,7 @@ def prepared(directory: Path, text: str) -> Path:
     return directory
 
 
-def closed_run(swarm: Swarm, names: Sequence[str] = NAMES) -> Path:
+def closed_run(swarm: DaemonSwarm, names: Sequence[str] = NAMES) -> Path:
     """Writes the file of a run of own data in which these nodes may take part."""
     keys = [Identity.make(swarm.directory / name / "identity.key").key.hex() for name in names]
     path = swarm.run_file()
@@ -62,7 +62,7 @@ def closed_run(swarm: Swarm, names: Sequence[str] = NAMES) -> Path:
     return path
 
 
-def held_out(node: Daemon) -> dict[int, float]:
+def held_out(node: StartableDaemon) -> dict[int, float]:
     """Returns the held-out losses that a node has recorded, by round."""
     found = ask(node.directory, {"do": "rounds", "last": 1_000}, seconds=ANSWER_SECONDS)["rounds"]
     return {each["held_out_round"]: each["held_out_loss"] for each in found if each["held_out_round"] is not None}
@@ -74,7 +74,7 @@ def pieces_of(directory: Path) -> set[str]:
     return set(data.manifest.training.pieces)
 
 
-def test_three_nodes_train_one_model_on_data_that_stays_with_each(swarm: Swarm) -> None:
+def test_three_nodes_train_one_model_on_data_that_stays_with_each(swarm: DaemonSwarm) -> None:
     own = [
         prepared(swarm.directory / "data" / name, text) for name, text in zip(NAMES, texts_of(len(NAMES)), strict=True)
     ]
@@ -113,7 +113,7 @@ def test_three_nodes_train_one_model_on_data_that_stays_with_each(swarm: Swarm) 
     assert re.search(r"^data +the owner's, which stays on this machine; contributions leave it", shown, re.MULTILINE)
 
 
-def test_who_has_no_data_or_that_of_another_tokenizer_is_told_before_anything_is_fetched(swarm: Swarm) -> None:
+def test_who_has_no_data_or_that_of_another_tokenizer_is_told_before_anything_is_fetched(swarm: DaemonSwarm) -> None:
     own = prepared(swarm.directory / "data" / "first", texts_of(1)[0])
     first = swarm.add("first", "start", closed_run(swarm), "--data", own).start().until_up()
     place = swarm.directory / "second"
@@ -135,7 +135,7 @@ def test_who_has_no_data_or_that_of_another_tokenizer_is_told_before_anything_is
     )
 
 
-def test_the_example_trains_on_two_texts(swarm: Swarm) -> None:
+def test_the_example_trains_on_two_texts(swarm: DaemonSwarm) -> None:
     files = []
     for name, text in zip(NAMES, texts_of(2), strict=False):
         files.append(swarm.directory / f"{name}.txt")
@@ -155,7 +155,7 @@ def test_the_example_trains_on_two_texts(swarm: Swarm) -> None:
         assert "away: ended" in each.text.splitlines()[-1]  # it keeps its admission
 
 
-def test_a_node_with_a_privacy_budget_tells_no_loss_and_ends_its_training_when_it_is_spent(swarm: Swarm) -> None:
+def test_a_node_with_a_privacy_budget_tells_no_loss_and_ends_its_training_when_it_is_spent(swarm: DaemonSwarm) -> None:
     own = [prepared(swarm.directory / "data" / name, text) for name, text in zip(NAMES, texts_of(2), strict=False)]
     path = closed_run(swarm, NAMES[:2])
     patient = path.read_text().replace("staleness_rounds_max = 1", "staleness_rounds_max = 16")  # noise takes time
@@ -187,12 +187,12 @@ def test_a_node_with_a_privacy_budget_tells_no_loss_and_ends_its_training_when_i
     assert min(losses_announced(first)) > 0
 
 
-def steps_paid(node: Daemon) -> int:
+def steps_paid(node: StartableDaemon) -> int:
     file = node.directory / "privacy.json"
     return sum(int(each["steps"]) for each in json.loads(file.read_text())["steps"]) if file.exists() else 0
 
 
-def losses_announced(node: Daemon) -> list[int]:
+def losses_announced(node: StartableDaemon) -> list[int]:
     """Returns the losses of trainings that a node told the core, which announces them."""
     logs = b"".join(path.read_bytes() for path in sorted(node.directory.glob("runs/*/events/*")))
     return [int(each) for each in re.findall(rb'"TrainingFinished".*?"loss":(\d+)', logs)]

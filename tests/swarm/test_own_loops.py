@@ -8,7 +8,7 @@ from time import monotonic
 import pytest
 
 from p2ptrain.core.newcomers import ROUNDS
-from tests.helpers.daemons import AGREEMENT, LISTEN, STOP_SECONDS, TEST_SECONDS, TINY_MODEL, Swarm, p2ptrain
+from tests.helpers.daemons import AGREEMENT, LISTEN, STOP_SECONDS, TEST_SECONDS, TINY_MODEL, DaemonSwarm, p2ptrain
 from tests.helpers.scripts import script, until_both_contributed
 
 LATE = 50
@@ -59,7 +59,7 @@ with take_part(*address, model=model, optimizer=optimizer, directory=directory, 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
-def test_three_scripts_train_one_model_of_which_one_comes_late_and_one_is_killed(swarm: Swarm) -> None:
+def test_three_scripts_train_one_model_of_which_one_comes_late_and_one_is_killed(swarm: DaemonSwarm) -> None:
     first = script(swarm, "first").start().until_up()
     second = script(swarm, "second", first.address)
     second.start()
@@ -84,7 +84,7 @@ def test_three_scripts_train_one_model_of_which_one_comes_late_and_one_is_killed
         each.until_left()
 
 
-def test_a_toy_whose_rounds_take_milliseconds_can_be_joined(swarm: Swarm) -> None:
+def test_a_toy_whose_rounds_take_milliseconds_can_be_joined(swarm: DaemonSwarm) -> None:
     code = swarm.directory / "toy.py"
     code.write_text(TOY_SCRIPT)
     first = script(swarm, "first", example=str(code)).start().until_up()
@@ -99,7 +99,7 @@ def test_a_toy_whose_rounds_take_milliseconds_can_be_joined(swarm: Swarm) -> Non
         each.until_left()
 
 
-def test_nobody_waits_for_a_script_that_is_elsewhere_and_it_comes_back(swarm: Swarm) -> None:
+def test_nobody_waits_for_a_script_that_is_elsewhere_and_it_comes_back(swarm: DaemonSwarm) -> None:
     first = script(swarm, "first").start().until_up()
     second = script(swarm, "second", first.address)
     second.start()
@@ -120,7 +120,7 @@ def test_nobody_waits_for_a_script_that_is_elsewhere_and_it_comes_back(swarm: Sw
     assert swarm.compared() > 30
 
 
-def test_a_command_cannot_train_a_model_that_only_scripts_have(swarm: Swarm) -> None:
+def test_a_command_cannot_train_a_model_that_only_scripts_have(swarm: DaemonSwarm) -> None:
     first = script(swarm, "first").start().until_up()
     arguments = ("--bootstrap", first.address, "--listen", LISTEN, "--data-dir", swarm.directory / "other")
     status, _, error = p2ptrain("join", *arguments)
@@ -129,7 +129,7 @@ def test_a_command_cannot_train_a_model_that_only_scripts_have(swarm: Swarm) -> 
     assert "p2ptrain.join" in error
 
 
-def test_a_script_and_a_command_train_the_built_in_model_together(swarm: Swarm) -> None:
+def test_a_script_and_a_command_train_the_built_in_model_together(swarm: DaemonSwarm) -> None:
     file, code = swarm.directory / "builtin.toml", swarm.directory / "builtin.py"
     file.write_text(BUILTIN_RUN)
     code.write_text(BUILTIN_SCRIPT)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.config.load import load_run_config
-from tests.helpers.daemons import TEST_SECONDS, TINY_MODEL, Swarm, p2ptrain
+from tests.helpers.daemons import TEST_SECONDS, TINY_MODEL, DaemonSwarm, p2ptrain
 
 FILES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.toml"))
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
@@ -35,7 +35,7 @@ probation_rounds = 1
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_nodes_with_each_recipe_agree_on_every_bit(path: Path, swarm: Swarm) -> None:
+def test_nodes_with_each_recipe_agree_on_every_bit(path: Path, swarm: DaemonSwarm) -> None:
     file = swarm.directory / "run.toml"
     file.write_text(tiny(path))
     first = swarm.add("first", "start", file).start().until_up()

@@ -14,7 +14,7 @@ import pytest
 
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.node.control import ask
-from tests.helpers.daemons import LISTEN, TEST_SECONDS, TINY_MODEL, Daemon, Swarm, p2ptrain
+from tests.helpers.daemons import LISTEN, TEST_SECONDS, TINY_MODEL, DaemonSwarm, StartableDaemon, p2ptrain
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "recipes"
 ROUNDS = 3  # of a region to one of the world
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 @pytest.fixture
-def world(swarm: Swarm) -> Iterator[Daemon]:
+def world(swarm: DaemonSwarm) -> Iterator[StartableDaemon]:
     """A node that has begun the world's run, and leaves training to the regions."""
     file = swarm.directory / "world.toml"
     file.write_text(tiny(EXAMPLES / "halos_world.toml", local_steps=3 * ROUNDS))
@@ -43,7 +43,7 @@ def tiny(path: Path, local_steps: int, **admission: int) -> str:
     return text + (f"\n[admission]\n{seats}" if seats else "")
 
 
-def begun(swarm: Swarm, world: Daemon, name: str) -> Daemon:
+def begun(swarm: DaemonSwarm, world: StartableDaemon, name: str) -> StartableDaemon:
     """Begins a region."""
     file = swarm.directory / f"{name}.toml"
     text = tiny(EXAMPLES / "halos.toml", local_steps=3, probation_rounds=1)
@@ -57,20 +57,20 @@ def begun(swarm: Swarm, world: Daemon, name: str) -> Daemon:
     return swarm.add(name, "start", file, **own).start().until_up()
 
 
-def world_of(node: Daemon) -> tuple[int, int]:
+def world_of(node: StartableDaemon) -> tuple[int, int]:
     """Returns the world's round that the node goes on from, and how often it has contributed for its region."""
     status = node.status()
     return status.get("world_round") or 0, status.get("counters", {}).get("contributions for the region", 0)
 
 
-def other_node(node: Daemon) -> dict[str, Any]:
+def other_node(node: StartableDaemon) -> dict[str, Any]:
     """Returns the status of a node's world node, empty if it does not answer."""
     with suppress(P2ptrainError):
         return ask(node.directory / "world", {"do": "status"}, seconds=20.0)
     return {}
 
 
-def kill_both(node: Daemon) -> None:
+def kill_both(node: StartableDaemon) -> None:
     """Kills a node and its world node, as a power cut does."""
     (other,) = (each for each in psutil.Process(node.pid).children() if "p2ptrain.daemon.script" in each.cmdline())
     node.signal(signal.SIGSTOP)  # so that it does not see the other end, and start another
@@ -79,7 +79,7 @@ def kill_both(node: Daemon) -> None:
     psutil.wait_procs([other])
 
 
-def test_two_regions_train_as_one_and_outlive_a_speaker(swarm: Swarm, world: Daemon) -> None:
+def test_two_regions_train_as_one_and_outlive_a_speaker(swarm: DaemonSwarm, world: StartableDaemon) -> None:
     first = begun(swarm, world, "region")
     first.until(lambda: world_of(first)[0] >= 2)
     region = [first, *(swarm.joiner(name, first.address, **THERE).start() for name in ("second", "third"))]
@@ -118,7 +118,7 @@ def test_two_regions_train_as_one_and_outlive_a_speaker(swarm: Swarm, world: Dae
         assert re.search(r"rounds \d+ to \d+ give the certified roots", out), out
 
 
-def test_a_region_goes_on_without_the_world_and_comes_back_to_it(swarm: Swarm, world: Daemon) -> None:
+def test_a_region_goes_on_without_the_world_and_comes_back_to_it(swarm: DaemonSwarm, world: StartableDaemon) -> None:
     node = begun(swarm, world, "region")
     node.until(lambda: world_of(node)[0] >= 2)
     world.stop()

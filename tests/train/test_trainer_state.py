@@ -240,34 +240,19 @@ def test_a_node_trains_and_evaluates_with_just_the_pieces_that_it_asked_for(
     assert poor.evaluate() == rich.evaluate()
 
 
+@pytest.mark.parametrize("is_own", [False, True], ids=["checked", "own"])
 @pytest.mark.parametrize("name", [*RECIPES, *FAMILY])
-def test_a_payload_that_was_checked_is_not_unpacked_again_and_gives_the_same_weights(
-    dataset: TokenDataset, name: str, monkeypatch: pytest.MonkeyPatch
+def test_a_payload_that_was_checked_or_packed_here_is_not_unpacked_to_apply_it_and_gives_the_same_weights(
+    dataset: TokenDataset, name: str, is_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make(dataset, name), make(dataset, name)
     payload = contribution(first, 0)
     second.apply(0, [payload])
-    assert first.check(payload) is None
-
-    def unpack(*_: object) -> None:
-        raise AssertionError("it was unpacked before")
-
-    monkeypatch.setattr("p2ptrain.exact.aggregate.unpack", unpack)
-    first.apply(0, [payload])
-    assert first.root() == second.root()
-    assert not first.replica._unpacked, "it is of no more use"
-
-
-@pytest.mark.parametrize("name", [*RECIPES, *FAMILY])
-def test_what_a_node_has_packed_itself_it_does_not_unpack_to_apply_it(
-    dataset: TokenDataset, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = make(dataset, name), make(dataset, name)
-    payload = contribution(first, 0)
-    second.apply(0, [payload])
+    assert is_own or first.check(payload) is None
     monkeypatch.delattr("p2ptrain.exact.aggregate.unpack")
-    first.apply(0, [payload], {0: payload})
+    first.apply(0, [payload], {0: payload} if is_own else {})
     assert first.root() == second.root()
+    assert not first.replica.unpacked, "it is of no more use"
 
 
 def test_no_more_unpacked_payloads_are_kept_than_there_is_room_for(
@@ -280,7 +265,7 @@ def test_no_more_unpacked_payloads_are_kept_than_there_is_room_for(
         trainer.train(number, 0, 1)
         payloads.append(trainer.contribute(number))
         assert trainer.check(payloads[-1]) is None
-    assert list(trainer.replica._unpacked) == payloads[1:]
+    assert list(trainer.replica.unpacked) == payloads[1:]
 
 
 def test_a_payload_that_came_too_late_for_its_round_is_not_kept_unpacked(dataset: TokenDataset) -> None:
@@ -289,9 +274,9 @@ def test_a_payload_that_came_too_late_for_its_round_is_not_kept_unpacked(dataset
     payload = trainer.contribute(0)
     assert trainer.check(payload) is None
     trainer.apply(0, [])
-    assert list(trainer.replica._unpacked) == [payload], "it may be one for the next round, from someone faster"
+    assert list(trainer.replica.unpacked) == [payload], "it may be one for the next round, from someone faster"
     trainer.apply(1, [])
-    assert not trainer.replica._unpacked
+    assert not trainer.replica.unpacked
 
 
 # ---------------------------------------------------------------------------------------------------

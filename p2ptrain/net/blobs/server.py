@@ -156,7 +156,7 @@ class Server:
         self._is_admitted = is_admitted
         self._stranger_turns = Turns(TokenBucket(STRANGER_REQUESTS_PER_SECOND, burst=STRANGER_REQUESTS_PER_SECOND))
         self._shared = Shared()
-        self._streams: set[Stream] = set()
+        self.streams: set[Stream] = set()
         self._kinds: dict[Stream, Kind] = {}  # the kind that was last requested on each stream
         self.traffic: Counter[str] = Counter()  # bytes by direction and kind, such as "sent payload"
         self._tallies: OrderedDict[BlobName, Handouts] = OrderedDict()
@@ -170,7 +170,7 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         self._is_open = False
-        for stream in list(self._streams):
+        for stream in list(self.streams):
             stream.abort()
         self._shared.close()
 
@@ -181,11 +181,11 @@ class Server:
         if not self._is_open:
             stream.abort()
             return
-        if sum(each.peer == stream.peer for each in self._streams) >= STREAMS_PER_PEER_MAX:
+        if sum(each.peer == stream.peer for each in self.streams) >= STREAMS_PER_PEER_MAX:
             self._counters["refused"] += 1
             await stream.send(encode(Nothing("busy")))
             return
-        self._streams.add(stream)
+        self.streams.add(stream)
         requests: asyncio.Queue[Request] = asyncio.Queue()
         try:
             async with asyncio.TaskGroup() as group:
@@ -197,7 +197,7 @@ class Server:
         except* (TransportError, TimeoutError, BusyError):
             pass
         finally:
-            self._streams.discard(stream)
+            self.streams.discard(stream)
             self._kinds.pop(stream, None)
             stream.abort()
 

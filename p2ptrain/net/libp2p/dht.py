@@ -109,7 +109,7 @@ class Dht:
     """hivemind's DHT node on top of one p2pd."""
 
     def __init__(self, node: Any, calls: UnaryCalls) -> None:
-        self.node, self._calls = node, calls
+        self.node, self.calls = node, calls
         self.reading = calls.reading  # answers come only while this runs
 
     @classmethod
@@ -149,4 +149,4 @@ class Dht:
 
     async def stop(self) -> None:
         self.node.is_alive = False
-        await self._calls.close()
+        await self.calls.close()

@@ -141,13 +141,13 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         return answer
 
     def _pinged(self, peer_id: bytes, raw: bytes) -> Any:
-        self._met(peer_id, _parsed(dht_pb2.PingRequest, raw).peer.node_id)
+        self.met(peer_id, _parsed(dht_pb2.PingRequest, raw).peer.node_id)
         return dht_pb2.PingResponse(peer=self.node_info, dht_time=get_dht_time(), available=False)
 
     def _asked_to_store(self, peer_id: bytes, raw: bytes) -> Any:
         request = _parsed(dht_pb2.StoreRequest, raw)
         record = _only(request.keys), _only(request.subkeys), _only(request.values), _only(request.expiration_time)
-        self._met(peer_id, request.peer.node_id)
+        self.met(peer_id, request.peer.node_id)
         is_stored = len(record[0]) == DHTID.HASH_NBYTES and self.record_validator.validate(DHTRecord(*record))
         if is_stored:
             key, subkey, value, expires_at = record
@@ -161,7 +161,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         wanted = _only(request.keys)
         if len(wanted) != DHTID.HASH_NBYTES:
             raise RemoteProtocolError("not a key of the DHT")
-        self._met(peer_id, request.peer.node_id)
+        self.met(peer_id, request.peer.node_id)
         key, result = DHTID.from_bytes(wanted), dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
         if held := self.storage.get(key):
             result.type, result.expiration_time = dht_pb2.FOUND_DICTIONARY, held.expiration_time
@@ -171,7 +171,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
             result.nearest_peer_ids.append(peer.to_bytes())
         return dht_pb2.FindResponse(results=[result], peer=self.node_info)
 
-    def _met(self, peer_id: bytes, claimed: bytes) -> None:
+    def met(self, peer_id: bytes, claimed: bytes) -> None:
         """Adds a peer to the routing table, if it says that it takes part."""
         place = place_of(peer_id)
         if claimed != place.to_bytes():
@@ -192,7 +192,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         """Takes note of how a peer answered; hivemind calls it. The place follows from the peer, not from `node_id`."""
         place = place_of(peer_id.to_bytes())
         if responded:
-            self._met(peer_id.to_bytes(), place.to_bytes())
+            self.met(peer_id.to_bytes(), place.to_bytes())
         elif place in self.routing_table:
             del self.routing_table[place]
 

@@ -50,7 +50,7 @@ class P2pd:
     ) -> None:
         self.me = identity.key
         self._identity_file, self._network = identity_file, network
-        self._ports = Ports(network.listen, gives_way=not network.has_chosen_port)
+        self.ports = Ports(network.listen, gives_way=not network.has_chosen_port)
         self._counters: Counter[str] = Counter({"p2pd restarts": 0, "gossip dropped": 0})
         self._validator, self._storage = RecordValidator(identity, self._counters), Storage(STORED_KEYS_MAX)
         self._tasks, self._session_tasks = Tasks(on_crash), Tasks(on_crash)  # the second set ends with this p2pd
@@ -63,12 +63,12 @@ class P2pd:
         self._gossip = Gossip(self.me, self.control, self._counters, self.boundary)
         self._routes: list[str] = []  # routes to us
         relays = (network.trusted_relays or network.bootstrap) if network.nat and network.relay else ()
-        self._relay_loss = RelayLoss(relays)
+        self.relay_loss = RelayLoss(relays)
         self._kept: set[bytes] = set()
-        self._supervisor = Supervisor(self._launch, self._counters, self.boundary)
-        self._peers = Routes(self.me, self.control, self._meet, self._supervisor.up, self._tasks, self.boundary)
+        self.supervisor = Supervisor(self._launch, self._counters, self.boundary)
+        self._peers = Routes(self.me, self.control, self._meet, self.supervisor.up, self._tasks, self.boundary)
         self._closing = AsyncExitStack()
-        self._dht: Dht | None = None
+        self.dht: Dht | None = None
 
     @classmethod
     async def start(
@@ -80,14 +80,14 @@ class P2pd:
         """
         self = cls(Identity.load(identity_file), identity_file, network, directory, on_crash)
         async with AsyncExitStack() as closing:
-            closing.callback(self._ports.close)
+            closing.callback(self.ports.close)
             closing.callback(self._sockets.close)
-            closing.push_async_callback(self._supervisor.close)
+            closing.push_async_callback(self.supervisor.close)
             closing.push_async_callback(self._tasks.cancel)
-            await self._supervisor.start()
+            await self.supervisor.start()
             self._closing = closing.pop_all()
-        self._tasks.spawn(self._supervisor.run(self._peers.come_back))
-        self._tasks.spawn(self._supervisor.watch(self._refresh, self._why_end))
+        self._tasks.spawn(self.supervisor.run(self._peers.come_back))
+        self._tasks.spawn(self.supervisor.watch(self._refresh, self._why_end))
         return self
 
     # -------------------------------------------------------------------------------------------------
@@ -95,22 +95,22 @@ class P2pd:
 
     async def _launch(self, stack: AsyncExitStack) -> Process:
         """Starts p2pd and sets up its protocols, its topics and the DHT."""
-        usable = await relays_to_use(self._relay_loss.first())
-        self._relay_loss.p2pd_started()
+        usable = await relays_to_use(self.relay_loss.first())
+        self.relay_loss.p2pd_started()
         await self._sockets.open()
-        self._ports.take_again()  # right before p2pd does
-        places = self._sockets.control, self._identity_file, self._ports.listen
+        self.ports.take_again()  # right before p2pd does
+        places = self._sockets.control, self._identity_file, self.ports.listen
         process = await Process.start(make_arguments(*places, self._network, usable))
         stack.push_async_callback(process.stop)
         stack.push_async_callback(self._leave)
         await stack.enter_async_context(self.control.guardian())
         if (found := await self._identify()) != id_bytes_of(self.me):
             raise TransportError(f"p2pd reports the id {found.hex()}, not {peer_id_of(self.me)}")
-        self._dht = await self._start_dht()
+        self.dht = await self._start_dht()
         while missing := self._streams.handlers.keys() - self._registered:  # more may be added meanwhile
             await self._register(missing.pop())
         self._gossip.listen(self._session_tasks)
-        self._session_tasks.spawn(self._keep_dht(self._dht))
+        self._session_tasks.spawn(self._keep_dht(self.dht))
         # Pushed last so that p2pd stops first, with its subscriptions open: for each that ends earlier it leaves the
         # topic's mesh, and peers keep it out for a minute, in which messages arrive late, with the 1 s heartbeats.
         stack.push_async_callback(process.stop)
@@ -121,7 +121,7 @@ class P2pd:
         self._registered.clear()
         self._streams.abort()
         await self._session_tasks.cancel()
-        dht, self._dht = self._dht, None
+        dht, self.dht = self.dht, None
         if dht:
             await dht.stop()
 
@@ -141,7 +141,7 @@ class P2pd:
             with self.boundary.contain("the start of the DHT"):
                 try:
                     await dht.stop()
-                    self._dht = dht = await self._start_dht()
+                    self.dht = dht = await self._start_dht()
                     await self._peers.meet_all()
                 except TransportError as error:
                     logger.warning("%s", error)
@@ -150,19 +150,19 @@ class P2pd:
         """Updates our own addresses and the routes to connected peers."""
         await self._identify()
         await self._peers.connected()
-        await self._relay_loss.look(self._routes)
+        await self.relay_loss.look(self._routes)
 
     def _why_end(self) -> str:
         """Returns why p2pd should be restarted, or nothing."""
         if not self._sockets.are_there:
             return "its sockets are gone"
-        if self._relay_loss.is_mendable:
+        if self.relay_loss.is_mendable:
             return "no relay for a minute, and one answers: a new p2pd gets a slot sooner"
         return ""
 
     async def _meet(self, peer: bytes) -> None:
-        if self._dht:
-            await self._dht.meet(peer)
+        if self.dht:
+            await self.dht.meet(peer)
 
     async def _identify(self) -> bytes:
         found, self._routes = await self.control.identify()
@@ -198,7 +198,7 @@ class P2pd:
         return self._peers.ends_of(peer)
 
     async def keep(self, peers: Collection[bytes]) -> None:
-        await self._supervisor.up()
+        await self.supervisor.up()
         for peer in self._kept - set(peers):
             await self.control.tag(peer, 0)
             self._kept.discard(peer)
@@ -221,18 +221,18 @@ class P2pd:
     @property
     def _session(self) -> Tasks | None:
         """The tasks that end with this p2pd; None if it is not up."""
-        return self._session_tasks if self._supervisor.is_up else None
+        return self._session_tasks if self.supervisor.is_up else None
 
     async def publish(self, topic: str, data: bytes) -> None:
         assert len(data) <= MESSAGE_BYTES_MAX, f"{len(data)} bytes: libp2p would drop them silently"
-        await self._supervisor.up()
+        await self.supervisor.up()
         with self.boundary.guard("a publication"):
             await self._gossip.publish(topic, data)
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         assert protocol not in self._streams.handlers, f"{protocol} already has a handler"
         self._streams.handlers[protocol] = handler
-        if self._supervisor.is_up:  # otherwise registered when p2pd is up
+        if self.supervisor.is_up:  # otherwise registered when p2pd is up
             await self._register(protocol)
 
     def prefer(self, is_admitted: IsAdmitted) -> None:
@@ -245,7 +245,7 @@ class P2pd:
                 self._registered.add(protocol)
 
     async def open(self, peer: bytes, protocol: str) -> FrameStream:
-        await self._supervisor.up()
+        await self.supervisor.up()
         try:
             reader, writer = await self.control.open_stream(peer, protocol)
         except TransportError as error:
@@ -273,8 +273,8 @@ class P2pd:
 
     async def _node_for(self, key: str) -> Any:
         self._storage.use(key)
-        await self._supervisor.up()
+        await self.supervisor.up()
         await self._peers.met()
-        if self._dht is None:
+        if self.dht is None:
             raise TransportError("p2pd has just ended")
-        return self._dht.node
+        return self.dht.node

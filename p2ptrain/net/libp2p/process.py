@@ -57,7 +57,7 @@ class Process:
     """A running p2pd."""
 
     def __init__(self, child: asyncio.subprocess.Process, lifeline: socket.socket) -> None:
-        self._child, self._lifeline = child, lifeline
+        self._child, self.lifeline = child, lifeline
         self._lines: deque[str] = deque(maxlen=LINES_MAX)
         self._telling: deque[str] = deque(maxlen=LINES_MAX)
         self._is_ready = asyncio.Event()
@@ -107,7 +107,7 @@ class Process:
             if any(line.startswith("Peer ID:") for line in lines):
                 self._is_ready.set()
         self._keep([rest])
-        self._lifeline.close()  # p2pd has ended
+        self.lifeline.close()  # p2pd has ended
         asyncio.get_running_loop().call_soon(self._is_ready.set)  # after this task is done, which `start` checks
 
     def _keep(self, lines: list[str]) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeAlias
 
 from p2ptrain.errors import RemoteProtocolError
@@ -59,7 +60,9 @@ class Streams:
         """Accepts an incoming stream, which is a connection from p2pd."""
         if self._incoming < STREAMS_MAX + OPENINGS_MAX:
             self._incoming += 1
-            self._tasks.spawn(self._boundary.contained("a stream's opening", b"", self._answer, reader, writer))
+            ended = partial(self._ended, writer)
+            work = self._boundary.contained("a stream's opening", b"", self._answer, reader, writer, ended=ended)
+            self._tasks.spawn(work)
         else:
             self._refuse(writer, f"{self._incoming} are open")
 
@@ -76,9 +79,10 @@ class Streams:
             self._refuse(writer, str(error))
         except (TransportError, TimeoutError) as error:
             logger.debug("p2pd did not name the peer of a stream: %s", error)
-        finally:
-            self._incoming -= 1
-            writer.transport.abort()
+
+    def _ended(self, writer: asyncio.StreamWriter) -> None:
+        self._incoming -= 1
+        writer.transport.abort()
 
     def _make_room(self, peer: bytes) -> str:
         """Makes room for a stream of this peer, or returns why it may have no more.

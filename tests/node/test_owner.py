@@ -14,7 +14,7 @@ from p2ptrain.core.events import Applied
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.observe.build import unreadiness_of
 from p2ptrain.observe.schema import PeerList, Status
-from tests.helpers.memory_swarm import Member, Swarm, swarm
+from tests.helpers.memory_swarm import Member, MemorySwarm, swarm
 from tests.helpers.net import skipping_time, until
 
 ROUNDS = 6
@@ -24,7 +24,7 @@ def taken(node: Member) -> int:
     return int(node.status["counters"].get("contributions taken", 0))
 
 
-async def go_on(made: Swarm, *nodes: Member) -> None:
+async def go_on(made: MemorySwarm, *nodes: Member) -> None:
     await made.reach(made.newest + ROUNDS, *nodes)
 
 

@@ -1,9 +1,9 @@
-"""Carries out the owner's orders while the node runs: pause, resume, limits, a checkpoint now.
+"""Carries out what the owner asks for while the node runs: pause, resume, limits, a checkpoint now.
 
 Their effect lasts until the daemon ends; permanent settings belong in the node's config. That file is not read again
 while the node runs, not even on SIGHUP: most of its keys could not take effect then, and a signal cannot return an
-error, while an order is checked at once and answered with the settings now in force. Orders come only over the control
-socket (control.py).
+error, while a request is checked at once and answered with the settings now in force. Requests come only over the
+control socket (control.py).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from p2ptrain.node.limits import MachineLimits
 log = logging.getLogger("p2ptrain.node")
 
 
-async def obey(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any]) -> dict[str, Any]:
-    """Carries out an order and returns the round saved, or whether the node is paused; limits are in the status."""
-    match order["do"]:
+async def carry_out(driver: Driver, machine_limits: MachineLimits, request: dict[str, Any]) -> dict[str, Any]:
+    """Carries out a request and returns the round saved, or whether the node is paused; limits are in the status."""
+    match request["do"]:
         case "pause":
             _pause(driver)
         case "resume":
             _resume(driver)
         case "limit":
-            _limit(driver, machine_limits, order)
+            _limit(driver, machine_limits, request)
         case "checkpoint":
             return {"round": await save_now(driver)}
     return {"is_paused": bool(driver.pauses), "pauses": [each.text for each in driver.pauses]}
@@ -45,9 +45,9 @@ def _resume(driver: Driver) -> None:
         driver.pauses.end(Code.PAUSED)
 
 
-def _limit(driver: Driver, machine_limits: MachineLimits, order: dict[str, Any]) -> None:
-    """Changes the limits that the order names."""
-    machine_limits.change(order)
+def _limit(driver: Driver, machine_limits: MachineLimits, request: dict[str, Any]) -> None:
+    """Changes the limits that the request names."""
+    machine_limits.change(request)
     driver.edges.upload.set_rate(machine_limits.limits.upload_bytes_per_second)
     driver.edges.download.set_rate(machine_limits.limits.download_bytes_per_second)
 

@@ -6,15 +6,15 @@ import gzip
 
 import pytest
 
-from p2ptrain.observe import plotly_asset as library
-from p2ptrain.observe.guard import HEADERS
+from p2ptrain.observe import app
+from p2ptrain.observe.guard import HEADERS, STYLE_HASH
 from tests.helpers.web import site
 
-PATH = f"/assets/{library.NAME}"
+PATH = f"/assets/{app.LIBRARY}"
 
 
 async def test_the_library_is_the_installed_one_and_comes_compressed_to_whoever_takes_that() -> None:
-    installed = library.path_of()
+    installed = app.library_path()
     assert installed is not None
     content = installed.read_bytes()
     async with site() as here:
@@ -40,7 +40,7 @@ async def test_a_browser_that_has_the_library_gets_it_no_second_time(taken: str)
 
 
 async def test_a_node_without_the_library_answers_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "path_of", lambda: None)
+    monkeypatch.setattr(app, "library_path", lambda: None)
     async with site() as here:
         assert await here.refused(PATH) == (404, "not found")
         assert (await here.get("/"))[0] == 200
@@ -48,5 +48,5 @@ async def test_a_node_without_the_library_answers_without_it(monkeypatch: pytest
 
 def test_the_policy_lets_one_known_style_through_and_no_script() -> None:
     policy = dict(part.strip().split(" ", 1) for part in HEADERS["Content-Security-Policy"].split(";"))
-    assert policy["style-src"] == f"'self' {library.STYLE_HASH}"
+    assert policy["style-src"] == f"'self' {STYLE_HASH}"
     assert (policy["script-src"], policy["default-src"]) == ("'self'", "'none'")
