@@ -2,7 +2,7 @@
 
 torch and psutil see the whole machine. A node in a container with two of 64 cores would train with 63 threads that
 compete, and `p2ptrain doctor` in one with 4 of 256 GB would find that a large model fits. Linux keeps the limits in the
-control groups of the process, each of which is also limited by its parents (cgroups(7), version 2).
+control groups of the process, each of which is also limited by its parents (cgroups(7), versions 1 and 2).
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from pathlib import Path
 
 import psutil
 
-LIMITS = ("memory.max", "memory.high")
-CACHES = ("active_file", "inactive_file")
+LIMITS = (  # file of the limit, file of the usage, prefix of keys in memory.stat: version 2, then 1
+    ("memory.max", "memory.current", ""),
+    ("memory.high", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+KINDS = ("active", "inactive")
 M_MMAP_THRESHOLD = -3  # malloc.h
 GROUPS_MOUNT, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -36,45 +40,50 @@ def free_memory_bytes() -> int:
 def memory_bytes() -> int:
     """The machine's memory and swap, or the limit of the process if that is lower."""
     there = int(psutil.virtual_memory().total + psutil.swap_memory().total)
-    return min([there, *(most for group in _groups() for name in LIMITS for most in _numbers(group, name))])
+    return min(
+        [there, *(most for group in _groups("memory") for name, _, _ in LIMITS for most in _numbers(group, name))]
+    )
 
 
 def _shares() -> Iterator[float]:
     """Yields the CPU limit, in cores, of each group that has one."""
-    for group in _groups():
-        match _numbers(group, "cpu.max"):
-            case [quota, period] if period:
-                yield quota / period
+    for group in _groups("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            match _numbers(group, *names):
+                case [quota, period] if period:
+                    yield quota / period
 
 
 def _rests() -> Iterator[int]:
     """Yields the bytes left in each group with a limit; the page cache counts as free."""
-    for group in _groups():
-        for limit in LIMITS:
-            match _numbers(group, limit), _numbers(group, "memory.current"):
+    for group in _groups("memory"):
+        for limit, used, kept in LIMITS:
+            match _numbers(group, limit), _numbers(group, used):
                 case [most], [taken]:
                     stat = _words(group / "memory.stat")
                     counts = dict(zip(stat[::2], stat[1::2], strict=False))
-                    yield max(0, most - taken + sum(int(counts.get(name, 0)) for name in CACHES))
+                    yield max(0, most - taken + sum(int(counts.get(f"{kept}{kind}_file", 0)) for kind in KINDS))
 
 
-def _groups() -> Iterator[Path]:
-    """Yields the directories of this process's group and its parents; in a container the first is its own."""
+def _groups(controller: str) -> Iterator[Path]:
+    """Yields the directories of this process's groups and their parents; in a container the first is its own."""
     try:
         lines = OWN_GROUPS.read_text().splitlines()
     except OSError:  # not Linux, or /proc is hidden
         return
     for line in lines:
-        if not line.startswith("0::"):  # of version 1
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
             continue
-        yield GROUPS_MOUNT
-        below = Path(line.removeprefix("0::").lstrip("/"))
-        yield from (GROUPS_MOUNT / each for each in (below, *below.parents) if each.parts and ".." not in each.parts)
+        top = GROUPS_MOUNT / controller if controllers else GROUPS_MOUNT
+        yield top
+        below = Path(path.lstrip("/"))
+        yield from (top / each for each in (below, *below.parents) if each.parts and ".." not in each.parts)
 
 
-def _numbers(group: Path, name: str) -> list[int]:
-    """Returns the numbers in this file; empty if it holds anything else: "max" means no limit."""
-    words = _words(group / name)
+def _numbers(group: Path, *names: str) -> list[int]:
+    """Returns the numbers in these files; empty if one holds anything else: "max" and -1 mean no limit."""
+    words = [word for name in names for word in _words(group / name)]
     return [int(word) for word in words] if all(word.isdigit() for word in words) else []
 
 

@@ -35,20 +35,36 @@ def test_a_machine_without_control_groups_is_all_there(root: Path) -> None:
 
 
 V2 = {"own": "0::/", "cpu.max": "200000 100000", "memory.max": "4000", "memory.current": "1500"}
+V1 = {
+    "own": "5:memory:/docker/ab\n4:cpu,cpuacct:/docker/ab\n1:name=systemd:/docker/ab",
+    "cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000",
+    "memory/memory.limit_in_bytes": "4000", "memory/memory.usage_in_bytes": "1500",
+}  # fmt: skip
 
 
-def test_a_container_has_what_it_was_given(root: Path) -> None:
-    write(root, V2 | {"own": "5:memory:/docker/ab\n0::/"})
+@pytest.mark.parametrize("files", [V2, V1], ids=["version 2", "version 1"])
+def test_a_container_has_what_it_was_given(files: dict[str, str], root: Path) -> None:
+    write(root, files)
     assert (capacity.cores(), capacity.free_memory_bytes()) == (2, 2500)
 
 
-def test_files_that_were_read_make_way(root: Path) -> None:
-    write(root, V2 | {"memory.stat": "anon 1000\ninactive_file 300\nactive_file 9\ntotal_inactive_file 1"})
+@pytest.mark.parametrize(
+    ("files", "stat"),
+    [
+        (V2, {"memory.stat": "anon 1000\ninactive_file 300\nactive_file 9\ntotal_inactive_file 1"}),
+        (V1, {"memory/memory.stat": "inactive_file 1\nactive_file 1\ntotal_inactive_file 300\ntotal_active_file 9"}),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_files_that_were_read_make_way(files: dict[str, str], stat: dict[str, str], root: Path) -> None:
+    write(root, files | stat)
     assert capacity.free_memory_bytes() == 2809
 
 
-def test_a_part_of_a_core_is_one_more(root: Path) -> None:
-    write(root, V2 | {"cpu.max": "150000 100000"})
+def test_a_part_of_a_core_is_one_more_and_other_controllers_limit_nothing(root: Path) -> None:
+    write(root, V1 | {"cpu/cpu.cfs_quota_us": "150000"})
+    assert capacity.cores() == 2
+    write(root, {"own": "5:memory:/a\n4:cpu,cpuacct:/b", "cpu/a/cpu.cfs_quota_us": "1", "cpu/a/cpu.cfs_period_us": "1"})
     assert capacity.cores() == 2
 
 

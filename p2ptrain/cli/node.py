@@ -158,7 +158,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
     node = node_config(config, data_dir, bootstrap, listen, log_level, log_format)
     from p2ptrain.daemon.launch import take_part  # last, so that errors need not wait two seconds for torch
 
-    take_part(JoinOrder(config=node, data=data, run=run, invitation=invitation, trust=trust, asks=not yes))
+    take_part(JoinOrder(config=node, data=data, wanted=run, invitation=invitation, trust=trust, asks=not yes))
 
 
 def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:

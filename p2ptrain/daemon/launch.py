@@ -30,7 +30,6 @@ from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError
 from p2ptrain.identity import Identity
 from p2ptrain.models.kinds import check_base_bytes
-from p2ptrain.models.plugins import allow
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.begun import begun_here, note_begun
@@ -76,17 +75,16 @@ HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node t
 
 def take_part(order: StartOrder | JoinOrder, loop: ScriptLoop | None = None) -> None:
     """Begins a run or joins one, and runs the node until it has left; loop: of the script that takes the steps."""
-    allow(order.config.plugins.allow)
     _run(follow(order, loop))
 
 
 async def follow(order: StartOrder | JoinOrder, loop: ScriptLoop | None = None) -> None:
-    """The same, as a coroutine."""
+    """Carries out an order, in an event loop."""
     home = Home(order.config)
     if isinstance(order, StartOrder):
         await _start(order, home, loop)
     else:
-        await _join(order, home, loop, _read_trust(order.trust))
+        await _join(order, home, loop)
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
@@ -205,8 +203,9 @@ async def _start(order: StartOrder, home: Home, loop: ScriptLoop | None) -> None
         await _serve(stack, launch, opened)
 
 
-async def _join(order: JoinOrder, home: Home, loop: ScriptLoop | None, trust: bytes) -> None:
-    wanted = _pinned(home.config.network.run, order.run)
+async def _join(order: JoinOrder, home: Home, loop: ScriptLoop | None) -> None:
+    wanted = _pinned(home.config.network.run, order.wanted)
+    trust = _read_trust(order.trust)
     read = read_invitation(order.invitation) if order.invitation else None
     async with AsyncExitStack() as stack:
         opened = await _open(stack, home, loop)

@@ -270,14 +270,13 @@ async def _remember(daemon: Daemon) -> None:
         addresses = saved
         with daemon.edges.transport.boundary.contain("the addresses to remember"):
             addresses = daemon.edges.connections.remembered()
-        if addresses != saved:
-            await _save_addresses(daemon.edges, addresses)
+        if addresses != saved and await _save_addresses(daemon.edges, addresses):
             saved = addresses
 
 
-async def _save_addresses(edges: Edges, addresses: list[str]) -> None:
-    if addresses:  # while no peer is reachable, the earlier addresses are the best known ones
-        await edges.persistence.remember(addresses)
+async def _save_addresses(edges: Edges, addresses: list[str]) -> bool:
+    """Returns whether they are saved; while no peer is reachable, the earlier addresses are the best known ones."""
+    return not addresses or await edges.persistence.remember(addresses)
 
 
 async def save_last(daemon: Daemon) -> None:

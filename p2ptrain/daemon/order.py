@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # so that a wrong option is answered before torch is imported
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """To take part in a run."""
+    """What every order has."""
 
     config: NodeConfig
     data: Path | None = None  # this node's own; or the run's, if it is begun here
@@ -33,7 +33,7 @@ class StartOrder(Order):
 class JoinOrder(Order):
     """To join a run that others train."""
 
-    run: str | None = None  # all of its id, or how it begins
+    wanted: str | None = None  # the run: all of its id, or how it begins
     invitation: str | None = None  # its text, or a file that has it
     trust: str | None = None  # a head that the run's history must contain
     asks: bool = False  # before anything is fetched, ask the person at the terminal, if there is one

@@ -64,7 +64,7 @@ def _join_of(begin: Begin, config: NodeConfig) -> JoinOrder:
     return JoinOrder(
         config=config,
         data=_path(begin.data),
-        run=begin.wanted or None,
+        wanted=begin.wanted or None,
         invitation=begin.invitation or None,
         trust=begin.trust or None,
     )

@@ -194,10 +194,10 @@ class Connections:
                 for peer in await self.look():
                     self.meeting.add(peer)
                     met = partial(self.meeting.discard, peer)
-                    work = contained("a meeting with a peer", peer, self._meet, peer, ended=met)
+                    work = contained("a meeting with a peer", peer, self._meet, peer, group, ended=met)
                     group.create_task(work, name="meeting")
                 for peer in self._connected_anew():
-                    group.create_task(contained("asking a peer anew", peer, self._learn_addresses, peer))
+                    self._ask_for_addresses(peer, group)
                 await self._keep()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -251,17 +251,14 @@ class Connections:
             await self.transport.keep(needed)
             self.kept, self.keep_at = needed, now + KEEP_SECONDS
 
-    async def _meet(self, peer: bytes) -> None:
+    async def _meet(self, peer: bytes, group: asyncio.TaskGroup) -> None:
         """Asks a connected peer whether it takes part in the run; as a task, so that a silent peer delays nobody."""
         takes_part = False
         now = _now()
         self.unmet.setdefault(peer, Unmet(now)).next_at = now + SPEAKS_SECONDS  # should all of this fail
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(MEETING_SECONDS):
-                    takes_part = await self.speaks(peer)
-        finally:
-            self.meeting.discard(peer)  # what follows needs no slot, and ends with the connection
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MEETING_SECONDS):
+                takes_part = await self.speaks(peer)
         if not takes_part:
             await self._is_stranger(peer)
             return
@@ -270,7 +267,11 @@ class Connections:
         self.linked[peer] = None
         self.unmet.pop(peer, None)
         self.seen(peer)
-        await self._learn_addresses(peer)
+        self._ask_for_addresses(peer, group)
+
+    def _ask_for_addresses(self, peer: bytes, group: asyncio.TaskGroup) -> None:
+        work = self.transport.boundary.contained("asking for addresses", peer, self._learn_addresses, peer)
+        group.create_task(work, name="asking for addresses")
 
     async def _learn_addresses(self, peer: bytes) -> None:
         """Asks a connected peer for its addresses until it answers: it may still be starting.
@@ -306,7 +307,7 @@ class Connections:
             with self.transport.boundary.contain("the choice of whom to dial"):
                 for peer in self._placed(self._due(_now()), self.dialling, DIALS_AT_ONCE):
                     self.dialling.add(peer)
-                    dialled = partial(self.dialling.discard, peer)
+                    dialled = partial(self._dialled, peer)
                     group.create_task(contained("a dial", peer, self._dial, peer, ended=dialled), name="dial")
             await asyncio.sleep(0.2)
 
@@ -367,13 +368,14 @@ class Connections:
 
     async def _dial(self, peer: bytes) -> None:
         known = self.known[peer]  # who is being dialled is not forgotten
-        try:
-            if not (problem := await self._reach(known, self._standing(peer))):
-                self.changed.set()
-            elif known.is_bootstrap:
-                tell(known.told, problem, _now())
-        finally:
-            self._put_off(known)
+        if not (problem := await self._reach(known, self._standing(peer))):
+            self.changed.set()
+        elif known.is_bootstrap:
+            tell(known.told, problem, _now())
+
+    def _dialled(self, peer: bytes) -> None:
+        self.dialling.discard(peer)
+        self._put_off(self.known[peer])
 
     async def _reach(self, known: KnownPeer, priority: Priority) -> str:
         """Connects to a peer at one of its addresses; on failure returns what was wrong with the best one."""

@@ -361,24 +361,26 @@ class LocalWorker:
             await diary.end_middle()
             while (each := diary.due(self.replica.round)) is not None and (is_applying or not each.applied_after):
                 await fetch(each.round, each.place, each.places)
-                begun = asyncio.get_running_loop().create_future()
+                begun, adopted = asyncio.get_running_loop().create_future(), self.replica.adopted
                 if diary.due(self.replica.round) is not each:
                     return  # another state was adopted
                 diary.waiting.popleft()
-                job = asyncio.ensure_future(self._thread.run(self._repeat, each, asyncio.get_running_loop(), begun))
+                awaits = adopted, partial(asyncio.get_running_loop().call_soon_threadsafe, _set, begun)
+                job = asyncio.ensure_future(self._thread.run(self._repeat, each, awaits))
                 if each.applied_after:
                     await asyncio.wait((job, begun), return_when=asyncio.FIRST_COMPLETED)
                     return diary.begin_middle(job)
                 await job
 
-    def _repeat(self, each: Trained, loop: asyncio.AbstractEventLoop, begun: asyncio.Future[None]) -> None:
+    def _repeat(self, each: Trained, awaits: tuple[int, Callable[[], object]]) -> None:
         learner, sequences = self.learner, self.learner.live.sequences_per_pass
-        self._awaits = self.replica.adopted, partial(loop.call_soon_threadsafe, _set, begun)
+        self._awaits = awaits
         learner.catch_up()
         _use_threads(each.threads)
         learner.live.set_sequences_per_pass(each.sequences_per_pass)
         task = Task(each.round, each.place, each.places, frozenset(each.outstanding))
         try:
+            self._refuse_another_state()
             if each.payload == FAILED and each.steps:
                 self._fail_again(task, each)
                 return
@@ -414,15 +416,20 @@ class LocalWorker:
 
     def _await_round(self) -> None:
         """Takes in the next round, once the replica has it."""
-        adopted, tell = self._awaits
+        _, tell = self._awaits
         tell()
         while not self.learner.rebase():
             if self.is_stopping:
                 raise StoppedError("the node ends")
-            if self.replica.adopted != adopted:
-                raise DataError("another state was adopted")
+            self._refuse_another_state()
             self._has_moved.wait(NAP_SECONDS)
             self._has_moved.clear()
+
+    def _refuse_another_state(self) -> None:
+        """Raises DataError once the state that a repeated training goes on from is none that it began with."""
+        adopted, _ = self._awaits
+        if self.replica.adopted != adopted:
+            raise DataError("another state was adopted")
 
 
 def _done(payload: bytes, tail: bytes, base: int) -> Done:

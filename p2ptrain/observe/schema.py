@@ -265,7 +265,7 @@ class Status(Answer, LearningFigures):
     )
     roots: dict[str, str] = Field(description="this node's own state roots after the last rounds, by round, hex")
     payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes")] = Field(
-        description="of one contribution"
+        description="the same for all of the run"
     )
     state_bytes: Annotated[Count, Figure("size of the state", "bytes")] = Field(
         description="of the weights, and of the outer momentum if there is one"

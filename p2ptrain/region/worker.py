@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic
 
 import torch
@@ -11,13 +12,11 @@ from torch import Tensor
 
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.core.messages import author_of
-from p2ptrain.data.assignment import Positions
 from p2ptrain.errors import PassedError
-from p2ptrain.exact.outer import Tail, Uncounted
+from p2ptrain.exact.outer import Tail
 from p2ptrain.node.local_worker import LocalWorker
-from p2ptrain.node.work import Base, Done, Fetch, Task, Upstream
+from p2ptrain.node.work import Base, Done, Task, Upstream
 from p2ptrain.region.shift import Region, World
-from p2ptrain.store.diary import Trained
 from p2ptrain.train.private import Privacy
 
 AWAY_SECONDS = 60.0  # without the world's run, until the node says so
@@ -34,6 +33,9 @@ class RegionWorker:
         self._inner, self.region, self._world_run, self._contribute = inner, region, world_run, contribute
         self.replica, self.figures, self.learner = inner.replica, inner.figures, inner.learner
         self.capture, self.evaluate, self.sample = inner.capture, inner.evaluate, inner.sample
+        self.set_threads, self.set_percent, self.positions = inner.set_threads, inner.set_percent, inner.positions
+        self.keep_pace, self.repeat_all, self.repeat = inner.keep_pace, inner.repeat_all, inner.repeat
+        self.settled, self.stop, self.close = inner.settled, inner.stop, inner.close
         self.contributions = 0  # to the world, by this node
         self.addresses: tuple[str, ...] = ()  # at which this node takes part in the world's run
         self.is_lost = True  # the world's run
@@ -87,7 +89,7 @@ class RegionWorker:
             await self._is_known.wait()
             if self.replica.round + 1 != task.round:  # rounds have passed that let others in
                 raise PassedError("the world was not known yet")
-        return await self._inner.train(Task(task.round, task.place, task.places, task.outstanding, self))
+        return await self._inner.train(replace(task, shift=self))
 
     def begin(self, number: int, weights: Tensor) -> Tensor | None:
         return self.region.begin(number, weights)
@@ -129,30 +131,3 @@ class RegionWorker:
     @property
     def threads(self) -> int:
         return self._inner.threads
-
-    def set_threads(self, count: int) -> None:
-        self._inner.set_threads(count)
-
-    def set_percent(self, percent: int) -> None:
-        self._inner.set_percent(percent)
-
-    def positions(self, number: int, place: int, places: int) -> Positions:
-        return self._inner.positions(number, place, places)
-
-    def keep_pace(self, number: int, usual: float, last: float) -> None:
-        self._inner.keep_pace(number, usual, last)
-
-    def repeat_all(self, trainings: Sequence[Trained], last: int) -> None:
-        self._inner.repeat_all(trainings, last)
-
-    async def repeat(self, fetch: Fetch, *, is_applying: bool = False) -> None:
-        await self._inner.repeat(fetch, is_applying=is_applying)
-
-    def settled(self, number: int, uncounted: Uncounted | None) -> None:
-        self._inner.settled(number, uncounted)
-
-    def stop(self) -> None:
-        self._inner.stop()
-
-    def close(self) -> None:
-        self._inner.close()

@@ -366,7 +366,7 @@ def test_the_size_of_blocks_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     """A CPU and a GPU work through a matrix in blocks of different sizes."""
     for chunks in (1, 5, 1_024):
         monkeypatch.setattr(transform, "BLOCK_CHUNKS", chunks)
-        for case in list(golden_cases())[::21]:
+        for case in list(golden_cases())[::20]:
             assert golden_root(golden_cases()[case], CPU) == golden()[case], (chunks, case)
 
 
@@ -392,7 +392,7 @@ def test_a_device_without_memory_leaves_the_work_to_the_cpu_and_changes_no_bit(
         if full in (name, "every other"):
             often = itertools.cycle((True, False) if full == name else (True, False, False, True, False))
             monkeypatch.setattr(aggregate, name, failing(getattr(aggregate, name), often))
-    for case in list(golden_cases())[::15]:
+    for case in list(golden_cases())[::16]:
         assert golden_root(golden_cases()[case], CPU) == golden()[case], case
     assert failed > 20
 

@@ -15,6 +15,8 @@ import pytest
 from benchmarks import fuzz
 from benchmarks.fuzz import Target, Trial, limits
 from benchmarks.fuzz.__main__ import CORPUS, Fuzzer, read_corpus
+from benchmarks.fuzz.__main__ import fuzz as fuzz_all
+from benchmarks.fuzz.alter import KINDS, altered
 from benchmarks.fuzz.targets import all_targets
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.errors import RemoteProtocolError
@@ -159,7 +161,30 @@ def test_a_broken_decoder_is_reported_and_what_broke_it_is_kept(
     assert again.tally.failures
 
 
+def test_a_sound_decoder_is_not_reported(tmp_path: Path) -> None:
+    trial = Trial(broken(sound))
+    assert fuzz_all([trial], 0.5, 1, tmp_path / "corpus", tmp_path / "last") == 0
+    assert not (tmp_path / "last").exists()
+    assert trial.tally.inputs > trial.tally.accepted > len(SEEDS)
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_a_run_over_a_broken_decoder_fails(tmp_path: Path) -> None:
+    trials = [Trial(broken(sound)), Trial(broken(eats_memory))]
+    assert fuzz_all(trials, 0.1, 1, tmp_path / "corpus", tmp_path / "last") > 0
+
+
 def test_an_error_that_only_descends_from_the_decoder_s_own_is_another() -> None:
     assert fuzz.is_own(ValueError(), (ValueError,))
     assert not fuzz.is_own(UnicodeDecodeError("utf-8", b"", 0, 1, ""), (ValueError,))
     assert not fuzz.is_own(RecursionError(), (RemoteProtocolError,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_draws_the_same_inputs_and_they_differ(kind: str, targets: list[Target]) -> None:
+    seeds = next(target.seeds for target in targets if target.kind == kind)
+    first, again = (
+        [altered(kind, seeds[0], seeds, rng) for _ in range(200)] for rng in (Random(SEED), Random(SEED))
+    )  # fmt: skip
+    assert first == again
+    assert len({*first}) > 100

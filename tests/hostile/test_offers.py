@@ -96,4 +96,4 @@ async def test_whatever_a_bootstrap_offers_a_supervisor_starts_the_node_again(
         if len(configs) == 1:
             [run_id] = configs
             with pytest.raises(kind, match=why):  # of the run that the owner has named
-                await launch.follow(JoinOrder(config=config, run=run_id.hex()))
+                await launch.follow(JoinOrder(config=config, wanted=run_id.hex()))

@@ -103,10 +103,10 @@ async def test_an_error_that_ends_a_dial_or_a_meeting_before_it_began_bars_nobod
     await others(network, A)
     real, failures = getattr(Connections, fails), iter(range(3))
 
-    async def failing(self: Connections, peer: bytes) -> None:
+    async def failing(self: Connections, peer: bytes, *more: object) -> None:
         if next(failures, None) is not None:
             raise IndexError
-        await real(self, peer)
+        await real(self, peer, *more)
 
     monkeypatch.setattr(Connections, fails, failing)
     node.connections.add(network.address(A), Origin.USER)

@@ -36,7 +36,7 @@ from p2ptrain.train import memory as memory_module
 from p2ptrain.train.memory import PassSettings, demands_of, need_of
 from tests.helpers.cli import p2ptrain
 from tests.helpers.memory_swarm import swarm
-from tests.helpers.net import skipping_time
+from tests.helpers.net import skipping_time, until
 
 RESTING = complaint(Code.OUTSIDE_HOURS, hours="22:00-07:00", until="22:00")
 UNPLUGGED = complaint(Code.ON_BATTERY)
@@ -211,6 +211,31 @@ class FakeMachine:
         return MachineLimits(
             limits, driver.pauses, driver.worker, lambda: self.now, lambda: self.is_unplugged, lambda: self.resident
         )
+
+
+@skipping_time
+async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_inside_them(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as made:
+        await made.reach(3)
+        node, machine = made.nodes[3], FakeMachine()
+        daemon = node.daemon
+        daemon.machine_limits = machine_limits = machine.machine_limits(LimitsConfig(hours="22:00-07:00"), daemon)
+        machine_limits.look()
+        await made.reach(made.newest + 6)
+        before = node.status["counters"].get("contributions taken", 0)
+        await made.reach(made.newest + 6)
+        status = node.status
+        assert status["counters"].get("contributions taken", 0) == before
+        assert status["is_paused"]
+        assert status["health"] == [RESTING.text]
+        assert "22:00-07:00: training resumes at 22:00" in RESTING.text
+        assert unreadiness_of(daemon) == []
+        assert status["limits"]["hours"] == "22:00-07:00"
+        machine.now = at("22:00")
+        machine_limits.look()
+        assert not node.status["is_paused"]
+        await until(lambda: node.status["counters"].get("contributions taken", 0) > before + 2)
+        made.compare(12)
 
 
 @skipping_time

@@ -48,7 +48,8 @@ class Life:
     def __init__(self, dataset: TokenDataset, name: str, **changes: Any) -> None:
         self.trainer: Trainer = make(dataset, name, **changes)
         self.diary: list[Trained] = []
-        self.worker = LocalWorker(LearnerThread(self.trainer), bytes(32), self.note)
+        self.thread = LearnerThread(self.trainer)
+        self.worker = LocalWorker(self.thread, bytes(32), self.note)
         self.replica = ReplicaThread(self.worker)
         self.payloads: dict[int, bytes] = {}
 
@@ -214,8 +215,9 @@ async def test_a_training_that_waits_for_a_round_in_its_middle_ends_when_there_w
     life.close()
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
 async def test_a_state_that_is_adopted_while_a_training_is_repeated_ends_its_wait_for_a_round(
-    dataset: TokenDataset, caplog: pytest.LogCaptureFixture
+    has_begun: bool, dataset: TokenDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     life = LateLife(dataset, {2: 1})
     for number in (1, 2):
@@ -224,11 +226,19 @@ async def test_a_state_that_is_adopted_while_a_training_is_repeated_ends_its_wai
     again.worker.repeat_all(life.diary, 2)
     await again.worker.repeat(fetch)  # the first, which waits for nothing
     began, gate = slowed(again)
-    repeating = asyncio.ensure_future(again.worker.repeat(fetch, is_applying=True))
-    await asyncio.to_thread(began.wait)
+    before = [] if has_begun else [asyncio.ensure_future(again.thread.run(gate.wait))]
+    asked = asyncio.Event()
+
+    async def fetching(*_: int) -> None:
+        asked.set()  # its job is given to the thread before anything else runs
+
+    repeating = asyncio.ensure_future(again.worker.repeat(fetching, is_applying=True))
+    await asked.wait()
+    if has_begun:
+        await asyncio.to_thread(began.wait)
     await again.replica.adopt(5, bytes(32), [life.trainer.state_bytes()])
     gate.set()
-    await repeating
+    await asyncio.gather(repeating, *before)
     await again.worker.repeat(fetch)
     assert "another state was adopted" in caplog.text
     again.close()

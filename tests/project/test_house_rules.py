@@ -41,7 +41,7 @@ LAYERS = {
     "sim": {"sim", "core", "replay", *LEARNING},
     "audit": {"audit", "core", "store", "identity", *LEARNING},
     "node": {"node", "core", "net", "store", "identity", "replay", *LEARNING},  # a node at work has no face
-    "observe": {"observe", "region", "node", "core", "net", "store", "identity", *LEARNING},
+    "observe": {"observe", "node", "core", "net", "store", "identity", *LEARNING},
     "loop": {"loop", "node", "core", "net", "store", *LEARNING},
     "region": {"region", "loop", "node", "core", "net", "store", "identity", *LEARNING},
     "daemon": {
@@ -51,7 +51,7 @@ LAYERS = {
     "swarm": {"swarm", "loop", "node", "core", *LEARNING},  # a script's process, whose node is another
     "hf": {"hf", "swarm"},
     "doctor": {"doctor", "node", "observe", "core", "net", "store", "identity", *LEARNING},
-    "demo": {"demo", "node", "net", "observe"},  # its nodes are processes of their own
+    "demo": {"demo", "node", "net"},  # its nodes are processes of their own
     "cli": {
         *("cli", "audit", "daemon", "demo", "doctor", "node", "observe", "sim"),
         *("core", "net", "store", "identity", "replay"),
