@@ -77,7 +77,7 @@ def test_its_status_tells_it_from_what_may_go_better_the_next_time(
     def end(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(launch, "join", end)
+    monkeypatch.setattr(launch, "take_part", end)
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity(bytes(range(32))).peer_id}"
     assert p2ptrain(capsys, "join", "--bootstrap", address)[::2] == (status, f"{error}\n")
     assert ExitStatus.OWNER_NEEDED == 5, "systemd's unit has the number"

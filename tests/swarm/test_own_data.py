@@ -146,9 +146,11 @@ def test_the_example_trains_on_two_texts(swarm: DaemonSwarm) -> None:
     second = script(swarm, "second", str(files[1]), first.address, str(invitation), example="own_data.py")
     second.start()
     until_both_contributed(swarm, first, second)
-    second.until(lambda: len(re.findall(r"held-out loss", second.log.read_text())) > 2)
-    losses = [float(each) for each in re.findall(r"held-out loss ([\d.]+)", second.log.read_text())]
-    assert losses[-1] < losses[0]
+
+    def losses() -> list[float]:
+        return [float(each) for each in re.findall(r"held-out loss ([\d.]+)", second.log.read_text())]
+
+    second.until(lambda: len(losses()) > 2 and losses()[-1] < losses()[0])
     for each in (second, first):
         each.signal(signal.SIGINT)
         each.until_ended()
