@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import groupby
 
 import pytest
 from hypothesis import settings
@@ -27,6 +28,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--no-skips", action="store_true", help="a test that is skipped fails the run: what it takes is missing"
     )
     parser.addoption("--no-skips-of", metavar="MARKER", help="the same, for tests with this marker")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spreads the tests whose daemons wait for one another: the rest keeps the processors busy meanwhile."""
+    waiting = [each for each in items if each.path.parent.name == "swarm"]
+    rest = [each for each in items if each.path.parent.name != "swarm"]
+    files = [list(each) for _, each in groupby(rest, key=lambda each: each.path)]
+    if files:
+        share = len(waiting) / len(files)
+        items.clear()
+        for number, file in enumerate(files):
+            items += [*file, *waiting[round(number * share) : round((number + 1) * share)]]
 
 
 def pytest_configure(config: pytest.Config) -> None:

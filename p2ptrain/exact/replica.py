@@ -24,6 +24,7 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.exact.codec import Contribution
 from p2ptrain.exact.outer import Counted, Outer
 from p2ptrain.exact.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
+from p2ptrain.exact.shortage import where_it_fits
 
 UNPACKED_BYTES = 64 * 2**20  # of contributions kept unpacked between their check and their round; a guess
 WEIGHTS_PREFIX, MOMENTUM_NAME = "weights.", "momentum"  # of the state's tensors, by name
@@ -42,7 +43,8 @@ class Replica:
         self.run = run
         self.names = [name for name, _ in named_shapes]
         self.outer = Outer.of(run, [shape for _, shape in named_shapes])
-        self.state = torch.zeros(self.outer.state_numbers, device=device)  # changed in place
+        # Changed in place. On the worker's device if it has room, else in main memory: the bits are the same.
+        self.state = where_it_fits(lambda where: torch.zeros(self.outer.state_numbers, device=where), device)
         self.round = 0  # rounds applied
         self.adopted = 0  # states adopted
         self.lock = RLock()
