@@ -73,10 +73,6 @@ class Launch:
     def config(self) -> NodeConfig:
         return self.home.config
 
-    @property
-    def run_id(self) -> bytes:
-        return bytes.fromhex(self.run.run_id)
-
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
@@ -137,7 +133,7 @@ async def open_workshop(launch: Launch, note: Note, make: MakeWorker = LocalWork
 
 async def assemble(stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop = open_workshop) -> Assembled:
     """Builds a node; closing `stack` closes all of its parts."""
-    run, run_id, config = launch.run, launch.run_id, launch.config
+    run, run_id, config = launch.run, launch.run.id, launch.config
     me = launch.identity.key
     store = _open_store(stack, launch)
     signer = NotingSigner(RunSigner(launch.identity, run_id))
@@ -152,7 +148,7 @@ async def assemble(stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop =
     replica, worker = workshop.replica, workshop.worker
     strangers = messages_of_strangers(view.is_welcome, launch.transport.range_of)
     intake = Intake(signer, replica, view.is_in, strangers, persistence.put, launch.transport.boundary)
-    edges = await _connect(stack, launch, store, states, persistence, intake, view, strangers)
+    edges = await _connect(launch, store, states, persistence, intake, view, strangers)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
     events = EventFile(store.directory / "events", signer, header, lambda: view.state.round)
     stack.callback(events.close)
@@ -163,7 +159,6 @@ async def assemble(stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop =
 
 
 async def _connect(
-    stack: AsyncExitStack,
     launch: Launch,
     store: Store,
     states: SavedStates,
@@ -173,7 +168,7 @@ async def _connect(
     strangers: PeerLimits,
 ) -> Edges:
     """Builds the network's side, which feeds the intake."""
-    run, run_id, config, transport = launch.run, launch.run_id, launch.config, launch.transport
+    run, run_id, config, transport = launch.run, launch.run.id, launch.config, launch.transport
     transport.prefer(view.is_in)
     limits = config.limits
     upload, download = (
@@ -236,7 +231,7 @@ def _for_the_owner() -> Iterator[None]:
 @_for_the_owner()
 def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     """Opens the node's store."""
-    run, run_id = launch.run, launch.run_id
+    run, run_id = launch.run, launch.run.id
     founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
     beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
     directory, key_file = launch.home.of_run(run_id), launch.home.identity_file
