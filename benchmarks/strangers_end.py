@@ -39,7 +39,7 @@ from p2ptrain.net.frames import read_message, write_message
 from p2ptrain.net.libp2p.control import RESPONSE_BYTES_MAX
 from p2ptrain.net.libp2p.process import find_binary
 from p2ptrain.net.libp2p.unary import pb
-from tests.helpers.daemons import Daemon, Swarm
+from tests.helpers.daemons import DaemonSwarm, StartableDaemon
 from tests.helpers.foreign import DHT, NESTED, NOT_UTF8, Foreign, address, foreign, found, frame
 
 LOOK_SECONDS = 0.1
@@ -53,7 +53,7 @@ ERROR = re.compile(r"[| ]*\w+Error(:|$)")  # the last line of a traceback
 class Act:
     """What one finding has at hand."""
 
-    def __init__(self, strangers: Foreign, nodes: list[Daemon], directory: Path, limit: float) -> None:
+    def __init__(self, strangers: Foreign, nodes: list[StartableDaemon], directory: Path, limit: float) -> None:
         self.strangers, self.nodes, self.directory, self.limit = strangers, nodes, directory, limit
         self.addresses = [node.address for node in nodes]
         self.run_id = str(nodes[0].status()["run_id"])
@@ -190,7 +190,7 @@ FINDINGS: dict[str, Callable[[Act], None]] = {
 def seconds_until_one_ends(finding: Callable[[Act], None], limit: float) -> tuple[float | None, int, str]:
     """Returns the seconds from the stranger's first step to the end of the first daemon, how many ended, and why."""
     with tempfile.TemporaryDirectory() as directory:
-        swarm = Swarm(Path(directory))
+        swarm = DaemonSwarm(Path(directory))
         try:
             nodes = swarm.of(3)
             with foreign() as strangers:
@@ -231,7 +231,7 @@ def why(log: str) -> str:
 def dials(minutes: float) -> dict[str, object]:
     """Counts p2pd's own dials to addresses that strangers told in identify: one comes every few seconds, and leaves."""
     with tempfile.TemporaryDirectory() as directory:
-        swarm = Swarm(Path(directory))
+        swarm = DaemonSwarm(Path(directory))
         try:
             node = swarm.of(2)[0]
             with foreign() as strangers:
@@ -252,7 +252,7 @@ def dials(minutes: float) -> dict[str, object]:
             swarm.close()
 
 
-def _visit(strangers: Foreign, who: str, node: Daemon, told: list[str]) -> None:
+def _visit(strangers: Foreign, who: str, node: StartableDaemon, told: list[str]) -> None:
     strangers.order(who, "tell", addresses=told, protocols=list(DHT))
     peer = strangers.connect(who, node.address)
     strangers.ping_dht(who, peer)

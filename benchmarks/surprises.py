@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import surprises
-from tests.helpers.daemons import Daemon, Swarm, p2pds
-from tests.helpers.surprises import KINDS, Found
+from tests.helpers.daemons import DaemonSwarm, StartableDaemon, p2pds
+from tests.helpers.surprises import KINDS, MEMORY, PeerFacingFunctions
 
 QUIET_SECONDS = 12.0  # without another function that raises, until a kind is done
 LOG_CHARACTERS = 20_000
@@ -32,7 +32,7 @@ PAYLOADS = '\n[agreement]\non_quorum_loss = "halt"\ninline_bytes_max = 0\n'
 class Victim:
     """A daemon that is surprised."""
 
-    def __init__(self, swarm: Swarm, address: str) -> None:
+    def __init__(self, swarm: DaemonSwarm, address: str) -> None:
         self.orders, self.log = swarm.directory / "orders", swarm.directory / "raised"
         self.orders.touch()
         self.log.touch()
@@ -49,14 +49,14 @@ class Victim:
     def raised(self) -> list[tuple[str, str]]:
         """Returns what has been raised, and where."""
         lines = [line.partition(" ") for line in self.log.read_text().splitlines()]
-        return [(kind, name) for kind, _, name in lines if kind in KINDS]
+        return [(kind, name) for kind, _, name in lines if kind in KINDS | MEMORY]
 
     def arm(self, kind: str, names: list[str]) -> None:
         with self.orders.open("a") as orders:
             orders.write(f"{kind} {' '.join(names)}\n")
 
 
-def trouble(number: int, victim: Daemon, other: Daemon) -> None:
+def trouble(number: int, victim: StartableDaemon, other: StartableDaemon) -> None:
     """Makes the victim meet its peers anew."""
     match number % 3:
         case 0:
@@ -71,7 +71,7 @@ def trouble(number: int, victim: Daemon, other: Daemon) -> None:
             victim.cont()
 
 
-def of_kind(kind: str, names: list[str], victim: Victim, other: Daemon) -> dict[str, Any]:
+def of_kind(kind: str, names: list[str], victim: Victim, other: StartableDaemon) -> dict[str, Any]:
     """Has each of these functions raise this kind once. Returns who did, and who ended the daemon."""
     ended: list[str] = []
     before = len(victim.raised)
@@ -98,7 +98,7 @@ def of_kind(kind: str, names: list[str], victim: Victim, other: Daemon) -> dict[
     return {"raised": sorted(set(raised)), "ended": ended}
 
 
-def _is_compared(swarm: Swarm, goal: int, *daemons: Daemon) -> bool:
+def _is_compared(swarm: DaemonSwarm, goal: int, *daemons: StartableDaemon) -> bool:
     """Whether so many rounds' roots have been compared, of which `status` takes note."""
     for each in daemons:
         each.status()
@@ -107,7 +107,7 @@ def _is_compared(swarm: Swarm, goal: int, *daemons: Daemon) -> bool:
 
 def measure(directory: Path, kinds: list[str]) -> dict[str, Any]:
     """Surprises a daemon with each kind."""
-    swarm, found = Swarm(directory), Found().facing_peers()
+    swarm, found = DaemonSwarm(directory), PeerFacingFunctions().facing_peers()
     try:
         run = swarm.run_file()
         run.write_text(run.read_text().replace("\n[agreement]\n", PAYLOADS))
@@ -132,7 +132,7 @@ def measure(directory: Path, kinds: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--kinds", nargs="*", choices=[*KINDS, *MEMORY], default=list(KINDS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

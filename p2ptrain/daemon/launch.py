@@ -288,7 +288,7 @@ def refuse_trust_in_the_start(trust: bytes, run: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a node has before it knows its run: its identity, and its faces to the owner and to a script."""
+    """A node that does not know its run yet: its identity, and its faces to the owner and to a script."""
 
     home: Home
     identity: Identity

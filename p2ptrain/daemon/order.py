@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # so that a wrong option is answered before torch is imported
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What every order has."""
+    """An order to take part in a run."""
 
     config: NodeConfig
     data: Path | None = None  # this node's own; or the run's, if it is begun here

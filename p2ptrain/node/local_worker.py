@@ -199,7 +199,7 @@ class LocalWorker:
         self._diary = _Diary()
         self._applied_after = 0  # local steps taken when the next round was taken in; 0: none was
         self._has_moved = Event()  # the replica
-        # Of a repeated training: the states adopted before it, and what tells that it awaits a round.
+        # For a repeated training: how many states were adopted before it, and a call that tells that it awaits a round.
         self._awaits: tuple[int, Callable[[], object]] = (0, lambda: None)
         self.capture = partial(thread.capture, lambda: self._diary.trained)
         self.evaluate, self.sample = thread.evaluate, thread.sample

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ASSETS = Path(str(files("p2ptrain.observe"))) / "assets"
 INDEX, DATA, LIBRARY = "index.html", "<!-- data -->", "plotly.min.js"
 ROUNDS_DEFAULT, ROUNDS_MAX = 100, 1_000  # in an answer of /rounds: those that the daemon has in memory
-# What is served, which errors any path may return, and what /events sends, for docs/reference/http.md.
+# The paths, the errors that any of them may return, and the events of /events, for docs/reference/http.md.
 PATHS = {
     "/status": "The node's status.",
     "/peers": "The node's peers and their standing.",

@@ -126,7 +126,7 @@ async def test_a_checkpoint_is_made_when_it_is_asked_for(tmp_path: Path) -> None
 async def test_a_checkpoint_of_a_round_that_the_core_has_not_heard_of_yet_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With overlapping rounds that is usual: the round before is applied while the order waits for the training."""
+    """With overlapping rounds that is usual: the round before is applied while the request waits for the training."""
     async with swarm(tmp_path) as made:
         node = made.nodes[0]
         await made.reach(3)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.benchmarks import load
+from tests.helpers.docs import ROOT
 
 
 def test_the_codec_benchmark_measures_both_sides_and_reaches_its_sizes() -> None:
@@ -84,3 +88,17 @@ def test_the_benchmark_of_copies_finds_each_payload_hashed_and_unpacked_once(tmp
     found = asyncio.run(copies.a_round("1m", tmp_path, 2))
     assert [found[f"{name} hashed"] for name in ("author", "peer")] == [1.0, 1.0]
     assert found["unpacked"] == 1.0
+
+
+PROGRAMS = [
+    path for path in sorted((ROOT / "benchmarks").rglob("*.py")) if "tests." in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_what_a_benchmark_takes_from_the_tests_is_there(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tests":
+            found = importlib.import_module(node.module or "")
+            missing = [each.name for each in node.names if not hasattr(found, each.name)]
+            assert [name for name in missing if find_spec(f"{node.module}.{name}") is None] == []
