@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 import subprocess
@@ -17,6 +18,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TEXT = (ROOT / "constraints.txt").read_text()
 ENTRY = re.compile(r"^([a-z0-9-]+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)\n", re.MULTILINE)
 LOCKED = {name: (version, hashes.count("--hash")) for name, version, hashes in ENTRY.findall(TEXT)}
@@ -30,11 +32,9 @@ def test_each_entry_is_a_version_with_hashes_and_no_index_is_named() -> None:
     assert Version(LOCKED["pip"][0]) >= Version("26.3"), "older ones take no hashes from constraints"
 
 
-def test_all_that_the_package_takes_is_listed_with_its_extras_and_what_builds_it() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    named = [*project["project"]["dependencies"], *project["build-system"]["requires"], "editables"]
-    named += [each for extra in project["project"]["optional-dependencies"].values() for each in extra]
-    todo, seen = [Requirement(each) for each in named], set[tuple[str, str]]()
+def with_what_they_need(requirements: list[str]) -> set[str]:
+    """Returns the names of these packages and of all that they need in turn, as far as they are installed."""
+    todo, seen = [Requirement(each) for each in requirements], set[tuple[str, str]]()
     while todo:
         each = todo.pop()
         name = canonicalize_name(each.name)
@@ -47,9 +47,39 @@ def test_all_that_the_package_takes_is_listed_with_its_extras_and_what_builds_it
             except metadata.PackageNotFoundError:
                 continue  # of an extra that is not installed here: its own name is checked
             todo += [more for more in needed if more.marker is None or more.marker.evaluate({"extra": extra})]
-    assert {name for name, _ in seen} - LOCKED.keys() == set()
+    return {name for name, _ in seen}
+
+
+def test_all_that_the_package_takes_is_listed_with_its_extras_and_what_builds_it() -> None:
+    named = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"], "editables"]
+    named += [each for extra in PROJECT["project"]["optional-dependencies"].values() for each in extra]
+    assert with_what_they_need(named) - LOCKED.keys() == set()
     for name in ("torch", "msgspec", "pytest"):
         assert metadata.version(name).partition("+")[0] == LOCKED[name][0]
+
+
+def test_what_tests_import_comes_with_what_setup_installs() -> None:
+    """A package that happens to be here, from an extra or by hand, is missing elsewhere."""
+    installed = with_what_they_need(
+        [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["dev"], "p2ptrain"]
+    )
+    own = {"p2ptrain", "tests", "benchmarks", "docs", "tools", *sys.stdlib_module_names}
+    distributions = metadata.packages_distributions()
+    imported = {
+        name.partition(".")[0]
+        for path in (ROOT / "tests").rglob("*.py")
+        if path.name != "other_libp2p.py"  # runs with packages of its own
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+    }
+    assert "torch" in imported
+    missing = {
+        name: distributions.get(name)
+        for name in imported - own
+        if not installed & {canonicalize_name(each) for each in distributions.get(name, [])}
+    }
+    assert missing == {}
 
 
 @pytest.mark.parametrize(("is_changed", "status"), [(False, 0), (True, 2)])
