@@ -26,7 +26,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
   $(VENV)/bin/pip install --quiet --quiet --no-require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check fmt docs pictures demo dist test swarm fuzz scenarios kills test-slow test-network test-docs test-hf test-deploy test-foreign gpu gpu-wheels clean
+.PHONY: help setup lock check fmt docs pictures demo dist test swarm fuzz scenarios kills test-daemons test-slow test-network test-docs test-hf test-deploy test-foreign gpu gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,7 +66,7 @@ demo: setup ## a swarm of three real daemons on this machine (NODES, ROUNDS)
 	$(VENV)/bin/p2ptrain demo --nodes $(NODES) --rounds $(ROUNDS)
 
 test: setup ## the tests that take seconds (NO_SKIPS_OF=browser: none of these is skipped)
-	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow and not docs' $(NO_SKIPS_OF:%=--no-skips-of=%)
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow and not docs and not daemons' $(NO_SKIPS_OF:%=--no-skips-of=%)
 
 swarm: setup ## two minutes of drawn scenarios, with faults and liars (SECONDS; SEED: draw the same again)
 	$(VENV)/bin/p2ptrain simulate --swarm 10000000 --seconds $(SECONDS) $(SEED:%=--seed %)
@@ -80,6 +80,9 @@ scenarios: setup ## every scenario with drawn seeds (SEEDS, SEED)
 
 kills: setup ## real daemons, one of which is killed again and again (MINUTES)
 	$(VENV)/bin/python benchmarks/kills.py --minutes $(MINUTES)
+
+test-daemons: setup ## swarms of real daemons: own loops and data, regions, plug-ins, recipes, troubles
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'daemons and not slow'
 
 test-slow: setup ## the tests that take minutes
 	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m slow --timeout=1800 || test $$? -eq 5  # 5: there are none

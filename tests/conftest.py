@@ -30,10 +30,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips-of", metavar="MARKER", help="the same, for tests with this marker")
 
 
+IN_EVERY_RUN = ("test_daemon_life.py", "test_daemon_start.py")  # a swarm begins, is killed, and goes on
+
+
+@pytest.hookimpl(tryfirst=True)  # -m selects by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spreads the tests whose daemons wait for one another: the rest keeps the processors busy meanwhile."""
+    """Marks the tests of real swarms, and spreads them: the rest keeps the processors busy while daemons wait."""
     waiting = [each for each in items if each.path.parent.name == "swarm"]
     rest = [each for each in items if each.path.parent.name != "swarm"]
+    for each in waiting:
+        if each.path.name not in IN_EVERY_RUN:
+            each.add_marker("daemons")
     files = [list(each) for _, each in groupby(rest, key=lambda each: each.path)]
     if files:
         share = len(waiting) / len(files)

@@ -53,9 +53,10 @@ class Session:
     writer: asyncio.StreamWriter
     memory: Memory
     steps: int = 0  # of a round of the world; 0: it takes no part yet
-    since: float | None = None  # when the round that it trains was heard of; None: it trains none
+    round: int = 0  # of the world, which it trains or trained last
+    since: float | None = None  # when that was heard of; None: it trains none
     has_heard: bool = False  # of the world's weights
-    sent: tuple[int, Tensor] | None = None  # the request that contributes, and what
+    sent: tuple[int, Tensor] | None = None  # the request that contributes, and what; None: it has been carried out
     asked: int = 0
 
     def ask(self, request: channel.Request) -> int:
@@ -76,6 +77,7 @@ class WorldLink:
         self._session: Session | None = None
         self._made: RegionWorker | None = None
         self._unsent: Tensor | None = None  # what the region has moved, and could not be contributed yet
+        self._given: tuple[int, Tensor] | None = None  # what was contributed last, and to which round of the world
 
     @asynccontextmanager
     async def attached(self, edges: Edges) -> AsyncIterator[None]:
@@ -187,13 +189,16 @@ class WorldLink:
                     self._worker.lose(text)
                 else:
                     self._worker.follow()
-            case channel.RoundToTrain(base=base):
-                session.since, session.has_heard = perf_counter(), True
+            case channel.RoundToTrain(number, base):
+                session.round, session.since, session.has_heard = number, perf_counter(), True
+                if self._given is not None and number <= self._given[0]:  # it was killed before that went out
+                    self._keep(self._given[1])
+                self._given = None
                 self._worker.hear(World(base, session.memory.base.clone()))
                 session.ask(channel.NextRound(base))
                 self.contribute()
-            case channel.CarriedOut() if contributed:
-                session.sent = None
+            case channel.CarriedOut() if contributed and session.sent is not None:
+                self._given, session.sent = (session.round, session.sent[1]), None
                 self._worker.contributed()
                 log.info("contributed to the world for the region")
             case channel.NodeFailed() if contributed and session.sent is not None:  # the round has passed

@@ -96,6 +96,24 @@ async def test_what_came_too_late_goes_with_the_next(link: WorldLink, worker: Re
     assert talk.memory.moved.tolist() == [1.25, 1.25]
 
 
+async def test_a_world_node_that_is_killed_before_its_contribution_is_out_gets_it_again(
+    link: WorldLink, worker: RegionWorker
+) -> None:
+    link._session = killed = session()
+    link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), killed)
+    link.contribute(moved(1.0))
+    assert killed.sent is not None
+    link.hear(NodeAnswer(killed.sent[0], CarriedOut()), killed)
+    link._session = again = session()
+    link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), again)
+    assert again.memory.moved.tolist() == [1.0, 1.0], "it would not be asked to train what it has contributed to"
+    assert again.sent is not None
+    link.hear(NodeAnswer(again.sent[0], CarriedOut()), again)
+    link._session = later = session()
+    link.hear(NodeAnswer(1, RoundToTrain(7, 6, 1)), later)
+    assert later.sent is None, "the round was agreed on"
+
+
 async def test_notes_tell_why_the_world_is_away_until_it_is_there(
     link: WorldLink, worker: RegionWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
