@@ -66,7 +66,7 @@ demo: setup ## a swarm of three real daemons on this machine (NODES, ROUNDS)
 	$(VENV)/bin/p2ptrain demo --nodes $(NODES) --rounds $(ROUNDS)
 
 test: setup ## the tests that take seconds (NO_SKIPS_OF=browser: none of these is skipped)
-	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow and not docs and not daemons' $(NO_SKIPS_OF:%=--no-skips-of=%)
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow and not docs and not daemons and not foreign' $(NO_SKIPS_OF:%=--no-skips-of=%)
 
 swarm: setup ## two minutes of drawn scenarios, with faults and liars (SECONDS; SEED: draw the same again)
 	$(VENV)/bin/p2ptrain simulate --swarm 10000000 --seconds $(SECONDS) $(SEED:%=--seed %)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -188,6 +189,7 @@ def numbers_of(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tupl
             yield from numbers_of(each, (*path, key))
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_no_number_of_a_hostile_config_costs_anything_before_it_is_judged() -> None:
     raw, taken, longest = sealed(), 0, 0.0
     places = list(numbers_of(raw))
@@ -208,6 +210,15 @@ def test_no_number_of_a_hostile_config_costs_anything_before_it_is_judged() -> N
             taken += 1
     assert taken > 100
     assert longest < NEED_SECONDS
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Python collects no garbage: among a million objects of other tests that takes a second."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def of_sizes(**sections: dict[str, Any]) -> RunConfig:
@@ -237,6 +248,7 @@ def of_sizes(**sections: dict[str, Any]) -> RunConfig:
         ),
     ],
 )
+@pytest.mark.usefixtures("no_collection")
 def test_a_run_that_this_machine_cannot_hold_is_refused_in_a_line(
     run: RunConfig, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,12 +63,18 @@ def session() -> Session:
     return Session(cast(Any, Writer()), cast(Any, memory), steps=30)
 
 
+def talking(link: WorldLink) -> Session:
+    """Joins a world node to the link."""
+    link._session = made = session()
+    return made
+
+
 def moved(value: float) -> Tensor:
     return torch.full((2,), value)
 
 
 async def test_a_movement_goes_to_the_round_that_the_world_node_trains(link: WorldLink, worker: RegionWorker) -> None:
-    link._session = talk = session()
+    talk = talking(link)
     link.hear(NodeAnswer(0, NodeReady("run", "", ("/ip4/127.0.0.1/tcp/1",), (), 30, 30)), talk)
     assert worker.addresses == ("/ip4/127.0.0.1/tcp/1",)
     link.contribute(moved(1.0))
@@ -85,7 +91,7 @@ async def test_a_movement_goes_to_the_round_that_the_world_node_trains(link: Wor
 
 
 async def test_what_came_too_late_goes_with_the_next(link: WorldLink, worker: RegionWorker) -> None:
-    link._session = talk = session()
+    talk = talking(link)
     link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
     link.contribute(moved(1.0))
     assert talk.sent is not None
@@ -99,17 +105,17 @@ async def test_what_came_too_late_goes_with_the_next(link: WorldLink, worker: Re
 async def test_a_world_node_that_is_killed_before_its_contribution_is_out_gets_it_again(
     link: WorldLink, worker: RegionWorker
 ) -> None:
-    link._session = killed = session()
+    killed = talking(link)
     link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), killed)
     link.contribute(moved(1.0))
     assert killed.sent is not None
     link.hear(NodeAnswer(killed.sent[0], CarriedOut()), killed)
-    link._session = again = session()
+    again = talking(link)
     link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), again)
     assert again.memory.moved.tolist() == [1.0, 1.0], "it would not be asked to train what it has contributed to"
     assert again.sent is not None
     link.hear(NodeAnswer(again.sent[0], CarriedOut()), again)
-    link._session = later = session()
+    later = talking(link)
     link.hear(NodeAnswer(1, RoundToTrain(7, 6, 1)), later)
     assert later.sent is None, "the round was agreed on"
 
