@@ -21,7 +21,10 @@ import typer
 
 from p2ptrain import __version__
 from p2ptrain.cli import app, exits
+from p2ptrain.config import RunConfig
 from p2ptrain.core.complaints import MEANINGS
+from p2ptrain.exact.outer import Outer
+from p2ptrain.models.kinds import parameter_count, shapes_of
 from tests.helpers.daemons import TEST_SECONDS, swarm_in
 from tests.helpers.docs import (
     FILES,
@@ -370,6 +373,34 @@ def test_the_plot_shows_the_figures_that_the_page_tells() -> None:
         loss = f"{row['loss']:.3f}" + (f" ± {row['deviation']:.3f}" if row["deviation"] else "") + "*" * row["edge"]
         ratio = 4 * row["parameters"] / row["bytes_per_peer_step"]
         assert f"| {row['method']} | {loss} | {row['bytes_per_peer_step']:,.0f} | {ratio:,.0f} |" in page
+
+
+def test_every_cell_of_the_comparison_has_a_source_or_a_command() -> None:
+    text = (DOCS / "explanation" / "compared.md").read_text(encoding="utf-8")
+    sources = re.findall(r"^- \[(\d+)\] ", text, re.MULTILINE)
+    tables = [part.split("\n\n")[0].splitlines() for part in text.split("\n\n| system | ")[1:]]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for table in tables for line in table[2:]]
+    systems = [row[0] for row in rows]
+    assert systems == systems[:9] * 3
+    bare = [f"{row[0]}: {cell}" for row in rows for cell in row[1:] if not re.search(r"\[\d+\]|`|\]\(", cell)]
+    assert bare == []
+    assert sorted(sources, key=int) == sorted(set(re.findall(r"\[(\d+)\](?!\()", text)), key=int)
+
+
+def test_the_payloads_that_the_recipes_tell_are_those_of_the_codec() -> None:
+    page = (DOCS / "explanation" / "recipes.md").read_text(encoding="utf-8")
+    parameters = 10_245_440
+    told = re.findall(
+        r"^\| (\d+), (\d+)(?: \(default\))? \| ([\d.]+) \| ([\d,]+) \| (.+) \| (.+) \|$", page, re.MULTILINE
+    )
+    assert len(told) == 6
+    for chunk, k, *cells in told:
+        recipe = {"name": "local", "chunk": int(chunk), "k": int(k)}
+        run = RunConfig.model_validate({"name": "told", "model": {"preset": "10m"}, "recipe": recipe})
+        assert parameter_count(run.model, run.adapt) == parameters
+        payload, sent = Outer.of(run, shapes_of(run.model, run.adapt)).payload_bytes, int(chunk) ** 2 / int(k)
+        ratios = f"{sent:.1f}", f"{32 * sent:,.0f}", f"{payload:,}", f"{4 * parameters / payload:.1f}"
+        assert tuple(cells) == ratios
 
 
 def test_the_pictures_are_small() -> None:
