@@ -120,7 +120,7 @@ def run(setting: Setting) -> dict[str, Any]:
         seed = RUN_SEED + setting.seed
         found = shard(seed, round_number, peer, setting.peers, count, dataset.sequences(length))
         steps = list(torch.split(torch.from_numpy(dataset.batch(found, length)), setting.sequences))
-        return steps[: max(1, len(steps) // 10)] if peer < setting.slow else steps
+        return steps[: setting.steps_of[peer]] if setting.steps_of else steps
 
     @torch.no_grad()
     def losses() -> list[float]:
@@ -214,7 +214,7 @@ def chosen_by(result: dict[str, Any] | None) -> float:
 
 def setting_of(result: dict[str, Any]) -> Setting:
     found = {name: result[name] for name in Setting.__dataclass_fields__ if name in result}
-    return Setting(**found | {"speeds": tuple(found.get("speeds", ()))})
+    return Setting(**found | {name: tuple(found.get(name, ())) for name in ("speeds", "steps_of")})
 
 
 def prepare_corpus(has_short: bool) -> None:

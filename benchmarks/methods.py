@@ -52,7 +52,7 @@ class Setting:
     region_steps: int = 2  # local steps of a region's round
     region_late: int = 0  # of these, until a round of the world is taken in
     regional: tuple[tuple[str, Any], ...] = ()  # what a region's recipe has otherwise
-    slow: int = 0  # peers ten times slower, which take a tenth of the steps
+    steps_of: tuple[int, ...] = ()  # of a round's steps, how many each peer takes; empty: all
     half_state: bool = False  # residual and momentum in bf16
     documents: str = ""  # together or apart, in a corpus of short ones
     noise: str = ""  # of DP-SGD, in which each peer has data of its own; 0: none, on as much data
@@ -82,7 +82,7 @@ class Setting:
         parts = [
             name,
             "one round late" * bool(self.delay),
-            "some slow" * bool(self.slow or self.speeds),
+            "some slow" * bool(self.steps_of or self.speeds),
             "bf16" * self.half_state,
         ]
         parts += [f"documents {self.documents}" * bool(self.documents), f"noise {self.noise}" * bool(self.noise)]
@@ -114,7 +114,7 @@ class Setting:
         late = f", {self.region_late} rounds late" if self.region_late else ""
         parts += [f"{self.regions} regions of {self.region_steps} steps{inside}{late}"] if self.regions else []
         parts += [f"speeds {'/'.join(map(str, self.speeds))}"] if self.speeds else []
-        parts += [f"{self.slow} take a tenth of them"] if self.slow else []
+        parts += [f"of which peers take {'/'.join(map(str, self.steps_of))}"] if self.steps_of else []
         parts += ["bf16 residual and momentum"] if self.half_state else []
         parts += [f"short documents {self.documents}"] if self.documents else []
         parts += [f"noise {self.noise} on 64 sequences a step"] if self.noise else []
@@ -165,7 +165,6 @@ def grid() -> list[Setting]:
     found += [replace(muon, k=160, outer_rate=rate, peers=16) for rate in ("2", "4")]
     found += [replace(share, k=128, delay=1, between=2)]
     found += family()
-    found += [replace(muon, k=256, peers=peers, slow=slow) for peers, slow in ((8, 5), (8, 3), (3, 0))]
     found += [Setting("full", inner, peers=16, rate=rate) for inner, rate in (("adamw", "6/1000"), ("muon", "1/100"))]
     return found
 

@@ -53,6 +53,8 @@ class Swarm:
         payloads = {}
         old, last = self.state.clone(), self.waiting.pop(0) if self.between_steps and self.waiting else {}
         for number, (peer, own) in enumerate(zip(self.peers, batches, strict=True)):
+            if not own:  # it is away
+                continue
             self.state.copy_(old)
             self.live.weights.copy_(self.agreed)
             peer.begin(round_number + 1)
@@ -121,7 +123,7 @@ class SwarmOfSpeeds(Swarm):
     def round(self, round_number: int, batches: list[list[Any]], alone: int | None = None) -> None:
         """Trains those whose training ends in this round, each from where it began, and applies what they made."""
         now, payloads = self.state.clone(), {}
-        ready = [number for number, speed in enumerate(self.speeds) if (round_number + 1) % speed == 0]
+        ready = [number for number, speed in enumerate(self.speeds) if speed and (round_number + 1) % speed == 0]
         for number in ready:
             self.state.copy_(self.bases[number])
             self.live.weights.copy_(self.agreed)

@@ -8,7 +8,8 @@ Votes are integers, so no sum depends on its order. The inverse transform stays 
 nothing is fused or summed, and the only library function is the square root, which IEEE 754 defines.
 
 If contributions carry scales (powers of two), every group's votes are counted in a common unit, and no contribution
-weighs much more than most others do, or than local steps can account for (exact/scales.py). The votes are summed, not
+weighs much more than most others do, or than local steps can account for; a mean divides by the number of contributions
+of full size that they amount to (exact/scales.py). The votes are summed, not
 filtered: medians and trimming destroy a sparse signal, because most peers do not send a given coefficient.
 
 An outer momentum m (Nesterov's, as in DiLoCo, or plain) is agreed state, like the weights w. With u the update, rate
@@ -62,7 +63,7 @@ class Votes:
 
     sums: Tensor  # [chunks, area] int16 or int32
     contributions: int
-    units: tuple[int, ...] | None  # [groups] votes are in units of 2**unit; None: they have no unit
+    scales: Scales | None  # None: they have no unit
 
 
 def apply_payloads(
@@ -127,7 +128,7 @@ def sum_votes(
             sums.index_add_(0, places, votes)
         added += 1
     assert added == count
-    return Votes(sums.view(layout.chunks, layout.area), count, scales.units if scales else None)
+    return Votes(sums.view(layout.chunks, layout.area), count, scales)
 
 
 def apply_votes(
@@ -218,9 +219,9 @@ def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learn
     if recipe.outer == "sign":
         return rounded_fp32(learning_rate)
     if recipe.outer == "mean":
-        gain = 1.0 if votes.units else math.sqrt(layout.area / recipe.k)
-        unit = 2.0 ** votes.units[number] if votes.units else 1.0
-        return rate * gain / votes.contributions * (unit * layout.scale)
+        if votes.scales is None:
+            return rate * math.sqrt(layout.area / recipe.k) / votes.contributions * layout.scale
+        return rate / votes.scales.effective[number] * (2.0 ** votes.scales.units[number] * layout.scale)
     group = layout.groups[number]
     squares = _sum_of_squares(layout, recipe, votes, group)
     rms = math.sqrt(squares / (group.chunks * layout.area))  # a quotient of integers, rounded once

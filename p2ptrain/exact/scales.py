@@ -10,6 +10,12 @@ returns the cut part to its residual.
 In a round with few contributions, liars may be more than a third of them, or all. So the measure is also bounded by the
 distance that local steps can move the weights (`reach` in schedule.py).
 
+A machine that takes few of a round's steps contributes little. If the sum were divided by the number of contributions,
+each small one would shorten the step that the others take, and a slow machine would do harm. So a `mean` divides each
+group by its effective number: a contribution counts as one if it has the measure's size or more, and else as its size
+over the measure. Steps are mostly noise, so a movement's square grows with their number, and a contribution counts as
+the work in it. That needs no claim, and a lie counts for one contribution at most.
+
 All of it is exact: sizes are integers times powers of two, halving moves a scale, and the votes are integers in units
 of 2**unit, which lies `room_bits` below the measure's root mean square. Values below half a unit count as zero, and a
 single vote never counts more than `vote_max`.
@@ -31,6 +37,7 @@ from p2ptrain.exact.transform import Layout
 VALUE_MAX = 2**15 - 1  # the largest integer in a contribution
 NOTHING_BITS = 40  # this many halvings leave no such integer; this many doublings exceed any `vote_max`
 SILENCED = 2**10  # halvings that leave zero, whatever the exponents
+SHARE_BITS = 20  # of a contribution's share in the effective number, which is a sum of integers
 Votes = NDArray[np.int16] | NDArray[np.int32]
 
 
@@ -50,6 +57,7 @@ class Scales:
     cuts: NDArray[np.int64]  # [contributions, groups] halvings
     chunks: tuple[int, ...]  # [groups]
     vote_max: int
+    effective: tuple[float, ...]  # [groups] how many contributions of the measure's size these are
     is_dense: bool = False  # whether values may be zero, even all values of a group
 
     @classmethod
@@ -67,8 +75,14 @@ class Scales:
             measure = np.minimum(measure, np.ldexp(np.array(chunks, np.float64) * layout.area, 2 * reach))
         units = _doublings(measure, np.array(chunks, np.float64) * recipe.k) // 2 - recipe.room_bits
         cuts = np.maximum(_doublings(weights, measure), 0) // 2
-        cuts[:, measure == 0] = SILENCED  # most contributions are zero here, so the group does not move
-        return cls(tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max, recipe.is_dense)
+        is_still = measure == 0  # most contributions are zero here, so the group does not move
+        cuts[:, is_still] = SILENCED
+        shares = np.minimum(weights, measure) / np.where(is_still, 1.0, measure)
+        effective = np.ldexp(np.floor(np.ldexp(shares, SHARE_BITS)).sum(axis=0), -SHARE_BITS)
+        effective[is_still] = 1.0
+        return cls(
+            tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max, tuple(effective.tolist()), recipe.is_dense
+        )
 
     def votes(self, number: int, values: Values) -> Votes:  # [chunks, k]
         """Returns a contribution's integers in the common units, rounded half away from zero."""

@@ -62,7 +62,7 @@ def test_there_is_a_golden_root_for_every_case_and_no_two_are_equal() -> None:
     assert len(set(golden().values())) == len(golden())
 
 
-def written_step(outer: str, *, rate: Fraction, peers: int, squares: int, unit: int | None) -> float:
+def written_step(outer: str, *, rate: Fraction, peers: float, squares: int, unit: int | None) -> float:
     """The formula in docs/protocol.md for a group of two chunks of 64 at k = 32, operation by operation."""
     lr = rate.numerator / rate.denominator
     if outer == "sign":
@@ -86,7 +86,8 @@ def test_the_step_is_the_written_formula_to_the_last_bit(name: str, outer: str) 
         squares = sum(int(vote) ** 2 for vote in votes.sums.reshape(-1).tolist())
         for rate in (Fraction(1, 1000), Fraction(2, 3), Fraction(7, 300), Fraction(2**53 - 1, 2**53 - 111)):
             unit = scales.units[0] if scales else None
-            expected = written_step(outer, rate=rate, peers=peers, squares=squares, unit=unit)
+            effective = scales.effective[0] if scales else peers
+            expected = written_step(outer, rate=rate, peers=effective, squares=squares, unit=unit)
             assert aggregate._step(layout, recipe, votes, 0, rate).hex() == expected.hex()
 
 
@@ -111,7 +112,7 @@ def test_factors_are_rounded_to_fp64_and_then_to_fp32() -> None:
 def all_at_the_top(count: int, recipe: RecipeConfig) -> Scales:
     """Makes values of 8 count as many votes as one contribution may have at one place."""
     shift = np.full((count, 1), recipe.vote_max.bit_length() - 1 - 3)
-    return Scales((0,), shift, np.zeros_like(shift), (1,), recipe.vote_max)
+    return Scales((0,), shift, np.zeros_like(shift), (1,), recipe.vote_max, (float(count),))
 
 
 def test_sums_of_exactly_two_to_the_15_need_32_bits() -> None:
@@ -217,12 +218,13 @@ def test_updates_are_the_formulas_worked_out_in_floating_point(name: str, outer:
     votes = sum_votes(layout, recipe, offered, 5, scales, CPU)
     apply_votes(layout, recipe, votes, Terms(Fraction(1, 100)), [after])
 
-    dense = np.zeros((2, 4096))
+    dense, effective = np.zeros((2, 4096)), 0.0
     for one in offered:
         values = one.values.astype(np.float64)
         if one.exponents is not None:
             sizes = [float(np.linalg.norm(each.values * 2.0 ** float(each.exponents[0]))) for each in offered]  # type: ignore[index]
             size, measure = float(np.linalg.norm(values * 2.0 ** float(one.exponents[0]))), sorted(sizes)[3]
+            effective += min(1.0, (size / measure) ** 2)
             values *= 2.0 ** float(one.exponents[0])
             while size >= 2 * measure:
                 values, size = values / 2, size / 2
@@ -231,7 +233,7 @@ def test_updates_are_the_formulas_worked_out_in_floating_point(name: str, outer:
         np.add.at(dense, (np.arange(2)[:, None], one.indices.astype(int)), values)
     decoded = fft.idctn(dense.reshape(2, 64, 64), axes=(1, 2), norm="ortho").reshape(128, 64)
     if outer == "mean":
-        update = decoded / 5 * (1 if recipe.spec.is_scaled else math.sqrt(4096 / 16))
+        update = decoded / (effective or 5 / math.sqrt(4096 / 16))
     elif outer == "normalised":
         update = decoded / math.sqrt(np.square(dense).mean())
     else:

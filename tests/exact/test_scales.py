@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import fft
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.data.dataset import TokenDataset
@@ -52,6 +53,14 @@ def test_a_third_cannot_change_what_the_others_count(peers: int, extreme: int) -
     honest = [one(-10) for _ in range(peers - len(liars))]
     assert counted([*honest, *liars])[: len(honest)] == counted(honest)
     assert max(counted([*honest, *liars])) == 2.0**-10
+
+
+@pytest.mark.parametrize("slow", [0, 1, 3, 5])
+def test_small_contributions_shorten_the_step_of_the_others_by_the_work_in_them_alone(slow: int) -> None:
+    offered = [one(-8)] * 3 + [one(-9, index=1)] * slow  # half the amplitude, elsewhere: a quarter of the work
+    form, moved = PayloadFormat.of(TINY, SIGNS), torch.zeros(8, 8)
+    apply_payloads(TINY, SIGNS, form, [pack(each, form) for each in offered], Terms(Fraction(1)), [moved])
+    assert fft.dctn(moved.double().numpy(), norm="ortho")[0, 0] == pytest.approx(-(2.0**-8) * 3 / (3 + slow / 4))
 
 
 def test_a_tiny_contribution_of_two_does_not_stop_the_other() -> None:
@@ -114,6 +123,8 @@ def test_scales_are_those_of_rational_arithmetic(drawn: list[tuple[int, int]], b
     for cut, size in zip(scales.cuts[:, 0].tolist(), exact, strict=True):
         assert size / 4**cut < 4 * measure
         assert cut == 0 or size / 4 ** (cut - 1) >= 4 * measure
+    shares = sum(min(size, measure) / measure for size in exact)
+    assert 0 <= shares - Fraction(scales.effective[0]) <= len(exact) * Fraction(1, 2**20)
     root = Fraction(2) ** (scales.units[0] + recipe.room_bits)
     assert root**2 <= measure < 4 * root**2
 
@@ -164,7 +175,8 @@ def test_what_is_cut_from_a_contribution_returns_to_its_authors_residual(bits: i
         moved += told
     decoded = Residual((layout,), CPU)
     decoded.add(0, flat, 0.0)
-    furthest = float((decoded.coefficients.double() + moved / 4).abs().max())
+    effective = np.repeat(scales.effective, scales.chunks)[:, None]
+    furthest = float((decoded.coefficients.double() + moved / torch.from_numpy(effective)).abs().max())
     assert furthest < 1e-3 * float(moved.abs().max()), "what was told and what was applied are the same"
 
 
