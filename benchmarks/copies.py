@@ -88,7 +88,12 @@ class Node:
             give=self.told.append, counters=Counter(), refusal=lambda peer, payload: workshop.replica.check(payload)
         )
         edges: Any = SimpleNamespace(
-            transport=self.transport, gossip=None, tell=None, fetching=fetching, persistence=self.persistence
+            transport=self.transport,
+            gossip=None,
+            mailboxes=None,
+            fetching=fetching,
+            persistence=self.persistence,
+            view=view,
         )
         self.driver = Driver(parts, workshop.replica, workshop.worker, intake, edges, lambda *each: None)
         self.states = states
@@ -246,13 +251,13 @@ async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
         counted(outer, "unpack", unpacked),
         counted(aggregate, "unpack", unpacked),
     ):
-        async with author.driver._group:
+        async with author.driver.tasks.group:
             for number in range(1, count + 1):
-                await author.driver._train(ev.Train(number, 0, 0, 1))
+                await author.driver.trainings.train(ev.Train(number, 0, 0, 1))
         made = [each for each in author.told if isinstance(each, ev.TrainingFinished)]
         who[0], began = "peer", time.perf_counter()
         for each in made:
-            await here.driver._fetch_beside([], (PEER,), ev.Fetch(each.payload, each.payload_bytes, (PEER,)))
+            await here.driver.payloads._beside([], (PEER,), ev.Fetch(each.payload, each.payload_bytes, (PEER,)))
         who[0] = "state"
         seconds["fetch and check"], began = time.perf_counter() - began, time.perf_counter()
         taken = tuple(Taken(PEER, each.round, 0, each.payload, each.payload_bytes) for each in made)

@@ -68,9 +68,9 @@ class Daemon:
         device = driver.worker.device
         self.gpu = GpuWatch(device, lambda: self.machine_limits.limits.on_gpu_busy == "pause")
         self.machine_limits = MachineLimits(
-            assembled.launch.config.limits, driver.pauses, driver.worker, gpu=lambda: self.gpu.is_busy
+            assembled.launch.config.limits, driver.trainings.pauses, driver.worker, gpu=lambda: self.gpu.is_busy
         )
-        self.energy = Energy(lambda: meter_of(device), records.note_energy, lambda: not driver.pauses)
+        self.energy = Energy(lambda: meter_of(device), records.note_energy, lambda: not driver.trainings.pauses)
         self.is_leaving = self.keeps_place = False
         self._began = monotonic()
 
@@ -170,7 +170,7 @@ class Daemon:
         self.is_leaving, self.keeps_place = True, keeps_place
         log.info("%s; signal again to end at once", what)
         notify(STOPPING="1", STATUS=what)
-        self.driver.give(ev.StopRequested(keeps_place))
+        self.driver.intake.give(ev.StopRequested(keeps_place))
 
     def ask_by_peer(self, peer: bytes, question: questions.Question) -> questions.Answer:
         """Answers a question that any peer may ask."""
@@ -244,12 +244,13 @@ async def live(daemon: Daemon, progress: ProgressLine) -> str:
 
 
 async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
-    news, drops, driver, notifier = News(), DropLog(), daemon.driver, SystemdNotifier()
+    news, drops, notifier = News(), DropLog(), SystemdNotifier()
+    driver, transport = daemon.driver, daemon.edges.transport
     await driver.has_begun.wait()
     while True:
         await asyncio.sleep(TELL_SECONDS)
-        with daemon.edges.transport.boundary.contain("the node's status"):  # it quotes peers
-            dropped = driver.counters["events dropped"] + daemon.edges.transport.counters().get("gossip dropped", 0)
+        with transport.boundary.contain("the node's status"):  # it quotes peers
+            dropped = driver.intake.counters["events dropped"] + transport.counters().get("gossip dropped", 0)
             lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
             complaints = complaints_of(daemon)
             for level, text in [*news.look(driver.node.view().state, complaints), *lost]:

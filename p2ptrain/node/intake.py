@@ -44,7 +44,7 @@ COPIES_MAX = 4_096  # messages whose second copy is known as such: seven rounds 
 DROPPED_OF_STRANGERS = "messages of strangers dropped"
 TIMER_SECONDS = 0.001  # the shortest timer
 
-Spawn = Callable[[Coroutine[Any, Any, None], str], object]  # starts a task with a name
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]  # starts a task with a name
 
 
 class Intake:

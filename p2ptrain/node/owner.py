@@ -30,19 +30,19 @@ async def carry_out(driver: Driver, machine_limits: MachineLimits, request: dict
             _limit(driver, machine_limits, request)
         case "checkpoint":
             return {"round": await save_now(driver)}
-    return {"is_paused": bool(driver.pauses), "pauses": [each.text for each in driver.pauses]}
+    return {"is_paused": bool(driver.trainings.pauses), "pauses": [each.text for each in driver.trainings.pauses]}
 
 
 def _pause(driver: Driver) -> None:
-    if Code.PAUSED not in driver.pauses:
+    if Code.PAUSED not in driver.trainings.pauses:
         log.info("paused by its owner: training stops after the current one; the node goes on voting and applying")
-        driver.pauses.begin(complaint(Code.PAUSED))
+        driver.trainings.pauses.begin(complaint(Code.PAUSED))
 
 
 def _resume(driver: Driver) -> None:
-    if Code.PAUSED in driver.pauses:
+    if Code.PAUSED in driver.trainings.pauses:
         log.info("training resumed by its owner")
-        driver.pauses.end(Code.PAUSED)
+        driver.trainings.pauses.end(Code.PAUSED)
 
 
 def _limit(driver: Driver, machine_limits: MachineLimits, request: dict[str, Any]) -> None:

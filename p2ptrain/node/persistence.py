@@ -28,9 +28,9 @@ from p2ptrain.store.records import Batch
 from p2ptrain.store.store import Store
 from p2ptrain.train.saved_state import Capture
 
+DISK_SECONDS = 5.0  # between attempts to write to a failing disk, or to fetch what it has lost
 FRESH_SECONDS = 60.0  # by then the core has counted a payload that arrived, or does not need it
 LAST_CHANCE = 0.75  # share of the kept history that may pass without a checkpoint before training waits for one
-RETRY_SECONDS = 5.0  # between attempts to write it then
 NOT_OFFERED = "it is damaged, or its root covers only a part of it"
 PRUNE_ROUNDS = 8  # between prunings of the store
 
@@ -162,7 +162,7 @@ class Persistence:
             with self.training_waits():
                 while not worker.is_stopping and number > self._saved_round:
                     if await self.save(worker, standings) is None:
-                        await asyncio.sleep(RETRY_SECONDS)
+                        await asyncio.sleep(DISK_SECONDS)
         elif not (number % self._checkpoint_rounds or self._turn.locked()):
             await self.save(worker, standings)
 

@@ -72,7 +72,7 @@ def status_of(daemon: Running) -> Status:
         **copied(view, "phase", "view", "applied_round", "is_member", "is_admitted", "held", "waiting_for", "observed"),
         **copied(figures, "loss", "gradient_norm", "step", "tokens"),
         **copied(records, "mine", "contribution_tokens"),
-        **copied(driver.progress, "text", "text_round"),
+        **copied(driver.trainings.progress, "text", "text_round"),
         **(held_out_of(view.held_out) or copied(records.measured, *HELD_OUT)),
         release=__version__,
         run_id=view.run_id.hex(),
@@ -95,7 +95,7 @@ def status_of(daemon: Running) -> Status:
         swarm_tokens_per_second=None if swarm is None else round(swarm, 1),
         world_round=upstream.round if upstream else None,
         device=str(worker.device),
-        is_paused=bool(driver.pauses),
+        is_paused=bool(driver.trainings.pauses),
         peers=sorted(peer_id_of(peer) for peer in edges.connections.linked),
         roster=[peer_id_of(key) for key in state.members],
         quorum=roster.quorum,
@@ -121,7 +121,7 @@ def status_of(daemon: Running) -> Status:
         queued_frames=edges.mailboxes.queued_frames,
         disk_free_bytes=edges.persistence.free_bytes,
         counters=view.counters
-        | dict(driver.counters)
+        | dict(driver.intake.counters)
         | edges.mailboxes.counters()
         | {"trainings not finite": figures.not_finite, "damaged files": edges.persistence.store.damaged_files}
         | ({"contributions for the region": upstream.contributions} if upstream else {}),
@@ -139,14 +139,14 @@ def complaints_of(daemon: Running) -> list[Complaint]:
     """Returns the complaints of the core and the daemon, the worst first."""
     driver, persistence, machine_limits = daemon.driver, daemon.edges.persistence, daemon.machine_limits
     disk = {
-        Code.DEGRADED: driver.disk_trouble,
+        Code.DEGRADED: driver.effects.disk_trouble,
         Code.CHECKPOINTS_NOT_SAVED: persistence.checkpoint_trouble,
         Code.RECORDS_NOT_WRITTEN: persistence.records_trouble,
     }
     found = [complaint(code, why=why) for code, why in disk.items() if why]
     found += [machine_limits.over_memory] if machine_limits.over_memory else []
     found += daemon.edges.transport.boundary.complaints
-    return by_gravity([*found, *driver.node.view().complaints, *driver.pauses, *driver.worker.complaints])
+    return by_gravity([*found, *driver.node.view().complaints, *driver.trainings.pauses, *driver.worker.complaints])
 
 
 def unreadiness_of(daemon: Running) -> list[str]:

@@ -375,7 +375,7 @@ class DriverBench:
             await until(lambda: bool(self.node.handled))
             yield task
             if not task.done():
-                self.driver.give(ev.StopRequested())
+                self.driver.intake.give(ev.StopRequested())
             await task
         finally:
             task.cancel()
@@ -454,7 +454,6 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
 def doing(each: DriverBench, *effects: ev.Effect) -> None:
     """Queues effects for the driver, as if the core had returned them."""
     each.driver.effects.add(effects)
-    each.driver._has_effects.set()
 
 
 def of_kind(each: DriverBench, *kinds: type) -> list[ev.Event]:

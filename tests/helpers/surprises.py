@@ -64,9 +64,10 @@ OWN_MODULES = {
 OWN = {
     *("FileSink.read", "_read", "verified", "all_pieces", "SavedStates.offer"),  # what is on this disk
     *("Intake.give", "Intake.take", "Intake.wait", "Intake.begin", "Intake.end", "Intake._free"),
-    *(f"Driver.{name}" for name in ("_act", "_spawn", "_write", "run", "_handle_for_ever", "_carry_out_for_ever")),
-    *(f"Driver.{name}" for name in ("give", "_fetch", "_publish", "_fetch_failed")),
-    *("Edges.tell", "Edges.reaches_all", "Outbox.put", "Intake.refusal"),  # around the boundary, for a word of the core
+    *("Driver.run", "Driver._handle_for_ever", "NodeTasks.spawn", "NodeTasks.cancel"),
+    *(f"EffectLoop.{name}" for name in ("add", "run", "_act", "_write", "_stop")),
+    *("Edges.tell", "Edges.reaches_all", "Intake.refusal"),  # around the boundary, for a word of the core
+    *("Telling.publish", "PayloadFetches.fetch_payload"),  # likewise
     *("Gossip._listen", "P2pd._keep_dht"),  # loops with the boundary inside
     *(
         "P2pd.counters",

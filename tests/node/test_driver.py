@@ -15,10 +15,11 @@ from p2ptrain.core import events as ev
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.mail import Deliver, TellHistory
 from p2ptrain.node import driver as driver_module
-from p2ptrain.node.driver import DISK_SECONDS
+from p2ptrain.node import edges as edges_module
 from p2ptrain.node.edges import OUTBOX_MAX
+from p2ptrain.node.persistence import DISK_SECONDS
 from tests.helpers.core import KEYS
-from tests.helpers.driver import ME, OTHER, PEER, THIRD, DriverBench, bench
+from tests.helpers.driver import ME, OTHER, PEER, THIRD, DriverBench, bench, doing
 from tests.helpers.net import at, skipping_time, until
 
 
@@ -71,14 +72,15 @@ async def test_histories_are_encoded_beside_the_loop_one_at_a_time_and_one_for_e
         return history
 
     def asks(peer: bytes, history: bytes) -> None:
-        each.driver._act(ev.SendHistory(peer, history))  # type: ignore[arg-type]
+        doing(each, ev.SendHistory(peer, history))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(driver_module, "encode_answer", encode)
+    monkeypatch.setattr(edges_module, "encode_answer", encode)
     async with bench(tmp_path) as each, each.running():
         asks(PEER, b"1")
         await until(lambda: begun.acquire(blocking=False))  # and the loop runs
         asks(PEER, b"2")
         asks(OTHER, b"3")
+        await until(lambda: not each.driver.effects)
         await asyncio.sleep(0)
         assert not begun.acquire(blocking=False)
         may_end.release(2)
@@ -95,7 +97,7 @@ async def test_histories_are_encoded_beside_the_loop_one_at_a_time_and_one_for_e
 
 async def test_every_effect_of_the_core_is_carried_out(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
-        assert {*each.driver._actions, ev.Persist} == {*get_args(ev.Effect)}
+        assert {*each.driver.effects.actions, ev.Persist} == {*get_args(ev.Effect)}
 
 
 @skipping_time
@@ -104,7 +106,7 @@ async def test_effects_are_carried_out_in_order_and_what_follows_a_persist_waits
         each.persistence.disk_seconds = 10.0
         answering(each, {PEER: [send(1), persist(1), send(2), persist(2), ev.Publish(b"3"), send(4)]})
         async with each.running():
-            each.driver.give(ev.PeerSeen(PEER))
+            each.driver.intake.give(ev.PeerSeen(PEER))
             await now_is(9.9)
             assert each.done == [said(1)]
             assert each.persistence.writes == []
@@ -121,10 +123,10 @@ async def test_all_that_waits_for_the_disk_goes_in_one_write(tmp_path: Path) -> 
         each.persistence.disk_seconds = 1.0
         answering(each, {key: [persist(seat), send(seat, key)] for seat, key in enumerate(KEYS)})
         async with each.running():
-            each.driver.give(ev.PeerSeen(KEYS[0]))
+            each.driver.intake.give(ev.PeerSeen(KEYS[0]))
             await now_is(0.5)
             for key in KEYS[1:8]:
-                each.driver.give(ev.PeerSeen(key))
+                each.driver.intake.give(ev.PeerSeen(key))
             await until(lambda: len(each.done) == 8)
             assert asyncio.get_running_loop().time() == pytest.approx(2.0, abs=0.2)
         assert each.done == [said(seat, key) for seat, key in enumerate(KEYS[:8])]
@@ -139,17 +141,17 @@ async def test_a_disk_that_fails_is_tried_again_and_meanwhile_nothing_is_said(
         answering(each, {PEER: [persist(1), send(1)], OTHER: [persist(2), send(2)], THIRD: [send(3)]})
         each.persistence.trouble = ["the disk is full"] * 3
         async with each.running():
-            each.driver.give(ev.PeerSeen(PEER))
+            each.driver.intake.give(ev.PeerSeen(PEER))
             await now_is(2.0)
-            assert each.driver.disk_trouble == "the disk is full"
-            each.driver.give(ev.PeerSeen(OTHER))
-            each.driver.give(ev.PeerSeen(THIRD))
+            assert each.driver.effects.disk_trouble == "the disk is full"
+            each.driver.intake.give(ev.PeerSeen(OTHER))
+            each.driver.intake.give(ev.PeerSeen(THIRD))
             await now_is(3 * DISK_SECONDS - 0.5)
             assert each.done == []
-            assert each.driver.disk_trouble == "the disk is full"
+            assert each.driver.effects.disk_trouble == "the disk is full"
             assert ev.PeerSeen(THIRD) in each.node.events  # the core goes on
             await until(lambda: len(each.done) == 3)
-            assert each.driver.disk_trouble == ""
+            assert each.driver.effects.disk_trouble == ""
         assert each.done == [said(1), said(2), said(3)]
         assert each.persistence.writes == 4 * [[ev.Observed(b"\1")]] + [[ev.Observed(b"\2")]]
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -165,7 +167,7 @@ async def test_who_wants_to_stop_does_not_wait_for_ever_for_a_disk_that_takes_no
         each.node.answer = lambda event: [ev.Persist(ev.Observed(b"\1"))]
         each.persistence.trouble = ["the disk is full"] * 1_000
         async with each.running() as life:
-            each.driver.give(ev.PeerSeen(PEER))
+            each.driver.intake.give(ev.PeerSeen(PEER))
             await now_is(DISK_SECONDS)
             assert not life.done()
             each.node.seen.is_stopping = True
@@ -183,7 +185,7 @@ async def test_while_the_disk_fails_the_core_stops_when_too_much_waits(
         each.persistence.trouble = ["the disk is full"] * 3
         async with each.running():
             for key in KEYS:
-                each.driver.give(ev.PeerSeen(key))
+                each.driver.intake.give(ev.PeerSeen(key))
             await now_is(3 * DISK_SECONDS - 0.5)
             assert len(each.driver.effects) == 10
             assert len(each.node.events) == 5
@@ -200,10 +202,10 @@ async def test_what_cannot_be_published_is_counted_and_the_rest_goes_out(tmp_pat
         await each.transport.connect(peer.addresses()[0])
         answering(each, {PEER: [ev.Publish(bytes([number % 251])) for number in range(OUTBOX_MAX + 5)]})
         async with each.running():
-            each.driver.give(ev.PeerSeen(PEER))
+            each.driver.intake.give(ev.PeerSeen(PEER))
             await until(lambda: len(heard) == OUTBOX_MAX)
         assert sorted(heard) == sorted(bytes([number % 251]) for number in range(5, OUTBOX_MAX + 5))  # the oldest went
-        assert each.driver.counters == {"messages not published": 5}
+        assert each.driver.intake.counters == {"messages not published": 5}
 
 
 @skipping_time
@@ -212,8 +214,8 @@ async def test_a_network_that_is_down_loses_messages_and_no_more(tmp_path: Path)
         answering(each, {PEER: [ev.Publish(b"1"), ev.Publish(b"2"), persist(1), send(3)]})
         async with each.running():
             each.network.kill(ME)
-            each.driver.give(ev.PeerSeen(PEER))
-            await until(lambda: each.driver.counters["messages not published"] == 2)
+            each.driver.intake.give(ev.PeerSeen(PEER))
+            await until(lambda: each.driver.intake.counters["messages not published"] == 2)
             await until(lambda: said(3) in each.done)
 
 
@@ -230,7 +232,7 @@ async def test_what_is_published_last_goes_out_before_the_end(tmp_path: Path) ->
 
         each.transport.publish = slowly  # type: ignore[method-assign]
         async with each.running() as task:
-            each.driver.give(ev.PeerSeen(PEER))
+            each.driver.intake.give(ev.PeerSeen(PEER))
             assert await task == "left"
         assert each.done == [("publish", bytes([number])) for number in range(3)]
         assert each.workshop.worker.is_stopping
@@ -245,7 +247,7 @@ async def test_a_core_that_fails_ends_the_driver(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
         each.node.answer = fail
         task = asyncio.create_task(each.driver.run(each.started))
-        each.driver.give(ev.PeerLost(PEER))
+        each.driver.intake.give(ev.PeerLost(PEER))
         with pytest.raises(ExceptionGroup) as raised:
             await task
         assert raised.group_contains(AssertionError, match="the core has made a mistake")
@@ -259,14 +261,14 @@ async def test_a_core_that_fails_ends_the_driver(tmp_path: Path) -> None:
 async def test_others_get_their_turn_while_events_come_without_end(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
         for number in range(1_000):
-            each.driver.give(ev.PeerSeen(number.to_bytes(32, "big")))
+            each.driver.intake.give(ev.PeerSeen(number.to_bytes(32, "big")))
         counts = [0]
         task = asyncio.create_task(each.driver.run(each.started))
         while counts[-1] <= 1_000:
             await asyncio.sleep(0)
             counts.append(len(each.node.handled))
         assert max(later - earlier for earlier, later in pairwise(counts)) <= 64
-        each.driver.give(ev.StopRequested())
+        each.driver.intake.give(ev.StopRequested())
         await task
 
 
@@ -294,7 +296,7 @@ async def test_the_deadline_wakes_the_core_without_any_event_and_without_a_busy_
             assert len(rounds) < 100
             node.answer = lambda event: []
             node.deadline = None
-            each.driver.give(ev.PeerSeen(PEER))
+            each.driver.intake.give(ev.PeerSeen(PEER))
             await until(lambda: len(node.handled) == 22)
             await now_is(1_000.0)
             assert len(node.handled) == 22
@@ -328,8 +330,8 @@ async def test_an_event_before_the_deadline_is_handled_at_once(tmp_path: Path) -
         each.node.deadline = 50.0
         async with each.running():
             await now_is(1.0)
-            each.driver.give(ev.PeerSeen(PEER))
+            each.driver.intake.give(ev.PeerSeen(PEER))
             await each.heard(ev.PeerSeen(PEER))
             assert asyncio.get_running_loop().time() < 1.1
             each.node.deadline = None
-            each.driver.give(ev.PeerSeen(OTHER))
+            each.driver.intake.give(ev.PeerSeen(OTHER))

@@ -12,7 +12,7 @@ from p2ptrain.core.messages import KEY_BYTES, authored, payload_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.net.blobs.blob import BlobName
-from p2ptrain.node.driver import DISK_SECONDS
+from p2ptrain.node.persistence import DISK_SECONDS
 from p2ptrain.store.payloads import PayloadStore
 from tests.helpers.blobs import MemoryBlob
 from tests.helpers.core import KEYS
@@ -50,7 +50,7 @@ async def test_a_payload_that_is_wanted_twice_at_once_is_fetched_once(tmp_path: 
         assert counted.reads == 1
         assert each.store.payloads.get(NAME) == BODY
         assert NAME in each.persistence.fresh
-        assert each.driver._fetching == {}
+        assert each.driver.payloads.running == {}
 
 
 @skipping_time
@@ -89,7 +89,7 @@ async def test_who_announces_another_s_payload_and_sends_nothing_does_not_delay_
         doing(each, *([*lies, true] if is_lie_first else [true, *lies]))
         await each.heard(ARRIVED)
         assert asyncio.get_running_loop().time() - asked_at < 1.0
-        await until(lambda: not each.driver._fetching)
+        await until(lambda: not each.driver.payloads.running)
         assert each.store.payloads.get(NAME) == BODY
 
 
@@ -116,7 +116,7 @@ async def test_a_fault_of_our_own_store_ends_the_node_and_is_no_peer_s(
             async with each.running() as running:
                 (await each.serve(PEER)).blobs[BLOB] = MemoryBlob.tree(BODY)
                 if is_lost:
-                    each.driver._spawn(each.driver._fetch_lost(NAME), "lost")
+                    each.driver.tasks.spawn(each.driver.payloads.fetch_lost(NAME), "lost")
                 else:
                     doing(each, FETCH)
                 await running
@@ -164,13 +164,13 @@ async def test_a_payload_that_was_lost_before_we_could_rest_our_words_on_it_is_f
     async with bench(tmp_path) as each, each.running():
         said = ev.Said(a_message(ME), (), (NAME,))
         each.node.answer = lambda event: [ev.Persist(said), ev.Publish(b"said")] if event == ev.PeerSeen(PEER) else []
-        each.driver.give(ev.PeerSeen(PEER))
+        each.driver.intake.give(ev.PeerSeen(PEER))
         await at(2.5 * DISK_SECONDS)
         assert each.done == []
         (await each.serve(PEER)).blobs[BLOB] = MemoryBlob.tree(BODY)
         await until(lambda: ("publish", b"said") in each.done)
         assert each.store.payloads.get(NAME) == BODY
-        assert each.driver.disk_trouble == ""
+        assert each.driver.effects.disk_trouble == ""
 
 
 @skipping_time
@@ -192,7 +192,7 @@ async def test_a_disk_that_cannot_be_read_or_is_full_does_not_end_the_driver(
                 await until(lambda: len(each.node.events) > before or task.done())  # noqa: B023
                 assert not task.done()
                 assert of_kind(each, ev.FetchFailed, ev.PayloadArrived)
-                await until(lambda: not each.driver._fetching)
+                await until(lambda: not each.driver.payloads.running)
 
 
 @skipping_time

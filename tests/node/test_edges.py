@@ -17,7 +17,7 @@ from p2ptrain.errors import DataError, MemoryShortError, PassedError
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, FileSink
 from p2ptrain.net.transport import Stream
-from p2ptrain.node.driver import DISK_SECONDS
+from p2ptrain.node.persistence import DISK_SECONDS
 from p2ptrain.node.replica_thread import Standing
 from p2ptrain.train.saved_state import Capture
 from tests.helpers.blobs import BlobNode, MemoryBlob
@@ -448,7 +448,7 @@ async def test_a_round_in_training_ends_with_the_node(tmp_path: Path) -> None:
     async with bench(tmp_path) as each, each.running() as task:
         doing(each, ev.Train(1, 0, 1, 4))
         await at(0.5)
-        each.driver.give(ev.StopRequested())
+        each.driver.intake.give(ev.StopRequested())
         assert await task == "the test is over"
         assert each.node.events == []
 

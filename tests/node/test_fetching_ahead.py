@@ -15,7 +15,7 @@ from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.net.blobs.blob import BlobName
-from p2ptrain.node.driver import DATA_SECONDS
+from p2ptrain.node.trainings import DATA_SECONDS
 from p2ptrain.store.diary import Trained
 from tests.helpers.blobs import BlobNode, MemoryBlob
 from tests.helpers.driver import PEER, SEQUENCE, DriverBench, a_manifest, bench, doing, of_kind, root_of
@@ -85,7 +85,7 @@ async def test_a_wrong_guess_costs_its_bytes_and_what_is_needed_comes_first(
         give(server, whole, needed(each, whole, 1))  # nobody has those of the guess: it waits
         doing(each, ev.Train(1, 0, PLACE, PLACES))
         await until(lambda: bool(of_kind(each, ev.TrainingFinished)))
-        ahead = each.driver._fetching_ahead
+        ahead = each.driver.trainings.ahead
         assert ahead is not None and not ahead.done()
         give(server, whole, needed(each, whole, 2, place=3))
         began = asyncio.get_running_loop().time()
@@ -110,10 +110,12 @@ async def test_a_guess_that_fails_fails_nothing_else(
 
         monkeypatch.setattr(data, "add_piece", full)
         give(server, whole, needed(each, whole, 2))
-        ahead = each.driver._fetching_ahead
+        ahead = each.driver.trainings.ahead
         assert ahead is not None
         await ahead
-        await each.driver._fetch_ahead(ev.Train(40, 0, PLACE, PLACES))  # which nobody has: until the time is up
+        await each.driver.trainings.fetch_ahead(
+            ev.Train(40, 0, PLACE, PLACES)
+        )  # which nobody has: until the time is up
         assert of_kind(each, ev.TrainingFailed) == []
 
 
@@ -122,15 +124,15 @@ async def test_a_node_that_is_paused_or_leaves_fetches_nothing_ahead(tmp_path: P
     async with joined(tmp_path, whole, 2 * ROUND_PIECES) as (each, data):
         give(await each.serve(PEER), whole, needed(each, whole, 2))
         train, pause = ev.Train(1, 0, PLACE, PLACES), complaint(Code.PAUSED)
-        each.driver.pauses.begin(pause)
-        await each.driver._fetch_ahead(train)
+        each.driver.trainings.pauses.begin(pause)
+        await each.driver.trainings.fetch_ahead(train)
         assert lacks(each, data, 2) == needed(each, whole, 2)
-        each.driver.pauses.end(pause.code)
+        each.driver.trainings.pauses.end(pause.code)
         each.node.seen.is_stopping = True
-        await each.driver._fetch_ahead(train)
+        await each.driver.trainings.fetch_ahead(train)
         assert lacks(each, data, 2) == needed(each, whole, 2)
         each.node.seen.is_stopping = False
-        await each.driver._fetch_ahead(train)
+        await each.driver.trainings.fetch_ahead(train)
         assert lacks(each, data, 2) == []
 
 

@@ -226,7 +226,10 @@ async def test_a_node_beside_a_game_votes_and_applies_and_trains_again_afterward
         daemon = node.daemon
         driver = daemon.driver
         daemon.machine_limits = limits = MachineLimits(
-            LimitsConfig(on_gpu_busy="pause", on_battery="train"), driver.pauses, driver.worker, gpu=lambda: is_busy
+            LimitsConfig(on_gpu_busy="pause", on_battery="train"),
+            driver.trainings.pauses,
+            driver.worker,
+            gpu=lambda: is_busy,
         )
         limits.look()
         await made.reach(made.newest + 6)
@@ -237,9 +240,9 @@ async def test_a_node_beside_a_game_votes_and_applies_and_trains_again_afterward
         assert unreadiness_of(daemon) == []
         told = await daemon.answer({"do": "limit", "gpu": "ignore"})
         assert told["on_gpu_busy"] == "ignore"
-        assert not driver.pauses  # at once
+        assert not driver.trainings.pauses  # at once
         await daemon.answer({"do": "limit", "gpu": "pause"})
-        assert driver.pauses
+        assert driver.trainings.pauses
         is_busy = False
         limits.look()
         assert not node.status["is_paused"]

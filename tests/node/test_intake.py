@@ -29,8 +29,8 @@ async def test_a_full_queue_drops_gossip_and_counts_it_and_never_what_is_our_own
         each.driver.intake.hear_mail(OTHER, HistoryQuery(bytes(32), 1))
         own: list[ev.Event] = [ev.PeerSeen(OTHER), ev.PayloadArrived(bytes(32), True, OTHER, 1), ev.PeerLost(OTHER)]
         for event in own:
-            each.driver.give(event)
-        assert each.driver.counters == {"events dropped": 13}
+            each.driver.intake.give(event)
+        assert each.driver.intake.counters == {"events dropped": 13}
         async with each.running():
             await each.heard(own[-1])
         assert isinstance(each.node.handled[0][1], ev.Started)
@@ -125,7 +125,7 @@ async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -
             for _ in range(SHARE_OF_MEMBER_MAX + 10):
                 each.driver.intake.hear(PEER, offer)
             assert each.driver.intake._waiting == CHECKS_MAX
-            assert each.driver.counters["events dropped"] == 10, "the others are heard without their payload"
+            assert each.driver.intake.counters["events dropped"] == 10, "the others are heard without their payload"
             opened.set()
             await until(lambda: len(each.node.events) == SHARE_OF_MEMBER_MAX and not each.driver.intake.events)
         assert each.replica.checked == [shut]
@@ -191,7 +191,7 @@ async def test_what_peers_say_before_the_start_and_after_the_end_does_no_harm(tm
         each.driver.intake.hear(PEER, offer.envelope)
         async with each.running() as task:
             await until(lambda: bool(each.node.events))
-            each.driver.give(ev.StopRequested())
+            each.driver.intake.give(ev.StopRequested())
             await task
             each.driver.intake.hear(PEER, offer.envelope)
             each.driver.intake.hear(PEER, a_message())
@@ -289,4 +289,4 @@ async def test_what_strangers_send_at_once_and_what_is_told_of_them_has_a_small_
                 hear(PEER, a_message())
             await at(1.0)
             assert sum(getattr(event, "sender", b"") == PEER for event in each.node.events) == 100
-    assert each.driver.counters["messages of strangers dropped"] == 2 + 100 - told
+    assert each.driver.intake.counters["messages of strangers dropped"] == 2 + 100 - told

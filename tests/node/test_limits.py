@@ -209,7 +209,12 @@ class FakeMachine:
     def machine_limits(self, limits: LimitsConfig, daemon: Any) -> MachineLimits:
         driver = daemon.driver
         return MachineLimits(
-            limits, driver.pauses, driver.worker, lambda: self.now, lambda: self.is_unplugged, lambda: self.resident
+            limits,
+            driver.trainings.pauses,
+            driver.worker,
+            lambda: self.now,
+            lambda: self.is_unplugged,
+            lambda: self.resident,
         )
 
 
@@ -253,11 +258,11 @@ async def test_the_owners_pause_and_the_machines_are_lifted_each_by_itself(tmp_p
         machine_limits.look()
         told = await daemon.answer({"do": "resume"})
         assert told == {"is_paused": True, "pauses": [UNPLUGGED.text]}
-        assert daemon.driver.pauses
+        assert daemon.driver.trainings.pauses
         machine.is_unplugged = False
         machine_limits.look()
         assert await daemon.answer({"do": "resume"}) == {"is_paused": False, "pauses": []}
-        assert not daemon.driver.pauses
+        assert not daemon.driver.trainings.pauses
 
 
 @skipping_time
@@ -272,7 +277,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
             told = await daemon.answer({"do": "limit", "hours": "22:00-07:00", "percent": 25, "battery": "train"})
         assert (told["hours"], told["device_percent"], told["on_battery"]) == ("22:00-07:00", 25, "train")
         assert daemon.driver.worker.pacing.percent == 25
-        assert daemon.driver.pauses  # without waiting for the next look
+        assert daemon.driver.trainings.pauses  # without waiting for the next look
         assert "limits: hours = '22:00-07:00', device_percent = 25" in caplog.text
         for option, wrong in (("hours", "7-8"), ("hours", "07:00-07:00"), ("percent", 0), ("percent", "9"),
                               ("percent", True), ("memory", -1), ("battery", "perhaps"), ("hours", 7)):  # fmt: skip
@@ -281,7 +286,7 @@ async def test_limits_of_the_machine_change_at_once_and_what_is_not_possible_cha
             assert repr(wrong) in str(raised.value)
         assert await daemon.answer({"do": "limit"}) == told
         told = await daemon.answer({"do": "limit", "hours": "", "percent": 100, "memory": 1_000})
-        assert not daemon.driver.pauses
+        assert not daemon.driver.trainings.pauses
         machine.resident = 2_000
         daemon.machine_limits.look()
         (told,) = made.nodes[0].status["complaints"]

@@ -144,7 +144,7 @@ async def test_a_disk_in_trouble_is_told_in_the_status_and_stops_one_node_alone(
             write(self, records)
 
         monkeypatch.setattr(Store, "write", full)
-        await until(lambda: bool(victim.daemon.driver.disk_trouble))
+        await until(lambda: bool(victim.daemon.driver.effects.disk_trouble))
         stood = victim.applied
         await made.reach(stood + 10, *others)
         assert victim.status["health"][0] == "degraded: the disk is full"

@@ -130,9 +130,10 @@ async def test_a_checkpoint_of_a_round_that_the_core_has_not_heard_of_yet_waits_
     async with swarm(tmp_path) as made:
         node = made.nodes[0]
         await made.reach(3)
-        driver, held = node.daemon.driver, []
-        give = driver.give
-        monkeypatch.setattr(driver, "give", lambda each: held.append(each) if isinstance(each, Applied) else give(each))
+        intake, held = node.daemon.driver.intake, []
+        give = intake.give
+        holding = lambda each, *of: held.append(each) if isinstance(each, Applied) else give(each, *of)  # noqa: E731
+        monkeypatch.setattr(intake, "give", holding)
         await until(lambda: bool(held))
         asked = asyncio.create_task(node.daemon.answer({"do": "checkpoint"}))
         for _ in range(10):

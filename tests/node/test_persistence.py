@@ -161,7 +161,7 @@ async def test_orders_for_a_checkpoint_hold_one_copy_at_a_time(tmp_path: Path, g
 
 async def test_rounds_do_not_run_away_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the kept history, a restart could not continue from it."""
-    monkeypatch.setattr("p2ptrain.node.persistence.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("p2ptrain.node.persistence.DISK_SECONDS", 0.01)
     async with bench(tmp_path) as each:
         each.persistence._history_rounds = 8
         tries = failing(each, "can't allocate memory", 3)

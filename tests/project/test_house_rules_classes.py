@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from tests.helpers.benchmarks import load
 from tests.project.test_house_rules import MODULES, dotted, parsed
 
-PRIVATES_MAX = 118  # accesses to privates in tests; `python benchmarks/shape.py` counts them. It only ever falls
+PRIVATES_MAX = 107  # accesses to privates in tests; `python benchmarks/shape.py` counts them. It only ever falls
 
 PACKAGE = {path: parsed(path) for path in MODULES if path.parts[0] == "p2ptrain"}
 TESTS = {path: parsed(path) for path in MODULES if path.parts[0] == "tests"}

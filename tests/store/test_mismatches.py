@@ -31,7 +31,7 @@ async def miscalculate(tmp_path: Path, number: int) -> None:
     """Starts a node that computes one wrong state."""
     async with bench(tmp_path) as each, each.running():
         each.node.answer = lambda event: [ev.NoteWrongState(number)] if event == ev.PeerSeen(PEER) else []
-        each.driver.give(ev.PeerSeen(PEER))
+        each.driver.intake.give(ev.PeerSeen(PEER))
         await until(lambda: number in each.store.mismatches.rounds)
 
 
@@ -50,7 +50,7 @@ async def test_three_wrong_states_of_one_life_end_it(tmp_path: Path) -> None:
         async with bench(tmp_path) as each, each.running() as task:
             each.node.answer = lambda event: [ev.NoteWrongState(event.peer[0])] if type(event) is ev.PeerSeen else []
             for number in (10, 60, 108):
-                each.driver.give(ev.PeerSeen(bytes([number]) * 32))
+                each.driver.intake.give(ev.PeerSeen(bytes([number]) * 32))
             await asyncio.wait([task])
     assert raised.group_contains(HardwareError, match="in rounds 10, 60, 108,")
 

@@ -115,7 +115,7 @@ async def test_an_event_that_the_core_does_not_survive_is_noted(tmp_path: Path) 
             return []
 
         each.node.answer = answer
-        each.driver.give(ev.PeerSeen(PEER))
+        each.driver.intake.give(ev.PeerSeen(PEER))
         with pytest.raises(ExceptionGroup):
             await each.driver.run(each.started)
         assert each.handled == [(each.started, []), (ev.PeerSeen(PEER), None)]
