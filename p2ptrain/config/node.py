@@ -17,7 +17,7 @@ from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_va
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from p2ptrain.config.fields import Accepts, DigestOrEmpty, FromArray, Option, Plugin, Rational, Section
+from p2ptrain.config.fields import K_MAX, Accepts, DigestOrEmpty, FromArray, Option, Plugin, Rational, Section
 from p2ptrain.errors import SettingError
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
@@ -168,6 +168,12 @@ class ChangeableLimits(Section):
         ge=1,
         le=100,
         description="percentage of its training time in which the device works; the rest of the time it idles",
+    )
+    k_max: Annotated[int, Option("k")] = Field(
+        0,
+        ge=0,
+        le=K_MAX,
+        description="the most numbers of a chunk in contributions to a run that lists several k; 0: no limit",
     )
     on_battery: Annotated[Literal["pause", "train"], Option("battery")] = Field(
         "pause", description="whether to train while the machine runs on battery"

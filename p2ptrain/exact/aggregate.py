@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,27 +67,33 @@ class Votes:
     scales: Scales | None  # None: they have no unit
 
 
+class Packed(NamedTuple):
+    """A payload that `unpack` has accepted."""
+
+    content: bytes
+    form: PayloadFormat
+
+
 def apply_payloads(
     layout: Layout,
     recipe: RecipeConfig,
-    form: PayloadFormat,
-    payloads: Sequence[bytes],
+    payloads: Sequence[Packed],
     terms: Terms,
     parameters: Sequence[Tensor],
     momenta: Sequence[Tensor] = (),
     unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
 ) -> Scales | None:
-    """Applies one outer step from payloads that `unpack` has accepted, in any order. Payloads are unpacked one at a
-    time, except those given as `unpacked`. Returns the scales by which they were counted, if they have any.
+    """Applies one outer step from payloads in any order. They are unpacked one at a time, except those given as
+    `unpacked`. Returns the scales by which they were counted, if they have any.
 
     momenta: one for each parameter, if the recipe has a momentum
     """
     scales = None
-    if form.groups and payloads:
-        scales = Scales.of([sizes_of(payload, layout, form) for payload in payloads], layout, recipe, terms.reach)
+    if recipe.spec.is_scaled and payloads:
+        scales = Scales.of([sizes_of(each, layout) for each in payloads], layout, recipe, terms.reach)
 
     def votes_on(device: torch.device) -> Votes:
-        contributions = (unpacked.get(payload) or unpack(payload, form) for payload in payloads)
+        contributions = (unpacked.get(each.content) or unpack(each.content, each.form) for each in payloads)
         return sum_votes(layout, recipe, contributions, len(payloads), scales, device)
 
     votes = where_it_fits(votes_on, parameters[0].device)
@@ -94,10 +101,10 @@ def apply_payloads(
     return scales
 
 
-def sizes_of(payload: bytes, layout: Layout, form: PayloadFormat) -> Sizes:
+def sizes_of(payload: Packed, layout: Layout) -> Sizes:
     """Reads the exponents and sizes of a payload, which `Scales` compares."""
     starts = [group.first_chunk for group in layout.groups]
-    return Sizes(read_exponents(payload, form), np.add.reduceat(read_squares(payload, form), starts))
+    return Sizes(read_exponents(*payload), np.add.reduceat(read_squares(*payload), starts))
 
 
 def sum_votes(
@@ -144,7 +151,7 @@ def apply_votes(
     if not votes.contributions:
         return
     keep = rounded_fp32(1 - terms.rate * recipe.weight_decay)
-    votes_bound = votes.contributions * recipe.k * recipe.vote_max
+    votes_bound = votes.contributions * recipe.k_max * recipe.vote_max
     for number, group in enumerate(layout.groups):
         step = _step(layout, recipe, votes, number, terms.rate)
         matrix = layout.matrix(parameters, group)
@@ -220,7 +227,7 @@ def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learn
         return rounded_fp32(learning_rate)
     if recipe.outer == "mean":
         if votes.scales is None:
-            return rate * math.sqrt(layout.area / recipe.k) / votes.contributions * layout.scale
+            return rate * math.sqrt(layout.area / recipe.k_max) / votes.contributions * layout.scale
         return rate / votes.scales.effective[number] * (2.0 ** votes.scales.units[number] * layout.scale)
     group = layout.groups[number]
     squares = _sum_of_squares(layout, recipe, votes, group)
@@ -233,7 +240,7 @@ def _sum_of_squares(layout: Layout, recipe: RecipeConfig, votes: Votes, group: G
     largest = votes.contributions * recipe.vote_max
     for strip in layout.strips(group, votes.sums.device):
         sums = votes.sums[strip.chunks].reshape(-1)
-        if largest**2 * recipe.k * (sums.numel() // layout.area) < FP32_EXACT_MAX and sums.device.type == "cpu":
+        if largest**2 * recipe.k_max * (sums.numel() // layout.area) < FP32_EXACT_MAX and sums.device.type == "cpu":
             single = sums.float()
             total += int(torch.dot(single, single))
         else:

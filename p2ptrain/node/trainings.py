@@ -42,7 +42,7 @@ class Trainings:
         if self.ahead is not None:
             self.ahead.cancel()  # what is needed now comes first
         await self._edges.persistence.is_safe.wait()
-        task = Task(effect.round, effect.place, effect.places, frozenset(effect.unsettled))
+        task = Task(effect.round, effect.place, effect.places, frozenset(effect.unsettled), k=effect.k)
         try:
             await self._worker.repeat(self.fetch_again)
             await self._fetch_data(self._edges.fetching.data, effect.round, effect.place, effect.places)

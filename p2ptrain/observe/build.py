@@ -9,6 +9,7 @@ from p2ptrain import __version__
 from p2ptrain.config import RunConfig
 from p2ptrain.config.node import Limits
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
+from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.core.view import PeerView
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import questions
@@ -64,7 +65,8 @@ def status_of(daemon: Running) -> Status:
     """Builds the node's status."""
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
     view, worker, figures = driver.node.view(), driver.worker, driver.worker.figures
-    replica, upstream = driver.replica, worker.upstream
+    upstream, k = worker.upstream, figures.k or daemon.run.recipe.ks[0]
+    payload_bytes = KEY_BYTES + worker.replica.outer.sizes[k]
     state, roots, roster = view.state, view.roots, view.state.roster
     speed, complaints = figures.tokens_per_second, complaints_of(daemon)
     swarm = None if speed is None else records.swarm_tokens_per_second  # the others' scripts have loaders, too
@@ -87,9 +89,7 @@ def status_of(daemon: Running) -> Status:
         certified_round=state.root_round,
         swarm_loss=view.training_of(view.applied_round).loss,
         drift=worker.drift,
-        compression_ratio=round(
-            worker.replica.gradient_bytes / replica.payload_bytes * daemon.run.recipe.local_steps, 1
-        ),
+        compression_ratio=round(worker.replica.gradient_bytes / payload_bytes * daemon.run.recipe.local_steps, 1),
         tokens_per_second=None if speed is None else round(speed, 1),
         training_seconds=round(figures.seconds, 3),
         swarm_tokens_per_second=None if swarm is None else round(swarm, 1),
@@ -113,7 +113,8 @@ def status_of(daemon: Running) -> Status:
         own_data=_own_data_text(daemon.run, worker.privacy),
         privacy_epsilon=worker.privacy.spent if worker.privacy else None,
         roots={str(number): root.hex() for number, root in sorted(roots.items())[-ROOTS_TOLD:]},
-        payload_bytes=replica.payload_bytes,
+        k=k,
+        payload_bytes=payload_bytes,
         state_bytes=worker.replica.state_bytes,
         bytes=edges.transport.counters(),
         traffic=traffic_of(edges),

@@ -24,7 +24,6 @@ from pydantic import ValidationError
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.claims import HeldOut
-from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.core.node import Node
 from p2ptrain.errors import DataError
 from p2ptrain.node.persistence import Persistence
@@ -109,7 +108,7 @@ class Recorder:
         worker, figures, replica = self.worker, self.worker.figures, self.worker.replica
         if held_out is not None and self.measured is not None and held_out.round == self.measured.held_out_round:
             held_out = None  # it is in an earlier record
-        sent = (KEY_BYTES + replica.outer.payload_bytes) * len(entry.manifest.taken)
+        sent = sum(taken.payload_bytes for taken in entry.manifest.taken)
         step_tokens = 0 if figures.tokens_per_second is None else self._step_tokens  # scripts read what nobody counts
         swarm_tokens = claims.steps * step_tokens
         self.mine = Mine(

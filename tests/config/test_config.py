@@ -28,7 +28,7 @@ from p2ptrain.config import (
     load_run_config,
     with_options,
 )
-from p2ptrain.config.fields import Accepts
+from p2ptrain.config.fields import K_WORDS, Accepts
 from p2ptrain.config.text import allowed, fields, sections, to_toml
 from p2ptrain.errors import ConfigError
 
@@ -162,8 +162,8 @@ IN_A_RUN = {
     "seed = -1": "FILE: seed: -1 is not valid. Choose 0 to below 2**63",
     "seed = 0x" + "f" * 9_999: "FILE: seed: a number beyond 64 bits is not valid. Choose 0 to below 2**63",
     "model = 3": "FILE: model: expected a table, found 3. Write [model] and its keys below it",
-    "[recipe]\nk = 0": "FILE: recipe.k: 0 is not valid. Choose 1 to 4,096",
-    "[recipe]\nk = 4097": "FILE: recipe.k: 4097 is not valid. Choose 1 to 4,096",
+    "[recipe]\nk = 0": f"FILE: recipe.k: expected {K_WORDS}, found 0. Write for instance k = 256",
+    "[recipe]\nk = 4097": f"FILE: recipe.k: expected {K_WORDS}, found 4097. Write for instance k = 256",
     "[recipe]\ndecay = 1.5": 'FILE: recipe.decay: "3/2" is not valid. Choose 0 to 1',
     "[recipe]\ninner_beta1 = 1": "FILE: recipe.inner_beta1: 1 is not valid. Choose 0 to below 1",
     "[recipe]\nclip = -1": "FILE: recipe.clip: -1 is not valid. Choose 0 or more",

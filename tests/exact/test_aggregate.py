@@ -21,6 +21,7 @@ from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root
 from p2ptrain.errors import DeviceError
 from p2ptrain.exact import aggregate, transform
 from p2ptrain.exact.aggregate import (
+    Packed,
     Votes,
     apply_payloads,
     apply_residual,
@@ -328,7 +329,7 @@ def test_a_coarser_matmul_precision_moves_the_first_stage_to_fp64() -> None:
 def test_the_bound_of_the_config_keeps_the_largest_swarm_exact() -> None:
     for name, bits in (("distro", 1), ("demo", 4), ("local", 1), ("local", 8)):
         recipe = RecipeConfig(chunk=64, name=name, value_bits=bits, k=32)
-        assert 1024 * recipe.k * recipe.vote_max * BASIS_PEAK**2 < 2**53
+        assert 1024 * recipe.k_max * recipe.vote_max * BASIS_PEAK**2 < 2**53
     assert 65_536 * 32 * RecipeConfig(name="distro", chunk=64, k=32).vote_max * BASIS_PEAK**2 < 2**53
 
 
@@ -403,7 +404,7 @@ def test_votes_that_a_device_cannot_hold_are_summed_by_the_cpu(monkeypatch: pyte
     recipe = RecipeConfig(name="local")
     layout = Layout(SHAPES, recipe.chunk)
     form = PayloadFormat.of(layout, recipe)
-    payloads = [pack(contribution(peer, layout, recipe), form) for peer in range(3)]
+    packed = [Packed(pack(contribution(peer, layout, recipe), form), form) for peer in range(3)]
     states = []
     real = aggregate.sum_votes
     for often in (itertools.repeat(False), iter((True, False))):
@@ -416,7 +417,7 @@ def test_votes_that_a_device_cannot_hold_are_summed_by_the_cpu(monkeypatch: pyte
 
         monkeypatch.setattr(aggregate, "sum_votes", sometimes)
         states.append(flat_weights(3))
-        apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1, 3)), parts(states[-1]))
+        apply_payloads(layout, recipe, packed, Terms(Fraction(1, 3)), parts(states[-1]))
     assert torch.equal(*states)
     assert not torch.equal(states[0], flat_weights(3))
 

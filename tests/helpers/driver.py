@@ -85,7 +85,7 @@ class ChainTrainer:
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()
         self.made: dict[int, bytes] = {}  # contributions since the start
-        self.outer = SimpleNamespace(payload_bytes=PAYLOAD_BYTES - KEY_BYTES, parameters=len(STATE) // 4)
+        self.outer = SimpleNamespace(sizes={256: PAYLOAD_BYTES - KEY_BYTES}, parameters=len(STATE) // 4)
         self.can_rebase = False
         self.done: list[tuple[Any, ...]] = []  # what was asked for, in order
         self.returned: list[int] = []

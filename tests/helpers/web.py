@@ -115,6 +115,7 @@ STATUS: dict[str, Any] = {
     "loop_lag_seconds": 0.0123,
     "uptime_seconds": 99.5,
     "roots": {"6": "ef" * 32, "7": "cd" * 32},
+    "k": 256,
     "payload_bytes": 1_000,
     "state_bytes": 40_000,
     "bytes": {"bytes sent": 10, "bytes received": 20},
