@@ -133,7 +133,8 @@ def config_error(  # noqa: PLR0911  (a return for each kind)
         return mistake(f"expected {expected}, found {found}{' in the list' if in_list else ''}", example)
     if kind == "too_long":
         return mistake(f"a list of {error['ctx']['actual_length']} is too long", f"Write {allowed(field)}")
-    return mistake(f"{found} is not valid", f"Choose {allowed(field)}")
+    why = error.get("ctx", {}).get("why", "")
+    return mistake(f"{found} is not valid{why and f': {why}'}", f"Choose {allowed(field)}")
 
 
 def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseModel], source: str) -> ConfigError:
