@@ -31,6 +31,7 @@ from p2ptrain.errors import (
     RemoteProtocolError,
     TrainingError,
 )
+from p2ptrain.identity import peer_id_of
 from p2ptrain.net.blobs.blob import verified
 from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.mail import Deliver, MessageQuery, TellHistory
@@ -426,7 +427,7 @@ class Driver:
     # The rest
 
     def _disconnect(self, effect: ev.Disconnect) -> None:
-        log.info("disconnecting from %s: %s", effect.peer.hex()[:16], effect.why)
+        log.info("disconnecting from %s: %s", peer_id_of(effect.peer), effect.why)
         self.edges.connections.shun(effect.peer, asyncio.get_running_loop().time() + SHUN_SECONDS)
         work = self._boundary.contained("parting from a peer", effect.peer, self._let_go, effect.peer)
         self._spawn(work, "disconnect")
