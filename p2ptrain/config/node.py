@@ -370,6 +370,9 @@ class TrackingConfig(Section):
         description="directory for runs of Weights & Biases (the extra [wandb]), sent if WANDB_API_KEY is set; "
         "empty: none are written",
     )
+    wandb_project: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9._ -]{0,128}$"), Accepts("up to 128 letters, digits, spaces and ._-")
+    ] = Field("", description="their project in Weights & Biases; empty: the run's name and the beginning of its id")
 
 
 class LoggingConfig(Section):

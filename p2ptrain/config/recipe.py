@@ -94,7 +94,9 @@ class RecipeConfig(Section):
     )
     settings: Settings = Field(PluginSettings(), description="the settings of that plug-in")
     outer: Literal["normalised", "mean", "sign"] = Field("mean", description="how summed votes become an update")
-    chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks from which numbers are chosen")
+    chunk: Literal[8, 16, 32, 64] = Field(
+        64, description="side of the square blocks from which numbers are chosen: 64 means blocks of 64 x 64"
+    )
     transform: Literal["dct", "none"] = Field(
         "dct", description="none: send how far weights moved; dct: that as DCT coefficients, of which a few say most"
     )

@@ -73,6 +73,7 @@ class Counted:
 
     payloads: Sequence[bytes]  # those of the round's fragment, in the order of the scales
     scales: Scales | None
+    norm: float  # of the update, about, before momentum and weight decay
 
     def uncounted(self, payload: bytes) -> Uncounted:
         if payload not in self.payloads:  # late, after a round without contributions, and for another fragment
@@ -183,7 +184,7 @@ class Outer:
         if counted and len(counted) < len(payloads):  # payloads for other fragments count, but move nothing
             terms = replace(terms, rate=terms.rate * Fraction(len(counted), len(payloads)))
         weights, momenta = state[: self.parameters], state[self.parameters :]
-        scales = apply_payloads(
+        scales, norm = apply_payloads(
             self.layouts[fragment],
             self.recipe,
             [packed for _, packed in counted],
@@ -192,4 +193,4 @@ class Outer:
             self.parts(momenta) if len(momenta) else (),
             {packed.content: unpacked[payload] for payload, packed in counted if payload in unpacked},
         )
-        return Counted([payload for payload, _ in counted], scales)
+        return Counted([payload for payload, _ in counted], scales, norm)

@@ -15,6 +15,7 @@ from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_answer
 from p2ptrain.core.messages import author_of
 from p2ptrain.core.state import Taken
 from p2ptrain.core.view import NodeView
+from p2ptrain.identity import peer_id_of
 from p2ptrain.net.blobs.server import FetchError, Server
 from p2ptrain.net.connections import Connections, topic_of
 from p2ptrain.net.mail import Deliver, TellHistory
@@ -156,7 +157,7 @@ class Telling:
         self._edges.mailboxes.post(effect.peer, TellHistory(encoded))
 
     def disconnect(self, effect: ev.Disconnect) -> None:
-        log.info("disconnecting from %s: %s", effect.peer.hex()[:16], effect.why)
+        log.info("disconnecting from %s: %s", peer_id_of(effect.peer), effect.why)
         self._edges.connections.shun(effect.peer, asyncio.get_running_loop().time() + SHUN_SECONDS)
         work = self._boundary.contained("parting from a peer", effect.peer, self._let_go, effect.peer)
         self._spawn(work, "disconnect")

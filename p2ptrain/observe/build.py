@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Protocol
 
 from p2ptrain import __version__
@@ -20,6 +20,7 @@ from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
 from p2ptrain.observe.rounds import HELD_OUT, Recorder, copied, held_out_of
 from p2ptrain.observe.schema import (
+    BAN_UNKNOWN,
     FaultTolerance,
     Peer,
     PeerList,
@@ -32,6 +33,7 @@ from p2ptrain.observe.schema import (
 from p2ptrain.train.private import Privacy
 
 ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than once in so many
+BANNED_TOLD = 256  # in the list of peers, the latest
 CONTRIBUTORS_TOLD = 20_000  # in all rounds of one answer: 1.2 MB
 # Kinds of blobs (net/blobs/blob.py) by purpose.
 BLOB_PURPOSES: dict[Purpose, tuple[str, ...]] = {
@@ -89,6 +91,7 @@ def status_of(daemon: Running) -> Status:
         certified_round=state.root_round,
         swarm_loss=view.training_of(view.applied_round).loss,
         drift=worker.drift,
+        update_norm=worker.replica.update_norm,
         compression_ratio=round(worker.replica.gradient_bytes / payload_bytes * daemon.run.recipe.local_steps, 1),
         tokens_per_second=None if speed is None else round(speed, 1),
         training_seconds=round(figures.seconds, 3),
@@ -126,6 +129,8 @@ def status_of(daemon: Running) -> Status:
         | edges.mailboxes.counters()
         | {"trainings not finite": figures.not_finite, "damaged files": edges.persistence.store.damaged_files}
         | ({"contributions for the region": upstream.contributions} if upstream else {}),
+        banned=Counter(ban_of(daemon, key) for key in state.bans),
+        kept_away=len(view.kept_away),
         staleness={str(rounds): count for rounds, count in view.staleness.items()},
     )
 
@@ -195,10 +200,11 @@ def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:
 
 
 def peers_of(daemon: Running) -> PeerList:
-    """Describes the connected and the admitted peers, with their standing."""
+    """Describes the peers that are connected, admitted, banned lately or kept away, with their standing."""
     view, linked = daemon.driver.node.view(), daemon.edges.connections.linked
     known = {each.peer: each for each in view.standings()}
-    everyone = sorted({*linked, *(peer for peer in known if peer in view.state.place)})
+    admitted = (peer for peer in known if peer in view.state.place)
+    everyone = sorted({*linked, *admitted, *view.state.bans[-BANNED_TOLD:], *view.kept_away})
     peers = [_peer(daemon, peer, known.get(peer)) for peer in everyone if peer != view.me]
     return PeerList(peers=peers, me=_peer(daemon, view.me, known.get(view.me)))
 
@@ -218,11 +224,18 @@ def _peer(daemon: Running, peer: bytes, seen: PeerView | None) -> Peer:
         "is_connected": is_me or peer in connections.linked,
         "is_member": peer in view.state.members,
         "is_admitted": peer in view.state.place,
+        "ban": ban_of(daemon, peer) if peer in view.state.banned else "",
         "points": round(seen.points, 2) if seen else 0.0,
         "is_greylisted": seen.is_greylisted if seen else False,
         "observed": dict(seen.observed) if seen else {},
     }
     return Peer(**record.row | now)
+
+
+def ban_of(daemon: Running, key: bytes) -> str:
+    """Returns why a key was banned, as far as it was seen here."""
+    record = daemon.records.peers.by_key.get(key)
+    return (record and record.ban) or BAN_UNKNOWN
 
 
 def rounds_of(daemon: Running, last: int) -> list[RoundRecord]:

@@ -92,6 +92,41 @@ def test_the_step_is_the_written_formula_to_the_last_bit(name: str, outer: str) 
             assert aggregate._step(layout, recipe, votes, 0, rate).hex() == expected.hex()
 
 
+@pytest.mark.parametrize(("name", "outer"), COMBINATIONS)
+def test_the_norm_of_an_update_is_how_far_it_moves_the_weights_and_the_same_everywhere(name: str, outer: str) -> None:
+    recipe = RecipeConfig(chunk=16, k=32, name=name, outer=outer, value_bits=3 if name == "demo" else 1)
+    layout = Layout([(640, 96), (16, 16), (48,), (320, 320)], 16)
+    form = PayloadFormat.of(layout, recipe)
+    payloads = [pack(contribution(peer, layout, recipe), form) for peer in range(5)]
+    norms, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            flat = [torch.zeros(shape) for shape in layout.shapes]
+            _, norm = apply_payloads(
+                layout, recipe, form, payloads[count:] + payloads[:count], Terms(Fraction(1, 3)), flat
+            )
+            norms.append(norm)
+    finally:
+        torch.set_num_threads(threads)
+    moved = math.sqrt(sum(float(each.double().square().sum()) for each in flat))
+    assert norms == [norms[0]] * 3
+    assert norms[0] == pytest.approx(moved, rel=0.1)  # of drawn numbers; of trained ones it is within two percent
+
+
+def test_a_momentum_is_no_part_of_the_updates_norm_and_without_contributions_it_is_none() -> None:
+    recipe = RecipeConfig(momentum=Fraction(9, 10), nesterov=True)
+    layout = Layout.of([(128, 128)], recipe)
+    form = PayloadFormat.of(layout, recipe)
+    payloads = [pack(contribution(peer, layout, recipe), form) for peer in range(2)]
+    flat, carried = [torch.zeros(128, 128)], [torch.full((128, 128), 5.0)]
+    _, norm = apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1)), flat, carried)
+    plain = [torch.zeros(128, 128)]
+    _, alone = apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1)), plain, [torch.zeros(128, 128)])
+    assert norm == alone == pytest.approx(float(plain[0].norm()) / 1.9, rel=0.02)
+    assert apply_payloads(layout, recipe, form, [], Terms(Fraction(1)), flat, carried) == (None, 0.0)
+
+
 @pytest.mark.parametrize("outer", ["normalised", "mean", "sign"])
 def test_products_that_leave_negative_zero_are_taken_as_zero(outer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = RecipeConfig(name="distro", chunk=64, k=32, outer=outer)

@@ -157,7 +157,7 @@ def test_what_is_cut_from_a_contribution_returns_to_its_authors_residual(bits: i
     offered = [residual.take(0, recipe) for residual in residuals]
     payloads = [pack(each, form) for each in offered]
     flat = [torch.zeros(64, 128), torch.zeros(192, 64)]
-    scales = apply_payloads(layout, recipe, [Packed(each, form) for each in payloads], Terms(Fraction(1)), flat)
+    scales, _ = apply_payloads(layout, recipe, [Packed(each, form) for each in payloads], Terms(Fraction(1)), flat)
     assert scales is not None
     assert (scales.cuts[3] > 5).all(), "the large one is cut"
     assert not scales.cuts[:3].any()

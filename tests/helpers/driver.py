@@ -81,6 +81,7 @@ class ChainTrainer:
         self.run = RunConfig(name="chain", recipe=RecipeConfig(name="distro"))
         self.own_drift = 0.25
         self.drift: float | None = None
+        self.update_norm: float | None = 0.5
         self.live = SimpleNamespace(sequences_per_pass=0, privacy=None, set_sequences_per_pass=lambda count: None)
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()

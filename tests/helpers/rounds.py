@@ -38,9 +38,8 @@ class WatchedCore:
         self.bench = Bench(4, **changes)
         self.figures = Figures(rates=deque([0.0]))
         outer = SimpleNamespace(sizes={256: 50 - KEY_BYTES})
-        self.worker: Any = SimpleNamespace(
-            figures=self.figures, drift=None, replica=SimpleNamespace(gradient_bytes=4_000, outer=outer)
-        )
+        replica = SimpleNamespace(gradient_bytes=4_000, outer=outer, update_norm=None)
+        self.worker: Any = SimpleNamespace(figures=self.figures, drift=None, replica=replica)
         self.traffic = {"bytes sent": 100, "bytes received": 200}
         self.persistence = NotedPersistence(tmp_path)
         persistence: Any = self.persistence

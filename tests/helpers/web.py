@@ -41,6 +41,7 @@ LEARNING = {
     "swarm_loss": 2.6,
     "gradient_norm": 0.5,
     "drift": 0.0009765625,
+    "update_norm": 1.25,
     "compression_ratio": 40.0,
 }
 
@@ -142,6 +143,8 @@ STATUS: dict[str, Any] = {
         "trainings not finite": 6,
         "damaged files": 3,
     },
+    "banned": {"bad payload": 1},
+    "kept_away": 1,
     "staleness": {"0": 8, "2": 1},
     "observed": {"late": 3},
     "same_model": {
@@ -162,6 +165,13 @@ PEER: dict[str, Any] = {
     "late": 1,
     "refused": {"bad payload": 1},
     "points": 1.5,
+    "ban": "",
+    "arrival_seconds": 4.5,
+    "arrival_seconds_mean": 5.25,
+    "tokens_per_second": 512.0,
+    "tokens_per_second_mean": 498.5,
+    "staleness": 1,
+    "staleness_mean": 0.25,
     "is_greylisted": False,
     "observed": {"malformed": 1},
 }
@@ -185,6 +195,9 @@ def a_round(number: int) -> dict[str, Any]:
         "bytes_received": 2_000,
         **LEARNING,
         "swarm_tokens": 1_024,
+        "swarm_tokens_so_far": 1_024 * number,
+        "tokens_so_far": 512 * number,
+        "staleness_mean": 0.5,
         "loss": 2.5,
         "steps": 10,
         "own_drift": 0.02,
