@@ -272,7 +272,7 @@ class Status(Answer, LearningFigures):
         description="the most that all steps so far tell of one sequence of the owner's data; null: no limit is set"
     )
     roots: dict[str, str] = Field(description="this node's own state roots after the last rounds, by round, hex")
-    k: Annotated[Count, Figure("numbers of a chunk")] = Field(
+    k: Annotated[Count, Figure("numbers of a chunk", metric="numbers_per_chunk")] = Field(
         description="sent of each chunk by this node; of the run's k, the one that its line carries"
     )
     payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes")] = Field(

@@ -129,6 +129,7 @@ STATUS: dict[str, Any] = {
         "memory_bytes": 0,
         "hours": "",
         "device_percent": 100,
+        "k_max": 0,
         "threads": 3,
         "on_battery": "pause",
         "on_gpu_busy": "ignore",

@@ -76,7 +76,7 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
         update_norm=0.375,
         gradient_norm=0.75,
         drift=0.001,
-        compression_ratio=80.0,
+        compression_ratio=round(4_000 * 4 / sum(taken.payload_bytes for taken in entry.manifest.taken), 1),
         tokens=640,
         tokens_per_second=80.0,
         late=0,

@@ -194,7 +194,7 @@ async def test_peers_over_http_say_how_soon_each_contributes_and_who_is_banned_a
             lies = prove(*(encode(each, signer.sign(signed_bytes(run_id, each))) for each in both))
             proof = Received(lies, message_digest(lies), encode(lies), b"")
             for node in made.nodes[:-1]:
-                node.daemon.driver.give(ev.MessageReceived(others[0].key, proof))
+                node.daemon.driver.intake.give(ev.MessageReceived(others[0].key, proof))
             await until(lambda: liar.key in first.daemon.driver.node.view().state.banned)
             await made.reach(made.newest + 2, first, others[0], others[1])
             told = await asyncio.to_thread(get, f"{http.url}peers")
