@@ -19,12 +19,12 @@ DIGEST_BYTES = 32
 PIECE_BYTES = 2**20  # small enough to check and forward while the next one arrives
 
 
-def digest(domain: str, *parts: bytes | memoryview) -> bytes:
-    """Returns the 32-byte digest of `parts` in a `domain`."""
+def digest(domain: str, *parts: bytes | memoryview, size: int = DIGEST_BYTES) -> bytes:
+    """Returns the 32-byte digest of `parts` in a `domain`, or its first `size` bytes: BLAKE3 goes on for ever."""
     hasher = blake3(derive_key_context=f"p2ptrain 1 {domain}")
     for part in parts:
         hasher.update(part)
-    return hasher.digest()
+    return hasher.digest(size)
 
 
 def piece_count(size: int) -> int:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from p2ptrain.errors import SettingError
 
@@ -20,6 +20,7 @@ HF_CONFIG_BYTES_MAX = 16_384  # the largest that were found have 4 KB, most of i
 PARAMETERS_MAX = 2**38  # a TB of weights in fp32, more than any swarm of volunteers holds
 SHOWN_KEYS_MAX = 5  # refused keys listed in an error
 SHOWN_KEY_LENGTH_MAX = 40
+Objective = Literal["causal", "masked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ DROPOUT = _number(0, 0.9)
 EPSILON = _number(1e-12, 0.1)
 MULTIPLIER = _number(1e-6, 1e6)
 POSITIONS_MAX = 2**24
+TOKEN_TYPES_MAX = 16  # BERT has 2
 LAYERS_MAX = 1_024  # this and the other bounds are those of the built-in model
 TOKEN = _whole(0, 2**20).or_null()
 ACTIVATION = _one_of("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
@@ -87,6 +89,7 @@ ROPE = _table({
     "original_max_position_embeddings": _whole(8, POSITIONS_MAX),
     "partial_rotary_factor": _number(0.01, 1),
 })  # fmt: skip
+_DRAWING = _table({"do_sample": FLAG, "max_length": _whole(1, POSITIONS_MAX)})
 
 # Keys about files, texts or other uses of a model: they are checked, and then ignored.
 WITHOUT_EFFECT: dict[str, Rule] = {
@@ -101,6 +104,7 @@ WITHOUT_EFFECT: dict[str, Rule] = {
     "pad_token_id": Rule("a token's number", lambda value: value == -1 or TOKEN.accepts(value)),
     "pretraining_tp": _one_of(1),
     "rope_interleaved": _one_of(False),
+    "task_specific_params": _table({"text-generation": _DRAWING}).or_null(),  # in GPT-2's
     "torch_dtype": _one_of("float32", "bfloat16", "float16").or_null(),
     "transformers_version": _text(40),
     "use_cache": FLAG,
@@ -147,6 +151,8 @@ class Architecture:
     is_tied: bool = False  # transformers' default, for a config without the key
     dropout: float = 0.0  # likewise transformers' default
     is_transposed: bool = False  # whether its matrices are [inputs, outputs]
+    objective: Objective = "causal"  # what its models learn
+    has_positions: bool = False  # whether each position has weights of its own
     base: str = "model."  # prefix of all parameter names but the output head's
 
     def name(self, usual: str) -> str:
@@ -182,12 +188,25 @@ _GPT2_KEYS = {
     "summary_use_proj": FLAG,
     "tie_word_embeddings": FLAG,
 }
+_BERT_KEYS = {
+    **{key: rule for key, rule in _USUAL.items() if key != "attention_dropout"},
+    **_LAYER_NORM,
+    "max_position_embeddings": _whole(8, 2**20),  # likewise
+    "add_cross_attention": _one_of(False),
+    "attention_probs_dropout_prob": DROPOUT,
+    "hidden_dropout_prob": DROPOUT,
+    "is_decoder": _one_of(False),
+    "position_embedding_type": _one_of("absolute"),
+    "type_vocab_size": _whole(1, TOKEN_TYPES_MAX),
+}
 ARCHITECTURES: dict[str, Architecture] = {
+    "bert": Architecture(_BERT_KEYS, is_tied=True, dropout=0.1, is_head_plain=False, objective="masked",
+        has_positions=True, base="bert."),
     "gemma": Architecture({**_LLAMA, **_HEAD_DIM, "hidden_activation": ACTIVATION.or_null(),
         "use_bidirectional_attention": _one_of(False).or_null()},
         also_needed=("num_key_value_heads", "head_dim"), is_tied=True),
     "gpt2": Architecture(_GPT2_KEYS, _GPT2_NAMES, is_tied=True, dropout=0.1,
-        is_transposed=True, base="transformer."),
+        is_transposed=True, has_positions=True, base="transformer."),
     "gpt_neox": Architecture({**_USUAL, **_LAYER_NORM, **_BIAS, **_POSITIONS, "hidden_dropout": DROPOUT,
         "rotary_emb_base": _number(1, 1e12), "rotary_pct": _number(0.01, 1), "use_parallel_residual": FLAG},
         base="gpt_neox."),
@@ -392,6 +411,8 @@ def parameters_most(config: HfConfig) -> int:
     attention = config.dim * (2 * wide + 2 * shared)
     vectors = 8 * config.dim + 4 * (wide + shared) + 4 * config.ffn_dim + 8 * config.head_dim * config.heads
     layer = attention + 3 * config.dim * config.ffn_dim + vectors
-    positions = config.positions if config.model_type == "gpt2" else 0
+    positions = config.positions if config.architecture.has_positions else 0
+    if config.architecture.objective == "masked":  # its token types, and a layer before the head
+        positions += TOKEN_TYPES_MAX + config.dim
     tokens = config.vocab_size * (1 if config.is_tied else 2) + positions
     return config.layers * layer + tokens * config.dim + config.vocab_size + 4 * config.dim

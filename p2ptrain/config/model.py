@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from p2ptrain.config.fields import Accepts, DigestOrEmpty, PluginOrEmpty, PluginSettings, Section, Settings
-from p2ptrain.config.hf import HF_CONFIG_BYTES_MAX, HfConfig, read_hf_config
+from p2ptrain.config.hf import HF_CONFIG_BYTES_MAX, HfConfig, Objective, read_hf_config
 from p2ptrain.errors import SettingError
 
 PARAMETERS_MAX, OWN_PARAMETERS_MAX = 4_096, 2**40
@@ -36,6 +36,11 @@ class ModelConfig(Section):
         "builtin",
         description="builtin: the transformer that the keys below describe; transformers: that of `config`; "
         "plugin: that of `plugin`; own: that of scripts that train it with `import p2ptrain`",
+    )
+    objective: Objective = Field(
+        "causal",
+        description="causal: each token from those before it; masked: hidden tokens from all around them, which takes "
+        "an encoder such as BERT",
     )
     config: Annotated[str, Accepts(f"the text of a config.json, at most {HF_CONFIG_BYTES_MAX:,} bytes, or nothing")] = (
         Field("", max_length=HF_CONFIG_BYTES_MAX, description="kind transformers: the model's config.json, as it is")
@@ -99,6 +104,7 @@ class ModelConfig(Section):
         for key, kinds in BELONGS.items():
             if getattr(self, key) and f'"{self.kind}"' not in kinds:
                 raise SettingError(f"{key} belongs to a model of kind = {kinds}", "remove it, or set that kind")
+        self._check_objective()
         if self.kind == "own":
             self._check_parameters()
             return self
@@ -122,6 +128,18 @@ class ModelConfig(Section):
         if self.heads % self.kv_heads:
             raise SettingError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}", "choose a divisor")
         return self
+
+    def _check_objective(self) -> None:
+        possible: Objective = "causal" if self.hf is None else self.hf.architecture.objective
+        if self.objective == possible:
+            return
+        if possible == "masked":
+            raise SettingError("the model of config reads a text from both sides", 'set objective = "masked"')
+        raise SettingError(
+            'objective = "masked" needs a model that reads a text from both sides, and this one sees only what comes '
+            "before",
+            'set kind = "transformers" and the config of a bert, or objective = "causal"',
+        )
 
     def _check_parameters(self) -> None:
         names = [name for name, _ in self.named]

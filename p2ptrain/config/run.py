@@ -229,6 +229,8 @@ class RunConfig(Section):
             raise SettingError(
                 f'data.documents = "apart" does not work with a model of kind {self.model.kind}', 'set "together"'
             )
+        if self.model.objective == "masked" and (clash := self._why_not_masked):
+            raise SettingError(f'model.objective = "masked" does not work with {clash[0]}', clash[1])
         if self.adapt.is_on and not self.model.supports_adapters:
             raise SettingError(
                 f'adapt.kind = "{self.adapt.kind}" does not work with a model of kind {self.model.kind}',
@@ -297,6 +299,18 @@ class RunConfig(Section):
         return next((why for holds, why in reasons if holds), "")
 
     @property
+    def _why_not_masked(self) -> tuple[str, str] | None:
+        """Returns the setting that keeps tokens from being masked, and what to set; None if there is none."""
+        if self.data.documents == "apart":
+            return 'data.documents = "apart", because the model reads a whole sequence at once', 'set "together"'
+        if self.adapt.is_on:
+            return f'adapt.kind = "{self.adapt.kind}", because adapters are for causal models', 'set "none"'
+        if self.tokenizer.kind == "bytes" and self.model.vocab_size < 257:
+            what = f"the bytes tokenizer and a model of {self.model.vocab_size} tokens: the mask is token 256"
+            return what, "raise vocab_size in model.config to 257 or more"
+        return None
+
+    @property
     def is_sealed(self) -> bool:
         is_complete = (self.model.shapes or self.model.kind == "builtin") and (self.adapt.base or not self.adapt.is_on)
         return bool(self.state.initial_root and self.admission.founders and is_complete) and (
@@ -325,8 +339,11 @@ class RunConfig(Section):
         return RunConfig.model_validate(raw)
 
     def canonical(self) -> bytes:
-        """Encodes the config, with all keys, so that a changed default never changes a run that exists."""
+        """Encodes the config, with all keys, so that a changed default never changes a run that exists; a later key is
+        left out at the value at which nothing changes."""
         raw = self.model_dump(mode="json")
+        if self.model.objective == "causal":
+            del raw["model"]["objective"]
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     @cached_property

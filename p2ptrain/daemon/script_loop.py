@@ -189,7 +189,8 @@ class ScriptLoop:
         assert self._worker is not None
         learner, length = self._worker.learner, daemon.run.model.sequence_length
         data = learner.dataset if is_held_out else learner.trained_on
-        if data.is_masked or daemon.run.data.documents == "apart":
+        run = daemon.run
+        if data.is_masked or run.data.documents == "apart" or run.model.objective == "masked":
             what = "the run masks tokens or keeps documents apart, and a plain batch can carry neither"
             raise DataError(f"{what}. Load and mask the data in the script instead of calling batches() or evaluate()")
         read = data.held_out_batch if is_held_out else data.batch

@@ -6,6 +6,8 @@ and positions restart; with "together", a document sees those before it.
 
 In a data set with a loss mask, such as chats, a token that is read but not learned is stored as its complement, which
 is negative. So the mask needs no array of its own.
+
+With `model.objective = "masked"` a sequence is two rows, its inputs and its targets (data/masking.py).
 """
 
 from __future__ import annotations
@@ -13,8 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from p2ptrain.data.assignment import Positions
+from p2ptrain.data.masking import Masking
 
 
 class SequenceModel(Protocol):
@@ -33,18 +40,29 @@ class Packing:
 
     is_masked: bool = False  # whether some tokens are complements
     document_end: int | None = None  # the token that ends a document, if documents are kept apart
+    masking: Masking | None = None  # if tokens are hidden and filled in
 
     @property
     def is_plain(self) -> bool:
-        """Whether all tokens are learned and documents are not kept apart."""
-        return not self.is_masked and self.document_end is None
+        """Whether each token is learned from all before it."""
+        return not self.is_masked and self.document_end is None and self.masking is None
+
+    def batch(self, sequences: npt.NDArray[np.int64], positions: Positions, round_number: int | None = None) -> Tensor:
+        """Makes a batch of [sequences, length + 1] tokens; with masked tokens it is [sequences, 2, length].
+
+        positions: the sequences' places in the data; round_number: None for held-out ones
+        """
+        drawn = sequences if self.masking is None else self.masking.draw(sequences, positions, round_number)
+        return torch.from_numpy(drawn)
 
     def split(self, sequences: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns inputs, targets (negative where nothing is to be learned) and positions, each [batch, length].
 
-        sequences: [batch, length + 1] int64; positions: each input's place in its document, None if documents are not
-        kept apart
+        sequences: what `batch` has made, int64; positions: each input's place in its document, None if documents are
+        not kept apart
         """
+        if self.masking is not None:
+            return sequences[:, 0], sequences[:, 1], None
         inputs, targets = sequences[:, :-1], sequences[:, 1:]
         if self.is_masked:
             inputs = torch.where(inputs < 0, ~inputs, inputs)
@@ -60,8 +78,12 @@ class Packing:
 
     def learned(self, sequences: Tensor) -> int:
         """Counts the tokens of a batch that are targets."""
-        targets = sequences[:, 1:]
-        return int((targets >= 0).sum()) if self.is_masked else targets.numel()
+        targets = sequences[:, 1:]  # the second row, with masked tokens
+        return int((targets >= 0).sum()) if self.is_masked or self.masking else targets.numel()
+
+    def tokens(self, sequences: Tensor) -> int:
+        """Counts the tokens of a batch that are read."""
+        return len(sequences) * (sequences.shape[-1] - (self.masking is None))
 
 
 PLAIN = Packing()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from p2ptrain.config import RunConfig
 from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.data.masking import Masking
 from p2ptrain.data.packing import Packing
+from p2ptrain.data.tokenizer import MASK_NAMES
 from p2ptrain.errors import ConfigError, DataError
 
 
 def check_data(run: RunConfig, dataset: TokenDataset) -> None:
     """Refuses a data set that the run's model cannot train on."""
     check_tokens(run, dataset)
+    _masking_of(run, dataset)
     if run.data.source == "own":
         if dataset.manifest.training.tokens:
             raise DataError("the run's shared data has a training split, and its nodes bring their own: begin it anew")
@@ -41,4 +44,17 @@ def packing_of(run: RunConfig, *datasets: TokenDataset) -> Packing:
     """Returns how the run's sequences are read, which is the same for all of its data sets."""
     is_apart = run.data.documents == "apart"
     is_masked = any(each.is_masked for each in datasets)
-    return Packing(is_masked, datasets[0].open_tokenizer().end_of_document if is_apart else None)
+    document_end = datasets[0].open_tokenizer().end_of_document if is_apart else None
+    return Packing(is_masked, document_end, _masking_of(run, datasets[0]))
+
+
+def _masking_of(run: RunConfig, dataset: TokenDataset) -> Masking | None:
+    """Returns how tokens are hidden, if the run's model fills them in. ConfigError if there is no token for that."""
+    if run.model.objective != "masked":
+        return None
+    tokenizer = dataset.open_tokenizer()
+    if tokenizer.mask is None:
+        what = "the run's tokenizer has no token that stands for a masked one"
+        fix = f"Use a tokenizer.json with a special token named {' or '.join(MASK_NAMES)}, such as BERT's"
+        raise ConfigError(what, key="model.objective", fix=fix)
+    return Masking(run.seed, tokenizer.mask, tokenizer.vocab_size, tokenizer.end_of_document)

@@ -49,6 +49,7 @@ END_OF_DOCUMENT_NAMES = (  # the end tokens of common tokenizers, in order of pr
     "<｜end▁of▁sentence｜>",
     "[SEP]",
 )
+MASK_NAMES = ("[MASK]", "<mask>")  # what BERT and RoBERTa call the token that stands for a hidden one
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,10 @@ class Tokenizer(Protocol):
     @property
     def end_of_document(self) -> int:
         """The token that follows each document in training data."""
+
+    @property
+    def mask(self) -> int | None:
+        """The token that a model reads in place of one that it has to fill in; None if there is none."""
 
     def encode(self, text: str) -> Tokens: ...  # [tokens]
 
@@ -115,6 +120,7 @@ class BytesTokenizer:
     digest = ""
     file_bytes = b""
     end_of_document = 0
+    mask: int | None = 256  # beyond all bytes: data never has it
     added: dict[str, bool] = {}  # noqa: RUF012  (nobody changes it)
 
     def encode(self, text: str) -> Tokens:
@@ -178,6 +184,7 @@ class JsonTokenizer:
                 fix="Choose another tokenizer",
             )
         self.end_of_document = self._find_end_of_document(source)
+        self.mask = next((self._special[name] for name in MASK_NAMES if name in self._special), None)
 
     def encode(self, text: str) -> Tokens:
         return self.encode_batch([text])[0]
@@ -213,13 +220,16 @@ class JsonTokenizer:
     def added(self) -> dict[str, bool]:
         return {token.content: token.special for token in self._library.get_added_tokens_decoder().values()}
 
-    def _find_end_of_document(self, source: str) -> int:
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """The tokens that no text has, by their names."""
         added = self._library.get_added_tokens_decoder()
-        # Only special tokens, because any other token could occur in a text and end it early.
-        special = {token.content: number for number, token in added.items() if token.special}
-        for name in END_OF_DOCUMENT_NAMES:
-            if name in special:
-                return special[name]
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def _find_end_of_document(self, source: str) -> int:
+        for name in END_OF_DOCUMENT_NAMES:  # any other token could occur in a text and end it early
+            if name in self._special:
+                return self._special[name]
         raise ConfigError(
             "no token that ends a document",
             source=source,

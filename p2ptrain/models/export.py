@@ -4,7 +4,7 @@ Adapters are merged into the frozen weights, or exported alone for the peft libr
 
     config.json               the model's sizes
     model.safetensors         the weights; after its header come the bytes that the state root hashes
-    generation_config.json    settings to sample text as `p2ptrain generate` does
+    generation_config.json    settings to sample text as `p2ptrain generate` does; not for a model that fills tokens in
     tokenizer.json            the run's tokenizer, or for bytes one that gives the same integers
     tokenizer_config.json     how to tokenize texts with it
     run.json                  the run's settings; their digest is its id
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from p2ptrain.config import ModelConfig, RunConfig
 from p2ptrain.config.hf import HfConfig
-from p2ptrain.data.tokenizer import Tokenizer, WithoutPanic
+from p2ptrain.data.tokenizer import MASK_NAMES, Tokenizer, WithoutPanic
 from p2ptrain.digest import PIECE_BYTES, leaf_digest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.root import FLOAT_BYTES, covered_pieces, octets, root_of_leaves
@@ -141,13 +141,15 @@ def export(
     if only_adapters:
         _write(target, files | {"adapter_config.json": _json(_peft_config(weights.run))}, weights, only_adapters=True)
         return
-    files["tokenizer.json"] = tokenizer.file_bytes or bytes_tokenizer()
+    is_masked = weights.run.model.objective == "masked"
+    files["tokenizer.json"] = tokenizer.file_bytes or bytes_tokenizer(has_mask=is_masked)
     if weights.run.model.kind != "plugin":  # only the plug-in's package can load such a model
         files |= {
             "config.json": _json(model_config(weights.run.model, tokenizer.end_of_document)),
-            "generation_config.json": _json(_generation_config(tokenizer.end_of_document)),
-            "tokenizer_config.json": _json(_tokenizer_config(weights.run.model, _end_name(tokenizer))),
+            "tokenizer_config.json": _json(_tokenizer_config(weights.run.model, tokenizer)),
         }
+        if not is_masked:
+            files["generation_config.json"] = _json(_generation_config(tokenizer.end_of_document))
     _write(target, files, weights, only_adapters=False)
 
 
@@ -288,7 +290,8 @@ def _carried_config(config: ModelConfig, hf: HfConfig, end: int) -> dict[str, An
     from p2ptrain.models.hf_model import class_name  # noqa: PLC0415  # needs the extra [hf]
 
     raw: dict[str, Any] = json.loads(config.config)
-    raw.pop("_name_or_path", None)
+    for key in ("_name_or_path", "task_specific_params"):
+        raw.pop(key, None)
     return raw | dict(hf.keys) | {  # with the defaults written out
         "architectures": [class_name(hf)],
         "bos_token_id": end,
@@ -306,29 +309,32 @@ def _generation_config(end: int) -> dict[str, Any]:
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, **drawn}
 
 
-def _tokenizer_config(config: ModelConfig, end: str | None) -> dict[str, Any]:
+def _tokenizer_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    end, is_masked = _name(tokenizer, tokenizer.end_of_document), config.objective == "masked"
     special = {} if end is None else {"bos_token": end, "eos_token": end}
+    if is_masked and tokenizer.mask is not None:
+        special["mask_token"] = _name(tokenizer, tokenizer.mask) or MASK_NAMES[0]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": config.sequence_length,
-        "split_special_tokens": True,  # special tokens written in a text are plain text
+        "split_special_tokens": not is_masked,  # special tokens written in a text are plain text, but for the mask
         **special,
     }
 
 
-def _end_name(tokenizer: Tokenizer) -> str | None:
-    """Returns the name of the token that ends a document. Bytes have no such token: a text could contain any name."""
+def _name(tokenizer: Tokenizer, token: int) -> str | None:
+    """Returns the name of a special token. Bytes have none for an end: a text could contain any name."""
     if not tokenizer.file_bytes:
         return None
     from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  # bytes do not need it
 
     with WithoutPanic("the run's tokenizer"):
-        return LibraryTokenizer.from_buffer(tokenizer.file_bytes).id_to_token(tokenizer.end_of_document)
+        return LibraryTokenizer.from_buffer(tokenizer.file_bytes).id_to_token(token)
 
 
-def bytes_tokenizer() -> bytes:
+def bytes_tokenizer(*, has_mask: bool = False) -> bytes:
     """Makes a tokenizer.json whose tokens are the bytes of UTF-8.
 
     Its model has no merges, and its tokens are GPT-2's characters for bytes: printable bytes stand for themselves, and
@@ -344,6 +350,8 @@ def bytes_tokenizer() -> bytes:
     library = LibraryTokenizer(models.BPE(vocab={names[byte]: byte for byte in range(256)}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
+    if has_mask:
+        library.add_special_tokens([MASK_NAMES[0]])  # the next free number, 256
     return library.to_str(pretty=True).encode()
 
 
@@ -381,6 +389,8 @@ def model_card(weights: Weights, members: tuple[int, int] | None, only_adapters:
     kind = config.hf.model_type if config.hf else "llama"
     length = f"{config.sequence_length:,}"
     front, load = ("", _LOAD_PLUGIN) if config.kind == "plugin" else (_FRONT, _LOAD)
+    if config.objective == "masked":
+        front, load = _FRONT.replace("text-generation", "fill-mask"), _LOAD_MASKED
     check = _CHECK_MERGED if run.adapt.is_on else _CHECK
     if only_adapters:
         front, load = _FRONT.replace("transformers", "peft", 1), _LOAD_ADAPTERS
@@ -456,6 +466,22 @@ print(tokenizer.decode(text[0, 1:]))
 
 In training a document follows the token that ends the previous one, so the prompt above starts with that token. The
 model has seen up to {length} tokens at once; its behaviour with more is unknown."""
+_LOAD_MASKED = """\
+```python
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+place = "."  # this directory
+tokenizer = AutoTokenizer.from_pretrained(place)
+model = AutoModelForMaskedLM.from_pretrained(place)
+text = f"The {{tokenizer.mask_token}}"
+tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+filled = torch.where(tokens == tokenizer.mask_token_id, model(tokens).logits.argmax(-1), tokens)
+print(tokenizer.decode(filled[0]))
+```
+
+The model fills in masked tokens, and writes no text. It has seen up to {length} tokens at once, cut from the text
+without a token before them."""
 _LOAD_PLUGIN = """\
 The model is the package {plugin}: install that version of it, beside p2ptrain.
 

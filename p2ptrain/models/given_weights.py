@@ -32,9 +32,16 @@ INDEX_BYTES_MAX = 2**26  # the index maps tensors to files; for 70B parameters i
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 SAFE_FIX = "Write it as safetensors: model.save_pretrained(DIR) of transformers does, or safetensors.torch.save_file"
 BELONGS_FIX = "Begin with the config.json that belongs to these weights"
-HEAD = "lm_head.weight"
-# Tables that older versions of transformers saved with the weights; every model makes its own.
-TABLES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+HEADS = ("lm_head.weight", "cls.predictions.decoder.weight")
+# What files have besides the weights: tables that older versions of transformers saved, of which every model makes its
+# own, a second copy of a tied bias, and BERT's parts for other uses.
+UNUSED = (
+    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+    "embeddings.position_ids", "cls.predictions.decoder.bias", "cls.seq_relationship.weight",
+    "cls.seq_relationship.bias", "pooler.dense.weight", "pooler.dense.bias",
+)  # fmt: skip
+OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in BERT's first files
+DRAWN = "Weights are drawn from the run's seed only without --weights, and model.config then has the config.json"
 NAMED_MAX = 4  # tensors listed in an error
 # Keys of a config.json that decide what the built-in model's weights mean, beside their shapes.
 BUILTIN_KEYS = ("model_type", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta")
@@ -73,6 +80,7 @@ def read_checkpoint(weights: Weights, model: ModelConfig) -> Tensor:  # -> [para
 
 def config_beside(path: Path) -> str:
     """Returns the config.json beside weights, for a run that has none of its own; empty if there is none."""
+    _check_exists(path)
     if path.suffix == ".gguf":
         return _config_of_gguf(path)
     place = (path if path.is_dir() else path.parent) / CONFIG_NAME
@@ -87,11 +95,16 @@ def config_beside(path: Path) -> str:
 # Files
 
 
+def _check_exists(path: Path) -> None:
+    if not path.exists():
+        fix = f"Name a directory or a file with weights. {DRAWN}"
+        raise ConfigError("it does not exist", source=str(path), fix=fix)
+
+
 @contextmanager
 def _opened(path: Path, model: ModelConfig) -> Iterator[dict[str, Found]]:
     """Opens all tensors at `path`, by their names in the files."""
-    if not path.exists():
-        raise ConfigError("it does not exist", source=str(path), fix="Name a directory or a file with weights")
+    _check_exists(path)
     if path.suffix in PICKLES:
         raise ConfigError("a pickle runs code when it is read, so it is not", source=str(path), fix=SAFE_FIX)
     if path.suffix == ".gguf":
@@ -125,7 +138,8 @@ def _files(path: Path) -> list[Path]:
             what = f"its weights are a pickle ({pickles[0]}), which runs code when it is read, so it is not read"
             raise ConfigError(what, source=str(path), fix=SAFE_FIX)
         gguf = sorted(each.name for each in path.iterdir() if each.suffix == ".gguf")
-        fix = f"Name {path / gguf[0]}" if gguf else "Name a directory that a model was saved to, or a file"
+        fix = f"Name a directory that a model was saved to, or a file. {DRAWN}"
+        fix = f"Name {path / gguf[0]}" if gguf else fix
         raise ConfigError(f"there is no {SINGLE_NAME}", source=str(path), fix=fix)
     try:
         names = {str(name) for name in json.loads(encoded)["weight_map"].values()}
@@ -183,21 +197,25 @@ def _prefix(model: ModelConfig) -> str:
 def _flat(path: Path, model: ModelConfig, found: Mapping[str, Found]) -> Tensor:
     prefix, wanted = _prefix(model), dict(exported_shapes(model))
     here: dict[str, Found] = {}
-    for name, each in found.items():
+    for written, each in found.items():
+        name = written
+        for old, new in OLD_NAMES.items():
+            name = name.removesuffix(old) + new if name.endswith(old) else name
         key = name if name in wanted or prefix + name not in wanted else prefix + name
         if key in here:
             raise ConfigError(f"{name} stands there with and without {prefix}", source=str(path), fix=BELONGS_FIX)
         here[key] = each
-    head = here.pop(HEAD) if HEAD in here and HEAD not in wanted else None
-    here = {name: each for name, each in here.items() if name in wanted or not name.endswith(TABLES)}
+    head = next((name for name in HEADS if name in here and name not in wanted), None)
+    copy = None if head is None else here.pop(head)
+    here = {name: each for name, each in here.items() if name in wanted or not name.endswith(UNUSED)}
     _refuse(path, _misfits(wanted, here))
     flat, at = torch.empty(sum(prod(shape) for shape in wanted.values()), dtype=torch.float32), 0
     for name, shape in wanted.items():
         flat[at : at + prod(shape)] = _as_numbers(path, name, here[name].read()).reshape(-1)
         at += prod(shape)
     first = next(iter(wanted))
-    if head is not None and not torch.equal(head.read(), here[first].read()):
-        what = f"{HEAD} is not {first}, and the run's model has one matrix for both"
+    if copy is not None and not torch.equal(copy.read(), here[first].read()):
+        what = f"{head} is not {first}, and the run's model has one matrix for both"
         raise ConfigError(what, source=str(path), fix='Write "tie_word_embeddings": false in model.config')
     return flat
 

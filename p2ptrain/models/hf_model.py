@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from p2ptrain.config import ModelConfig
-from p2ptrain.config.hf import HfConfig
+from p2ptrain.config.hf import HfConfig, Objective
 from p2ptrain.errors import ConfigError, DeviceError
 from p2ptrain.models.built_in import Model, cross_entropy, only_learned
 
 INSTALL = "pip install 'p2ptrain[hf]'"
+AUTO_CLASSES: dict[Objective, str] = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 
 
 @cache
@@ -54,7 +55,7 @@ def make_net(config: HfConfig, seed: int = 0) -> Any:
         keys = transformers.AutoConfig.for_model(config.model_type, **config.keys, **fixed)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            return transformers.AutoModelForCausalLM.from_config(
+            return getattr(transformers, AUTO_CLASSES[config.architecture.objective]).from_config(
                 keys, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
             )
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
@@ -75,12 +76,13 @@ def _arguments(inputs: Tensor, positions: Tensor | None) -> dict[str, Any]:
 
 
 class HfModel(Model):
-    """A causal language model of transformers, with its parameters under their own names."""
+    """A language model of transformers, with its parameters under their own names."""
 
     def __init__(self, config: ModelConfig, *, checkpointing: bool = False) -> None:
         super().__init__()
         assert config.hf is not None, "the kind is transformers"
-        self.hf, self.checkpointing, self.context = config.hf, checkpointing, config.sequence_length
+        self.hf, self.checkpointing = config.hf, checkpointing
+        self.context = config.sequence_length if config.objective == "causal" else 0
         self.draws = config.hf.dropout > 0
         self.net = make_net(config.hf)
         self._prepare()
@@ -106,6 +108,7 @@ class HfModel(Model):
 
     def loss(self, sequences: Tensor) -> Tensor:  # [batch, length + 1] int64 -> scalar fp32
         """Returns the mean cross entropy, in nats, of every token but the first, given those before it."""
+        assert self.hf.architecture.objective == "causal", "a model that sees both sides would see its targets"
         inputs, targets = sequences[:, :-1], sequences[:, 1:].flatten()
         if not self.hf.architecture.is_head_plain:
             return functional.cross_entropy(self(inputs).flatten(0, 1).float(), targets)

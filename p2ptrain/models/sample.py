@@ -46,7 +46,7 @@ def sample(
 
     check(request)
     if not model.context:
-        raise DataError("the run's model continues no text")
+        raise DataError("the run's model continues no text: only one that learned the next token from those before can")
     given, end = tokenizer.encode(request.prompt).tolist(), tokenizer.end_of_document
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(request.seed)

@@ -72,6 +72,9 @@ def begin(
     _check_founders(run, founders)
     data = _open_data(run, directory, dataset)
     base = _base(run, bases, given) if run.adapt.is_on else None
+    if run.model.hf is not None:
+        origin = f"those of {given.place}" if given else f"drawn from seed {run.seed}, because no --weights are given"
+        log.info("first weights of the %s: %s", run.model.hf.model_type, origin)
     weights = given.read(run.model) if given and base is None else first_weights(run)
     if given:
         _suggest_tokenizer(given.place, data)

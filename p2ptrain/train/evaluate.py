@@ -50,7 +50,7 @@ def evaluate(
     losses, weights = [], []
     for start in range(0, count, at_a_time):
         positions = np.arange(start, min(start + at_a_time, count))
-        batch = torch.from_numpy(dataset.held_out_batch(positions, length)).to(device)
+        batch = packing.batch(dataset.held_out_batch(positions, length), positions).to(device)
         if learned := packing.learned(batch):
             losses.append(float(loss(batch)))
             weights.append(learned)

@@ -227,7 +227,8 @@ class Learner:
                 chosen = positions[step * each : (step + 1) * each] if privacy is None else privacy.draw()
                 drawing, at_work = self._drawing(round_number, place, step), blamed_in_run(self.run, "trained")
                 with at_work, told("training", self.device), drawing:
-                    batch = torch.from_numpy(self.trained_on.batch(chosen, length)).to(self.device)
+                    sequences = self.trained_on.batch(chosen, length)
+                    batch = self.live.packing.batch(sequences, chosen, round_number).to(self.device)
                     results.append(self.recipe.local_step(step, batch, chosen.tolist()))
                 if on_step(results[-1]) is False:
                     break

@@ -50,8 +50,8 @@ def norm_of(flat: Tensor) -> float:
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
 
 
-def _does_not_fit(batch: Tensor) -> MemoryShortError:
-    what = f"a pass of one sequence of {batch.shape[1] - 1} tokens does not fit: {memory_taken(batch.device)}"
+def _does_not_fit(tokens: int, device: torch.device) -> MemoryShortError:
+    what = f"a pass of one sequence of {tokens} tokens does not fit: {memory_taken(device)}"
     return MemoryShortError(f"{what}. {SMALLER}, and so does a run with a smaller model")
 
 
@@ -106,7 +106,7 @@ class LiveModel:
             return self.packing.loss(self.model, batch)
 
     def gradient_step(self, step: int, batch: Tensor, positions: Sequence[int], recipe: RecipeConfig) -> StepResult:
-        """Computes the clipped gradient of the mean loss over `batch` [sequences, length + 1] in `gradient`.
+        """Computes the clipped gradient of the mean loss over `batch` in `gradient`; `packing` has made the batch.
 
         A loss or gradient that is not finite raises TrainingError, which names the step and the sequences; nothing
         computed from it can reach a contribution. If memory runs out, this step is repeated, and all later ones taken,
@@ -121,8 +121,7 @@ class LiveModel:
         clip = float(recipe.clip)
         if clip and norm > clip:
             self.gradient.mul_(clip / norm)
-        tokens = batch.shape[0] * (batch.shape[1] - 1)
-        return StepResult(total, tokens, norm, self.packing.learned(batch))
+        return StepResult(total, self.packing.tokens(batch), norm, self.packing.learned(batch))
 
     def _gradient(self, batch: Tensor, recipe: RecipeConfig) -> float:
         """Leaves the gradient of the mean loss in `gradient`, and returns the loss."""
@@ -130,7 +129,7 @@ class LiveModel:
         while (total := self._backward(batch, sequences)) is None:
             self.gradient.zero_()
             if sequences == 1:
-                raise _does_not_fit(batch)
+                raise _does_not_fit(self.packing.tokens(batch[:1]), batch.device)
             what = "out of memory in a pass of %d sequences (%s): continuing with %d per pass. %s"
             log.warning(what, sequences, memory_taken(batch.device), -(-sequences // 2), SETTINGS_THAT_HELP)
             self.sequences_per_pass = sequences = -(-sequences // 2)
@@ -144,7 +143,7 @@ class LiveModel:
         total, losses = torch.zeros_like(self.gradient), []
         for place in range(len(batch)):
             if (loss := self._backward(batch[place : place + 1], 1)) is None:
-                raise _does_not_fit(batch)
+                raise _does_not_fit(self.packing.tokens(batch[:1]), batch.device)
             if math.isfinite(loss) and (size := privacy.clip(norm_of(self.gradient))):
                 total.add_(self.gradient, alpha=size)
                 losses.append(loss)

@@ -287,6 +287,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     open_contributions = KEPT_COPIES + run.agreement.staleness_rounds_max + run.agreement.overlap_rounds
     step = run.recipe.passes_per_step * run.recipe.sequences_per_pass
+    rows = 2 if run.model.objective == "masked" else 1  # of a sequence: with masked tokens, inputs and targets
     inner, orthogonal = _inner_bytes(run, shapes, passes) if spec.kind == "local" else (0, 0)
     return Need(
         parameters=parameters,
@@ -310,7 +311,8 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         + inner
         + residual
         + open_contributions * coefficients * 2 * FLOAT_BYTES,
-        data=BATCH_COPIES * 8 * step * (run.model.sequence_length + 1) + POSITION_BYTES * step * run.recipe.local_steps,
+        data=rows * BATCH_COPIES * 8 * step * (run.model.sequence_length + 1)
+        + POSITION_BYTES * step * run.recipe.local_steps,
         history=ENTRY_BYTES * contributions * run.agreement.history_rounds,
         world=PROCESS_BYTES + WORLD_COPIES * state if run.world.run else 0,
     )

@@ -260,7 +260,8 @@ class Recipe(Protocol):
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
         """Takes one local step on `batch`.
 
-        batch: [passes_per_step * sequences_per_pass, length + 1]; positions: its sequences' places in the data
+        batch: passes_per_step * sequences_per_pass sequences, as `live.packing` makes it; positions: their places in
+        the data
         """
 
     def end(self) -> None:

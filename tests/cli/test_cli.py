@@ -392,7 +392,7 @@ def test_an_example_is_printed_to_begin_with_and_all_are_listed(capsys: pytest.C
     status, out, _ = p2ptrain(capsys, "config", "example")
     assert (status, [line.split()[0] for line in out.splitlines()]) == (
         0,
-        ["digits", "noisy", *RECIPES, "tiny", "node"],
+        ["masked", "digits", "noisy", *RECIPES, "tiny", "node"],
     )
     status, out, _ = p2ptrain(capsys, "config", "example", "tiny")
     assert (status, out) == (0, (ROOT / "examples" / "tiny.toml").read_text())
@@ -401,5 +401,5 @@ def test_an_example_is_printed_to_begin_with_and_all_are_listed(capsys: pytest.C
     status, _, err = p2ptrain(capsys, "config", "example", "huge")
     assert (status, err) == (
         2,
-        f"NAME: there is no example 'huge'. Take one of digits, noisy, {', '.join(RECIPES)}, tiny, node\n",
+        f"NAME: there is no example 'huge'. Take one of masked, digits, noisy, {', '.join(RECIPES)}, tiny, node\n",
     )

@@ -89,7 +89,7 @@ def test_many_refused_keys_are_named_in_one_short_line() -> None:
     ({"pretraining_tp": 2}, "pretraining_tp in config.json has a value"),
     ({"torch_dtype": "torch.float64"}, "torch_dtype in config.json has a value"),
     ({"_name_or_path": "a" * 300}, "_name_or_path in config.json has a value"),
-    ({"model_type": "mamba"}, "config.json has model_type mamba, which p2ptrain does not train: use one of gemma"),
+    ({"model_type": "mamba"}, "config.json has model_type mamba, which p2ptrain does not train: use one of bert"),
     ({"model_type": ["llama"]}, "config.json has model_type ['llama'], which p2ptrain does not train: "),
     ({"model_type": None}, "config.json has no model_type, which p2ptrain does not train: "),
 ])  # fmt: skip

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2ptrain.config import DataConfig, RecipeConfig, RunConfig, WorldConfig
+from p2ptrain.config import DataConfig, ModelConfig, RecipeConfig, RunConfig, WorldConfig
 from p2ptrain.daemon.script import run_of as run_and_said
 from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.loop.channel import Begin, TakeSequences
 from p2ptrain.models.kinds import frozen_digest
+from tests.helpers.hf_models import hf_model
 
 WEIGHT = (("weight", (3, 4)),)
 FROZEN, OTHERS = "ab" * 32, "cd" * 32
@@ -78,10 +79,19 @@ def test_the_digest_of_frozen_parameters_is_of_names_types_shapes_and_numbers() 
         frozen_digest(nn.Linear(2, 2, device="meta").named_parameters())
 
 
-@pytest.mark.parametrize(("is_masked", "documents"), [(True, "together"), (False, "apart")])
-async def test_batches_that_cannot_tell_what_is_learned_are_refused(is_masked: bool, documents: str) -> None:
+@pytest.mark.parametrize(
+    ("is_masked", "documents", "model"),
+    [
+        (True, "together", ModelConfig()),
+        (False, "apart", ModelConfig()),
+        (False, "together", hf_model("bert", vocab_size=257)),
+    ],
+)
+async def test_batches_that_cannot_tell_what_is_learned_are_refused(
+    is_masked: bool, documents: Any, model: ModelConfig
+) -> None:
     dataset = SimpleNamespace(is_masked=is_masked)
-    run = RunConfig(name="mine", data=DataConfig(documents=documents))  # type: ignore[arg-type]
+    run = RunConfig(name="mine", data=DataConfig(documents=documents), model=model)
     worker = SimpleNamespace(learner=SimpleNamespace(dataset=dataset, trained_on=dataset))
     daemon: Any = SimpleNamespace(run=run)
     loop = ScriptLoop(None, None, begun(), Path())  # type: ignore[arg-type]  # nothing is said yet

@@ -23,12 +23,12 @@ from p2ptrain.models.built_in import Model
 from p2ptrain.models.kinds import first_model
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.memory import PassSettings, need_of
-from tests.helpers.hf_models import ARCHITECTURES, hf_model
+from tests.helpers.hf_models import CAUSAL, hf_model
 from tests.helpers.tokenizers import written
 from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, make, swarm_round
 
 END = 0
-KINDS = ["builtin", *(pytest.param(kind, marks=pytest.mark.hf) for kind in ARCHITECTURES)]
+KINDS = ["builtin", *(pytest.param(kind, marks=pytest.mark.hf) for kind in CAUSAL)]
 FIRST, SECOND = [5, 9, 7, 7, 3], [8, 2, 9, 4, 6, 1]
 PACKED = torch.tensor([[END, *FIRST, END, *SECOND, END]])
 APART, MASKED = Packing(document_end=END), Packing(is_masked=True)

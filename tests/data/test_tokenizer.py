@@ -16,7 +16,7 @@ from p2ptrain.data import tokenizer as tokenizer_module
 from p2ptrain.data.tokenizer import BytesTokenizer, JsonTokenizer, load_tokenizer, token_type
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.models.export import _end_name
+from p2ptrain.models.export import _name
 from tests.helpers.tokenizers import END, tokenizer_json, written
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)  # all but lone surrogates, which are no text
@@ -147,7 +147,7 @@ def test_a_file_at_which_the_library_panics_later_is_named_too(tmp_path: Path, m
 def test_an_export_does_not_end_in_a_panic_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JSON_TOKENIZER, "file_bytes", panics_in_loading())
     with pytest.raises(DataError, match="the run's tokenizer: the tokenizers library failed on it"):
-        _end_name(JSON_TOKENIZER)
+        _name(JSON_TOKENIZER, JSON_TOKENIZER.end_of_document)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])

@@ -24,6 +24,9 @@ SIZES = {
 }
 
 
+CAUSAL = [kind for kind, architecture in ARCHITECTURES.items() if architecture.objective == "causal"]
+
+
 def raw_config(kind: str, **changes: Any) -> dict[str, Any]:
     """Makes a config.json, where heads are shared if the model type can do that."""
     architecture = ARCHITECTURES[kind]
@@ -37,7 +40,8 @@ def raw_config(kind: str, **changes: Any) -> dict[str, Any]:
 
 def hf_model(kind: str, sequence_length: int = 32, **changes: Any) -> ModelConfig:
     text = json.dumps(raw_config(kind, **changes))
-    return ModelConfig(kind="transformers", config=text, sequence_length=sequence_length)
+    objective = ARCHITECTURES[kind].objective
+    return ModelConfig(kind="transformers", objective=objective, config=text, sequence_length=sequence_length)
 
 
 # ---------------------------------------------------------------------------------------------------

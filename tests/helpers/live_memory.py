@@ -13,15 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from p2ptrain.config import ModelConfig
+from p2ptrain.data.packing import PLAIN, Packing
 from p2ptrain.models.kinds import build
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.memory import PassSettings
 
 
-def peak_of_pass(model: ModelConfig, sequences: int, passes: PassSettings) -> int:
+def peak_of_pass(model: ModelConfig, sequences: int, passes: PassSettings, packing: Packing = PLAIN) -> int:
     """Returns the peak of live bytes, without the weights and their gradient."""
     with FakeTensorMode():
-        live = LiveModel(build(model, passes.checkpointing), autocast=passes.autocast)
+        live = LiveModel(build(model, passes.checkpointing), autocast=passes.autocast, packing=packing)
         known = [live.weights, live.gradient]
         batch = torch.zeros(sequences, model.sequence_length + 1, dtype=torch.int64)
         with Alive(known) as alive:

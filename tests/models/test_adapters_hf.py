@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from p2ptrain.config import AdaptConfig, RunConfig
-from p2ptrain.config.hf import ARCHITECTURES
 from p2ptrain.data.tokenizer import BytesTokenizer
 from p2ptrain.models.adapters import make_base
 from p2ptrain.models.export import export, load_model, model_config
 from p2ptrain.models.kinds import first_model, named_shapes, parameter_count, shapes_digest
 from tests.helpers.export import NodeDirectory, weights_of
-from tests.helpers.hf_models import hf_model
+from tests.helpers.hf_models import CAUSAL, hf_model
 
 TOLERANCE = 2e-5  # by which fp32 differs from fp64 here, as for the model without adapters
 LORA = AdaptConfig(kind="lora", rank=4, alpha=8)
@@ -36,7 +35,7 @@ def sealed(model: Any, base: tuple[str, int]) -> RunConfig:
     return run.sealed(manifest="1" * 64, initial_root="2" * 64, founders=["ab" * 32], shapes=shapes, base=base)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", CAUSAL)
 def test_an_export_computes_what_was_trained(kind: str, tmp_path: Path, transformers: Any) -> None:
     peft = pytest.importorskip("peft", reason="needs peft: make test-hf installs it")
     model = hf_model(kind)

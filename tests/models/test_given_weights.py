@@ -16,7 +16,7 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.root import state_root
 from p2ptrain.models.export import export, model_config
 from p2ptrain.models.given_weights import config_beside, read_checkpoint, read_weights
-from p2ptrain.models.kinds import exported_shapes, first_model
+from p2ptrain.models.kinds import exported_shapes, first_model, parameter_count
 from p2ptrain.node.home import Home
 from p2ptrain.node.saved import open_weights
 from p2ptrain.train.begin import GivenWeights, begin
@@ -266,3 +266,58 @@ def test_a_gguf_is_read_with_the_config_that_it_holds(tmp_path: Path) -> None:
     assert exported_shapes(beside) == exported_shapes(model)
     path.write_bytes(path.read_bytes()[:100])
     assert "transformers cannot read this GGUF" in refusal(path, model)
+
+
+GPT2 = """{
+  "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+  "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+  "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+  "resid_pdrop": 0.1, "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
+  "summary_type": "cls_index", "summary_use_proj": true,
+  "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "vocab_size": 50257
+}"""
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("default")
+def test_a_folder_as_gpt2_is_published_begins_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
+    assert parameter_count(ModelConfig(kind="transformers", config=GPT2, sequence_length=1_024)) == 124_439_808
+    place, tiny = tmp_path / "gpt2", json.loads(GPT2) | {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 256}
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(tiny))
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**tiny, pad_token_id=None))
+    named = {name.removeprefix("transformer."): each.detach() for name, each in theirs.named_parameters()}
+    expected = flat(named)
+    tables = {f"h.{layer}.attn.bias": torch.ones(1, 1, 1_024, 1_024).tril() for layer in range(2)}
+    saved(place / "model.safetensors", {name: each.clone() for name, each in (named | tables).items()})
+    given, beside = open_weights(Home(NodeDirectory(tmp_path / "node", run_of()).config), place)
+    run = RunConfig(name="x", model=ModelConfig(kind="transformers", config=beside(), sequence_length=64))
+    with caplog.at_level("INFO", "p2ptrain.train"):
+        begun = begin(run, tmp_path / "data", [ME], given=given)
+        assert begun.state == expected.numpy().tobytes()
+        drawn = begin(run, tmp_path / "data", [ME])
+    assert drawn.state != begun.state
+    assert [each for each in caplog.messages if each.startswith("first weights")] == [
+        f"first weights of the gpt2: those of {place}",
+        "first weights of the gpt2: drawn from seed 0, because no --weights are given",
+    ]
+    weights = weights_of(NodeDirectory(tmp_path / "other", begun.run).save(0, expected), begun.run)
+    export(tmp_path / "out", weights, BytesTokenizer(), None)
+    assert torch.equal(
+        transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").lm_head.weight, named["wte.weight"]
+    )
+
+
+def test_weights_that_are_not_there_are_told_with_the_place_and_never_drawn_instead(tmp_path: Path) -> None:
+    place = tmp_path / "gpt2"
+    _, beside = open_weights(Home(NodeDirectory(tmp_path / "node", run_of()).config), place)
+    with pytest.raises(ConfigError) as caught:
+        beside()
+    assert str(caught.value) == (
+        f"{place}: it does not exist. Name a directory or a file with weights. Weights are drawn from the run's seed "
+        "only without --weights, and model.config then has the config.json"
+    )
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    assert refusal(place).startswith("there is no model.safetensors. Name a directory that a model was saved to, or a")

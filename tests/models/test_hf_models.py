@@ -34,7 +34,7 @@ from p2ptrain.train.begin import begin
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.memory import PassSettings, activations, need_of
 from tests.helpers.export import NodeDirectory, weights_of
-from tests.helpers.hf_models import hf_model
+from tests.helpers.hf_models import CAUSAL, hf_model
 from tests.helpers.live_memory import peak_of_pass
 from tests.helpers.trainer import ONE_THREAD, RECIPES, Trainer, embedded, swarm_round
 
@@ -102,7 +102,7 @@ def without_dropout(kind: str) -> dict[str, Any]:
 # The model
 
 
-@pytest.mark.parametrize(("kind", "changes"), [*((kind, {}) for kind in ARCHITECTURES), *FORMS])
+@pytest.mark.parametrize(("kind", "changes"), [*((kind, {}) for kind in CAUSAL), *FORMS])
 def test_forward_and_loss_are_those_of_transformers(kind: str, changes: dict[str, Any], transformers: Any) -> None:
     config = hf_model(kind, **changes)
     model = first_model(config, 3).eval()
@@ -124,7 +124,7 @@ def test_whatever_is_accepted_makes_a_model_that_trains() -> None:
     rng = random.Random(1)
     made = 0
     for _ in range(200):
-        kind = rng.choice(sorted(ARCHITECTURES))
+        kind = rng.choice(CAUSAL)
         rules, changes = ARCHITECTURES[kind].keys, {}
         for key in rng.sample(sorted(rules), 4):
             if accepted := [value for value in VALUES if rules[key].accepts(value)]:
@@ -142,7 +142,7 @@ def test_whatever_is_accepted_makes_a_model_that_trains() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", CAUSAL)
 def test_gradients_are_those_of_transformers(kind: str, checkpointing: bool) -> None:
     config = hf_model(kind, **without_dropout(kind))
     model = build(config, checkpointing)
@@ -155,7 +155,7 @@ def test_gradients_are_those_of_transformers(kind: str, checkpointing: bool) -> 
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", CAUSAL)
 def test_parameters_are_bounded_before_anything_is_built(kind: str) -> None:
     for changes in ({}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}):
         config = hf_model(kind, **changes)
@@ -195,7 +195,7 @@ def test_no_padding_token_keeps_its_row_from_being_trained() -> None:
     assert model.net.get_input_embeddings().padding_idx is None
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", CAUSAL)
 def test_the_output_head_is_no_hidden_matrix(kind: str) -> None:
     config = hf_model(kind, tie_word_embeddings=False)
     live = LiveModel(build(config), autocast=False)
@@ -255,7 +255,7 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 # Training
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", CAUSAL)
 def test_two_nodes_learn_and_stay_the_same_bits(kind: str, dataset: TokenDataset) -> None:
     run = run_of(hf_model(kind))
     trainers = [Trainer(run, ONE_THREAD, dataset) for _ in range(2)]
@@ -313,7 +313,7 @@ def test_dropout_differs_from_step_to_step_and_is_off_in_evaluation(dataset: Tok
 # Beginning, exporting, memory
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", CAUSAL)
 def test_an_export_loads_in_transformers_and_gives_the_same_logits(
     kind: str, tmp_path: Path, transformers: Any, dataset: TokenDataset
 ) -> None:
@@ -344,7 +344,7 @@ def test_an_export_loads_in_transformers_and_gives_the_same_logits(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", CAUSAL)
 def test_the_memory_of_a_pass_is_estimated_generously(kind: str, checkpointing: bool) -> None:
     name = ARCHITECTURES[kind].name
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 1_024}
@@ -359,6 +359,7 @@ def test_the_memory_of_a_pass_is_estimated_generously(kind: str, checkpointing: 
 
 def test_memory_is_known_for_every_kind() -> None:
     for kind in ARCHITECTURES:
-        need = need_of(run_of(hf_model(kind)))
-        assert need.state == 4 * parameter_count(hf_model(kind))
+        config = hf_model(kind, vocab_size=257)
+        need = need_of(run_of(config))
+        assert need.state == 4 * parameter_count(config)
         assert math.isfinite(need.main("cpu"))

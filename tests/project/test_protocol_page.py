@@ -18,6 +18,7 @@ from msgspec import Struct
 from p2ptrain.core import history, manifest, messages, state
 from p2ptrain.core.messages import Ballot, Vote, signed_bytes
 from p2ptrain.data.assignment import shard
+from p2ptrain.data.masking import Masking
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.exact.codec import Contribution, PayloadFormat, index_widths, pack
 from p2ptrain.exact.transform import COSINES
@@ -115,6 +116,20 @@ def told_shard(seed: int, number: int, place: int, places: int, count: int, sequ
 def test_a_shard_is_as_told(sequences: int) -> None:
     for number in (1, 40, 12_345):
         assert shard(11, number, 2, 5, 8, sequences).tolist() == told_shard(11, number, 2, 5, 8, sequences)
+
+
+@pytest.mark.parametrize("number", [None, 12])
+def test_masks_are_as_told(number: int | None) -> None:
+    place, tokens = 9, [1 + number % 255 for number in range(10_001)]
+    domain, body = ("held-out masks", u64(place)) if number is None else ("masks", u64(5) + u64(number) + u64(place))
+    hasher = blake3(body, derive_key_context=f"p2ptrain 1 {domain}")
+    words = np.frombuffer(hasher.digest(8 * 10_000), "<u4").tolist()
+    told = []
+    for t, a, b in zip(tokens, words[:10_000], words[10_000:], strict=False):
+        read = 256 if a < 2**32 * 120 // 1000 else b % 256 if a < 2**32 * 135 // 1000 else t
+        told.append((read, t) if a < 2**32 * 150 // 1000 else (t, -1))
+    drawn = Masking(5, 256, 256, 0).draw(np.array([tokens]), np.array([place]), number)[0]
+    assert list(map(tuple, drawn.T.tolist())) == told
 
 
 def test_a_payload_is_as_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -68,6 +69,8 @@ found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "transformers" else found(name, *rest)
 """
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "masked.toml"
+
 pytestmark = [pytest.mark.hf, pytest.mark.timeout(TEST_SECONDS), pytest.mark.filterwarnings("default")]
 
 
@@ -111,6 +114,34 @@ def _refuses_without_transformers(swarm: DaemonSwarm, address: str) -> None:
     assert "model.kind: this run trains a transformers model: pip install 'p2ptrain[hf]'" in poor.text
     assert not list(poor.directory.glob("**/manifest*")), "nothing was fetched"
     assert not list(poor.directory.glob("runs/*/checkpoints"))
+
+
+def test_nodes_learn_to_fill_in_masked_words_and_an_audit_repeats_it(swarm: DaemonSwarm, transformers: Any) -> None:
+    file, out = swarm.directory / "masked.toml", swarm.directory / "out"
+    head, config = EXAMPLE.read_text().split("config = ")
+    config = config.split("[recipe]")[0].replace(": 128,", ": 32,").replace('_layers": 4', '_layers": 1')
+    recipe = (
+        "[recipe]\nlocal_steps = 4\nsequences_per_pass = 16\ninner_learning_rate = 0.01\n\n[eval]\nevery_rounds = 1\n"
+    )
+    file.write_text(f"{head}config = {config}{recipe}\n{AGREEMENT}")
+    first = swarm.add("first", "start", file).start().until_up()
+    assert "first weights of the bert: drawn from seed 0, because no --weights are given" in first.text
+    second = swarm.joiner("second", first.address).start()
+    swarm.kill_while_it_trains(first, second)  # the same masks
+    for node in (first, second):
+        node.leave()
+    (directory,) = (first.directory / "runs").iterdir()
+    status, text, err = p2ptrain("audit", directory)
+    assert status == 0, text + err
+    status, text, err = p2ptrain("evaluate", "--sequences", "64", "--data-dir", second.directory)
+    assert status == 0, err
+    assert float(text.split()[2]) < math.log(257) - 0.5, text
+    status, _, err = p2ptrain("generate", "The ", "--data-dir", second.directory)
+    assert status != 0
+    assert "the run's model continues no text" in err
+    status, _, err = p2ptrain("export", out, "--data-dir", second.directory)
+    assert status == 0, err
+    assert transformers.BertForMaskedLM.from_pretrained(out).config.vocab_size == 257
 
 
 def test_a_script_with_the_same_model_joins(swarm: DaemonSwarm, transformers: Any) -> None:
