@@ -12,7 +12,8 @@ messages to them.
 - The agreed state: `messages` and `wire` decode, `roster`, `state` and `manifest` are what all members share,
   `agreement` is Tendermint for one round.
 - One round as a node lives it: `round`, with `arrivals` (how long contributions take), `collecting` (whom to wait for,
-  and until when), `newcomers` (how long a short round stays open for them) and `pace` (local steps of a slow machine).
+  and until when), `newcomers` (how long a short round stays open for them), `pace` (local steps of a slow machine) and
+  `sizing` (how large a contribution the line carries in time).
 - Getting what is missing: `pools` has what rounds share, such as `offers`, `payloads` (contributions) and `requests`
   (joins, leaves, evidence); `questions` asks for messages by name, `repair` for lost ones.
 - The past: `history` and `chain` keep certified rounds, `catchup` follows the history of peers that are ahead,
