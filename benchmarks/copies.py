@@ -265,7 +265,7 @@ async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
         await here.driver._apply(ev.Apply(manifest), 0)  # type: ignore[arg-type]
         seconds["apply"] = time.perf_counter() - began
     assert [each for each in here.told if isinstance(each, ev.Applied)], here.told
-    size = workshop.replica.payload_bytes
+    (size,) = workshop.replica.payload_sizes
     await author.server.__aexit__(None, None, None)
     for node in (here, author):
         node.close()

@@ -271,7 +271,7 @@ class Learner:
         assert round_number not in self.recipe.residual.kept, "a round's contribution is made once, and kept as bytes"
         self._trained = None
         with blamed_in_run(self.run, "made a contribution"), told("making a contribution", self.device):
-            self.recipe.residual.k = k
+            self.recipe.residual.set_k(k)
             contribution = self.recipe.contribute(round_number)
             payload = self.outer.pack(contribution, self.outer.fragment_of(round_number))
         if not self.run.recipe.plugin:  # whose own contribution may not be what others read in its payload

@@ -318,7 +318,7 @@ def test_contributions_of_different_k_move_the_weights_by_their_mean_in_any_orde
     payloads = []
     for residual, moved, k in zip(residuals, given, (8, 512, 512), strict=True):
         residual.add(0, [moved], 1.0)
-        residual.k = k
+        residual.set_k(k)
         payloads.append(outer.pack(residual.take(0, recipe), 0))
     states = []
     for order in ((0, 1, 2), (2, 0, 1)):
