@@ -291,7 +291,7 @@ def test_half_of_the_private_state_learns_as_well_in_a_swarm_with_others(dataset
         for swarm in (trainers, alone):
             swarm_round(swarm, round_number)
         assert trainers[0].root() == trainers[1].root()
-    assert trainers[0].evaluate() == pytest.approx(alone[0].evaluate(), abs=0.02)
+    assert trainers[0].evaluate() < alone[0].evaluate() + 0.02
     assert trainers[0].evaluate() < np.log(256) - 0.5
     private = [trainers[0].recipe.residual.coefficients, trainers[0].recipe.state().get("inner_mean")]
     assert {tensor.dtype for tensor in private if tensor is not None} == {torch.bfloat16}
