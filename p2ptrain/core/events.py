@@ -18,6 +18,7 @@ from p2ptrain.core.history import BranchStart, Entry, History, Step
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Received
 from p2ptrain.core.state import AgreedState
+from p2ptrain.slots import Slots
 
 # ---------------------------------------------------------------------------------------------------
 # Records: state that survives a restart
@@ -273,6 +274,7 @@ class Train(Struct, frozen=True, tag=True):
     unsettled: tuple[int, ...] = ()  # rounds whose own contribution may still be taken, or is yet to be applied
     samples: bool = False  # after that, write a line of text with the weights after `base_round`
     evaluates: bool = False  # before it, measure their held-out loss
+    slots: Slots | None = None  # the data share, where the place does not say it
 
 
 class Pace(Struct, frozen=True, tag=True):
