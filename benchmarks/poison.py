@@ -116,12 +116,12 @@ class Liar:
         indices, signs = own.indices, -np.sign(own.values)
         if self.lie == "noise":
             draws = self.generator.random((len(indices), self.swarm.outer.layouts[0].area))
-            indices = np.sort(np.argsort(draws, axis=1)[:, : config.k], axis=1).astype(np.uint16)
+            indices = np.sort(np.argsort(draws, axis=1)[:, : config.k_max], axis=1).astype(np.uint16)
             signs = self.generator.choice(np.array([-1, 1], np.int8), indices.shape)
         elif self.lie == "against" and self.moved.any():
             wanted = torch.zeros(self.swarm.outer.layouts[0].chunks, self.swarm.outer.layouts[0].area)
             self.swarm.outer.layouts[0].accumulate(self.swarm.live.parts(self.moved), wanted, 0.0)
-            indices = largest(wanted, config.k)
+            indices = largest(wanted, config.k_max)
             found = wanted.gather(1, torch.from_numpy(indices.astype(np.int64))).numpy()
             signs = np.where(found < 0, np.int8(-1), np.int8(1))  # subtracted, it undoes the move
         if self.lie == "spiked":

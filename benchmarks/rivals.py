@@ -88,14 +88,14 @@ class DeMoWithFloats:
         self.config, self.live = recipe, live
         self.layout = Layout(live.shapes, recipe.chunk)
         self.residuals = [torch.zeros(self.layout.chunks, self.layout.area) for _ in range(peers)]
-        self.payload_bytes = self.layout.chunks * recipe.k * (INDEX_BITS + 32) // 8
+        self.payload_bytes = self.layout.chunks * recipe.k_max * (INDEX_BITS + 32) // 8
 
     def round(self, round_number: int, batches: list[list[Any]]) -> None:
         total, senders = torch.zeros_like(self.residuals[0]), torch.zeros_like(self.residuals[0])
         for residual, own in zip(self.residuals, batches, strict=True):
             self.live.gradient_step(0, own[0], [], self.config)
             self.layout.accumulate(self.live.parts(self.live.gradient), residual, float(self.config.decay))
-            chosen = residual.abs().topk(self.config.k, dim=1).indices
+            chosen = residual.abs().topk(self.config.k_max, dim=1).indices
             total.scatter_add_(1, chosen, residual.gather(1, chosen))
             senders.scatter_add_(1, chosen, torch.ones(chosen.shape))
             residual.scatter_(1, chosen, 0.0)

@@ -28,6 +28,7 @@ ID_PREFIX = bytes.fromhex("002408011220")  # an identity multihash of 36 bytes: 
 IDS_KEPT = 4_096  # cached ids, one for each remembered peer; 1 MB
 ID_TEXT_MAX = 64  # characters; an id has 52
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"  # Bitcoin's
+VALUES = {letter: value for value, letter in enumerate(BASE58)}
 # The encodings, without the sign of x, of points whose eightfold is the neutral element: under such a key one signature
 # verifies for any message (with "A" as in RFC 8032; libsodium refuses the same ones).
 SMALL_ORDER = frozenset(
@@ -159,7 +160,7 @@ def peer_id_of(key: bytes) -> str:
 
 def key_of(peer_id: str) -> bytes:
     """Returns the public key in a peer's id. PeerIdError if the text is not an id."""
-    if not peer_id or len(peer_id) > ID_TEXT_MAX or any(letter not in BASE58 for letter in peer_id):
+    if not peer_id or len(peer_id) > ID_TEXT_MAX or peer_id.strip(BASE58):
         raise PeerIdError(f"{peer_id[:ID_TEXT_MAX]!r} is not a peer id, which looks like 12D3KooW...")
     try:
         key = key_of_bytes(_from_base58(peer_id))
@@ -180,7 +181,7 @@ def _base58(data: bytes) -> str:
 def _from_base58(text: str) -> bytes:
     number = 0
     for letter in text:
-        number = number * len(BASE58) + BASE58.index(letter)
+        number = number * len(BASE58) + VALUES[letter]
     zeros = len(text) - len(text.lstrip(BASE58[0]))
     return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8, "big")
 

@@ -66,12 +66,15 @@ def _sparse(name: str, chunk: int, k: int, value_bits: int) -> Target:
 def _of_family(name: str, changes: dict[str, object]) -> Target:
     """Payloads of all that a recipe may send: the parts of a model in turn, every weight, and a region's tail."""
     outer = Outer(RecipeConfig(**changes), SHAPES, covered=10 if name == "region" else 0)
-    fragments = range(outer.recipe.fragments)
-    offered = [contribution(number, outer.layouts[number], outer.recipe) for number in fragments]
-    seeds = tuple(outer.pack(each, number) for number, each in zip(fragments, offered, strict=True))
+    of_k = [outer.recipe.model_copy(update={"k": k}) for k in outer.recipe.ks]
+    seeds = tuple(
+        outer.pack(contribution(number, outer.layouts[number], own), number)
+        for number in range(outer.recipe.fragments)
+        for own in of_k
+    )
 
     def encoded(payload: bytes) -> bytes:
-        fragment = outer._content(payload)[0]
+        fragment = outer._read(payload).fragment
         packed = outer.pack(outer.unpack(payload), fragment)
         return packed[: -outer.tail_bytes] + payload[-outer.tail_bytes :] if outer.tail_bytes else packed
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu import Peak, Report, median_ms, model_config, run_part
 from p2ptrain.config import RecipeConfig
-from p2ptrain.exact.aggregate import apply_payloads
+from p2ptrain.exact.aggregate import Packed, apply_payloads
 from p2ptrain.exact.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.exact.root import state_root
 from p2ptrain.exact.schedule import Terms
@@ -91,7 +91,8 @@ def measure(
         payloads += [made[index % len(made)] for index in range(CONTRIBUTIONS)]
     timed("check", lambda: unpack(payloads[0], form), 1 if long else 3, CPU)
     rate, parameters = Fraction(1, 1000), views(state, shapes)
-    timed("apply", lambda: apply_payloads(layout, recipe, form, payloads, Terms(rate), parameters), 1 if long else 3)
+    packed = [Packed(each, form) for each in payloads]
+    timed("apply", lambda: apply_payloads(layout, recipe, packed, Terms(rate), parameters), 1 if long else 3)
 
     def root() -> None:
         figures["root"] = state_root(state).hex()

@@ -23,7 +23,7 @@ from torch.nn import functional
 from benchmarks.gpu import Peak, Report, median_ms, model_config, ratio, run_part, seconds_of, spread
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import MemoryShortError
-from p2ptrain.exact.aggregate import apply_payloads, apply_votes, sizes_of, sum_votes
+from p2ptrain.exact.aggregate import Packed, apply_payloads, apply_votes, sizes_of, sum_votes
 from p2ptrain.exact.codec import PayloadFormat, pack, unpack
 from p2ptrain.exact.root import state_root
 from p2ptrain.exact.scales import Scales
@@ -126,18 +126,18 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
     recipe = make_recipe(config, bench.live, (layout,))
     recipe.begin(0)
     steps = bench.seconds(lambda: recipe.local_step(0, bench.batch, []))
-    payloads: list[bytes] = []
+    payloads: list[Packed] = []
 
     def contribute() -> None:
         recipe.end()
-        payloads.append(pack(recipe.contribute(len(payloads)), form))
+        payloads.append(Packed(pack(recipe.contribute(len(payloads)), form), form))
         recipe.residual.forget(len(payloads) - 1)
 
     contributing = statistics.median([seconds_of(contribute, bench.device) for _ in range(WARM_UP + 3)][WARM_UP:])
     parameters, agreed = bench.live.parts(recipe.base), (payloads * CONTRIBUTIONS)[:CONTRIBUTIONS]
     rate = Fraction(1, 1000)
-    unpacked = [unpack(payload, form) for payload in agreed]
-    sizes = [sizes_of(payload, layout, form) for payload in agreed] if form.groups else []
+    unpacked = [unpack(*payload) for payload in agreed]
+    sizes = [sizes_of(payload, layout) for payload in agreed] if form.groups else []
     scales = Scales.of(sizes, layout, config, None) if sizes else None
 
     def apply_unpacked() -> None:
@@ -158,9 +158,9 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
         "apply_on_device_ms": applying,
         "overhead": round(whole / plain - 1, 4),
         "overhead_of_contributing": round(with_contribution / plain - 1, 4),
-        "apply_ms": ms(lambda: apply_payloads(layout, config, form, agreed, Terms(rate), parameters)),
-        "unpack_ms": ms(lambda: [unpack(payload, form) for payload in agreed]),
-        "check_ms": ms(lambda: unpack(agreed[0], form)),
+        "apply_ms": ms(lambda: apply_payloads(layout, config, agreed, Terms(rate), parameters)),
+        "unpack_ms": ms(lambda: [unpack(*payload) for payload in agreed]),
+        "check_ms": ms(lambda: unpack(*agreed[0])),
         "root_ms": ms(lambda: state_root(recipe.base), 1),
     }
 

@@ -30,18 +30,19 @@ def check(file: ConfigFile) -> None:
     from p2ptrain.models.kinds import parameter_count
 
     node_config(None)  # the owner's settings may allow the run's plug-ins
-    parameters, payload = parameter_count(config.model, config.adapt), _payload_bytes(config)
+    parameters, sizes = parameter_count(config.model, config.adapt), _payload_sizes(config)
     typer.echo(f"{file}: OK, a run")
     typer.echo(f"model    {parameters:,} parameters")
-    typer.echo(f"payload  {payload:,} bytes a contribution")
+    by_k = [f"{size:,}" + (f" with k = {k}" if len(sizes) > 1 else "") for k, size in sizes.items()]
+    typer.echo(f"payload  {', '.join(by_k)} bytes a contribution")
     typer.echo(f"run id   {config.run_id if config.is_sealed else 'none until the run is started with its data'}")
 
 
-def _payload_bytes(run: RunConfig) -> int:
+def _payload_sizes(run: RunConfig) -> dict[int, int]:
     from p2ptrain.exact.outer import Outer
     from p2ptrain.models.kinds import shapes_of
 
-    return Outer.of(run, shapes_of(run.model, run.adapt)).payload_bytes
+    return Outer.of(run, shapes_of(run.model, run.adapt)).sizes
 
 
 @app.command()

@@ -84,6 +84,9 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
         list[Path] | None, typer.Argument(help="Directories, text, JSON lines, Parquet, Arrow, .npy or .bin.")
     ] = None,
     embedded: Annotated[bool, typer.Option("--embedded", help="Also use the texts that ship with Python.")] = False,
+    wikitext: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also use WikiText's files in this directory, split as they are.")
+    ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json, or a model's directory; by default, tokens are bytes.")
     ] = None,
@@ -117,6 +120,8 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
     chosen = load_tokenizer(tokenizer)
     if chat_template is not None and not chat:
         raise ConfigError("a template is for chats", key="--chat-template", fix="Add --chat, or leave it out")
+    if wikitext is not None and chat:
+        raise ConfigError("WikiText holds no chats", key="--wikitext", fix="Leave out --chat, or --wikitext")
     template = load_template(chat_template, tokenizer, chosen.added) if chat else None
     column = column or ("messages" if chat else "text")
     with Preparing() as shown:
@@ -124,6 +129,7 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
             out,
             files or [],
             embedded=embedded,
+            wikitext=wikitext,
             how=Reading(column, chosen, shown.skip if skip_bad else None, template),
             held_out=share,
             progress=shown.progress,

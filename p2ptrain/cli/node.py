@@ -189,18 +189,19 @@ def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir =
 
 
 def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
-    """List the peers connected to the local daemon."""
+    """List the peers connected to the local daemon.
+
+    The columns: its id and seat; how soon it answers; tokens/s, and how long after the beginning of a round its
+    contributions come, both moving averages; rounds of delay of the last one taken; its address. Whoever is banned or
+    kept away follows, with the reason.
+    """
     found = ask(data_dir_of(data_dir, config), {"do": "peers"})
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    connected = [peer for peer in found["peers"] if peer["is_connected"]]
-    for peer in connected:
-        seat = "member" if peer["is_member"] else "      "
-        took = peer["latency_seconds"]
-        answers_in = "" if took is None else f"{1_000 * took:.0f} ms"
-        typer.echo(f"{peer['peer_id']}  {seat}  {answers_in:>8}  {peer['addresses'][0] if peer['addresses'] else ''}")
-    typer.echo(f"{len(connected)} peers")
+    from p2ptrain.observe.progress import peer_lines
+
+    typer.echo(peer_lines(found["peers"]))
 
 
 def runs(bootstrap: Bootstrap = None, as_json: AsJson = False, config: NodeFile = None) -> None:

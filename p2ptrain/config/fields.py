@@ -78,6 +78,35 @@ Rational = Annotated[
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "pattern": f"^{RATIONAL_PATTERN}$"}]}),
     Accepts(RATIONAL_WORDS),
 ]
+K_MAX, K_CHOICES_MAX = 64**2, 8
+K_WORDS = f"1 to {K_MAX:,}, or a list of 2 to {K_CHOICES_MAX} that rise"
+
+
+def parse_k(value: object) -> int | tuple[int, ...]:
+    """Accepts a number of coefficients, or a rising list of two or more."""
+    listed = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if any(isinstance(each, bool) or not isinstance(each, int) or not 1 <= each <= K_MAX for each in listed):
+        raise ValueError(f"expected {K_WORDS}")
+    if isinstance(value, int):
+        return value
+    if not 2 <= len(listed) <= K_CHOICES_MAX or tuple(sorted(set(listed))) != listed:
+        raise ValueError(f"expected {K_WORDS}")
+    return listed
+
+
+K = Annotated[
+    int | tuple[int, ...],
+    BeforeValidator(parse_k),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": K_MAX},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": K_CHOICES_MAX},
+            ]
+        }
+    ),
+    Accepts(K_WORDS),
+]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), Accepts("64 hexadecimal digits in lower case")]
 DigestOrEmpty = Annotated[
     str, Field(pattern=r"^([0-9a-f]{64})?$"), Accepts("64 hexadecimal digits in lower case, or nothing")

@@ -137,7 +137,7 @@ def _node_config(table: Table, path: Path | None) -> NodeConfig:
     ]
     # BaseSettings accepts keys of its own, all with a leading underscore; a file must not set them.
     unknown_keys = [key for key in table if key not in NodeConfig.model_fields]
-    mistakes += [unknown_key([key], NodeConfig, RunConfig, str(path)) for key in unknown_keys]
+    mistakes += [unknown_key([key], NodeConfig, RunConfig, str(path), table[key]) for key in unknown_keys]
     try:
         config = NodeConfig(**{key: value for key, value in table.items() if key not in unknown_keys})
     except ValidationError as error:

@@ -9,34 +9,54 @@ A path may begin with `~`, as in a shell; it is expanded here, and nowhere else.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from p2ptrain.config.fields import Accepts, DigestOrEmpty, FromArray, Option, Plugin, Rational, Section
+from p2ptrain.address import ADDRESS_CHARACTERS_MAX, LOOK, Address, AddressError, parse
+from p2ptrain.config.fields import K_MAX, Accepts, DigestOrEmpty, FromArray, Option, Plugin, Rational, Section
 from p2ptrain.errors import SettingError
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
 ENVIRONMENT_DELIMITER = "__"
 ADDRESSES_MAX = 64  # a longer list is probably a pasted list of peers
 
+
+def _address(is_taken: Callable[[Address], bool]) -> AfterValidator:
+    """Reads an address, and keeps it as multiaddr writes it."""
+
+    def read(text: str) -> str:
+        try:
+            found = parse(text)
+        except AddressError as error:
+            raise PydanticCustomError("address", "no address: {why}", {"why": str(error)}) from error
+        if not is_taken(found):
+            raise PydanticCustomError("address", "another kind of address")  # `Accepts` says which
+        return str(found)
+
+    return AfterValidator(read)
+
+
+AddressText: TypeAlias = Annotated[str, Field(max_length=ADDRESS_CHARACTERS_MAX, pattern=f"^{LOOK}$")]
 ListenAddress = Annotated[
-    str,
-    Field(pattern=r"^/ip[46]/[0-9A-Fa-f.:]{1,45}/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)$"),
+    AddressText,
+    _address(lambda it: str(it) == it.place and not isinstance(it.host, str)),
     Accepts('an address of this machine such as "/ip4/0.0.0.0/tcp/4001"'),
 ]
 PublicAddress = Annotated[
-    str,
-    Field(pattern=r"^/(ip[46]|dns[46]?)/[0-9A-Za-z.:_-]{1,253}/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)$"),
+    AddressText,
+    _address(lambda it: str(it) == it.place and it.port > 0),
     Accepts('an address that others reach such as "/ip4/203.0.113.7/tcp/4001"'),
 ]
 PeerAddress = Annotated[
-    str,
-    Field(pattern=r"^(/[0-9A-Za-z.:_-]{1,253}){2,12}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}$"),
+    AddressText,
+    _address(lambda it: bool(it.peer_id) and it.port > 0),
     Accepts('a node\'s address with its id at the end, such as "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."'),
 ]
 HostName = Annotated[
@@ -168,6 +188,12 @@ class ChangeableLimits(Section):
         ge=1,
         le=100,
         description="percentage of its training time in which the device works; the rest of the time it idles",
+    )
+    k_max: Annotated[int, Option("k")] = Field(
+        0,
+        ge=0,
+        le=K_MAX,
+        description="the most numbers of a chunk in contributions to a run that lists several k; 0: no limit",
     )
     on_battery: Annotated[Literal["pause", "train"], Option("battery")] = Field(
         "pause", description="whether to train while the machine runs on battery"
@@ -344,6 +370,9 @@ class TrackingConfig(Section):
         description="directory for runs of Weights & Biases (the extra [wandb]), sent if WANDB_API_KEY is set; "
         "empty: none are written",
     )
+    wandb_project: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9._ -]{0,128}$"), Accepts("up to 128 letters, digits, spaces and ._-")
+    ] = Field("", description="their project in Weights & Biases; empty: the run's name and the beginning of its id")
 
 
 class LoggingConfig(Section):

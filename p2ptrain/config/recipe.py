@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from p2ptrain.config.fields import PluginOrEmpty, PluginSettings, Rational, Section, Settings
+from p2ptrain.config.fields import K, PluginOrEmpty, PluginSettings, Rational, Section, Settings
 from p2ptrain.errors import SettingError
 
 ROUND_SEQUENCES_MAX = 2**20  # sequences of a node per round: at 1,024 tokens each, days of work
@@ -94,15 +94,16 @@ class RecipeConfig(Section):
     )
     settings: Settings = Field(PluginSettings(), description="the settings of that plug-in")
     outer: Literal["normalised", "mean", "sign"] = Field("mean", description="how summed votes become an update")
-    chunk: Literal[8, 16, 32, 64] = Field(64, description="side of the square blocks from which numbers are chosen")
+    chunk: Literal[8, 16, 32, 64] = Field(
+        64, description="side of the square blocks from which numbers are chosen: 64 means blocks of 64 x 64"
+    )
     transform: Literal["dct", "none"] = Field(
         "dct", description="none: send how far weights moved; dct: that as DCT coefficients, of which a few say most"
     )
-    k: int = Field(
+    k: K = Field(
         256,
-        ge=1,
-        le=64**2,
-        description="numbers sent of each chunk: at most half; without a transform also chunk * chunk, all",
+        description="numbers sent of each chunk: at most half; without a transform also chunk * chunk, all. Of a list "
+        "each node takes the largest that its line carries in the time that a round leaves",
     )
     value_bits: int = Field(
         1,
@@ -180,12 +181,7 @@ class RecipeConfig(Section):
         if self.settings and not self.plugin:
             raise SettingError("settings belong to a plug-in", "remove them, or name it as plugin")
         area = self.chunk**2
-        if self.k > area // 2 and not self.is_dense:
-            all_of_it = f', or with transform = "none" k = {area} to send every weight' if self.spec.is_family else ""
-            raise SettingError(
-                f"k = {self.k} is more than half of the {area} coefficients of a chunk",
-                f"choose at most {area // 2}{all_of_it}",
-            )
+        self._check_k(area)
         if self.value_bits > SPARSE_BITS_MAX and not self.is_dense:
             raise SettingError(
                 f"value_bits = {self.value_bits}",
@@ -219,6 +215,18 @@ class RecipeConfig(Section):
             raise SettingError('schedule = "wsd" needs decay_rounds > 0 and rounds >= warmup_rounds + decay_rounds')
         return self
 
+    def _check_k(self, area: int) -> None:
+        if len(self.ks) > 1 and not self.spec.is_scaled:
+            raise SettingError(
+                f"k is a list, and recipe {self.name} sends signs of one size", "use one k, or recipe local or demo"
+            )
+        if self.k_max > area // 2 and not self.is_dense:
+            all_of_it = f', or with transform = "none" k = {area} to send every weight' if self.spec.is_family else ""
+            raise SettingError(
+                f"k = {self.k_max} is more than half of the {area} coefficients of a chunk",
+                f"choose at most {area // 2}{all_of_it}",
+            )
+
     def _check_family(self) -> None:
         """Refuses settings of the DiLoCo family that do not combine with each other, or with the recipe."""
         if not self.spec.is_family:
@@ -240,6 +248,19 @@ class RecipeConfig(Section):
     def state_copies(self) -> int:
         """The number of values per parameter in the agreed state: the weight and, if there is one, its momentum."""
         return 2 if self.momentum else 1
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """How many numbers of a chunk a contribution may have; they rise."""
+        return self.k if isinstance(self.k, tuple) else (self.k,)
+
+    @property
+    def k_max(self) -> int:
+        return self.ks[-1]
+
+    def k_within(self, *limits: int) -> int:
+        """Returns the largest k within these limits, of which 0 is none; the smallest if there is no such k."""
+        return max((k for k in self.ks if all(k <= limit for limit in limits if limit)), default=self.ks[0])
 
     @property
     def is_dense(self) -> bool:

@@ -280,11 +280,11 @@ class RunConfig(Section):
             )
         most = VOTES_MAX // recipe.vote_max
         if recipe.transform == "dct":
-            most = (EXACT_MAX - 1) // (BASIS_PEAK**2 * recipe.k * recipe.vote_max)
+            most = (EXACT_MAX - 1) // (BASIS_PEAK**2 * recipe.k_max * recipe.vote_max)
         if self.admission.contributors_max > most:
             raise SettingError(
                 f"admission.contributors_max = {self.admission.contributors_max} could leave exact arithmetic with "
-                f"recipe.k = {recipe.k} and value_bits = {recipe.value_bits}",
+                f"recipe.k = {recipe.k_max} and value_bits = {recipe.value_bits}",
                 f"set at most {most}, or fewer of those",
             )
         return self

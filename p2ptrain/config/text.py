@@ -91,17 +91,32 @@ def _number(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------
 # Mistakes
 
-THEIR_NAMES = {  # the authors' names for settings of DeMo, DisTrO, DiLoCo and SparseLoCo
-    "compression_decay": "decay",
-    "compression_topk": "k",
-    "compression_chunk": "chunk",
-    "quantize_1bit": "value_bits = 1",
-    "inner_steps": "local_steps",
-    "outer_lr": "learning_rate",
-    "outer_momentum": "momentum",
-    "outer_nesterov": "nesterov",
-    "inner_lr": "inner_learning_rate",
-    "error_decay": "decay",
+_BLOCKS = "recipe.chunk, the side of a block: 64 means blocks of 64 x 64"
+# The names of settings and sections in other systems: DeMo, DisTrO, DiLoCo, SparseLoCo, Psyche and other trainers.
+THEIR_NAMES = {
+    "compression_decay": "recipe.decay",
+    "compression_topk": "recipe.k",
+    "compression_chunk": _BLOCKS,
+    "quantize_1bit": "recipe.value_bits: 1 for true, 2 or more for false",
+    "inner_steps": "recipe.local_steps",
+    "outer_lr": "recipe.learning_rate",
+    "outer_momentum": "recipe.momentum",
+    "outer_nesterov": "recipe.nesterov",
+    "inner_lr": "recipe.inner_learning_rate",
+    "error_decay": "recipe.decay",
+    "clip_grad_norm": "recipe.clip",
+    "d_model": "model.dim",
+    "d_ff": "model.ffn_dim",
+    "topk": "recipe.k",
+    "target_chunk": _BLOCKS,
+    "use_dct": 'recipe.transform: "dct" for true, "none" for false',
+    "max_staleness": "agreement.staleness_rounds_max",
+    "compression_ratio": "recipe.k, the numbers sent of each block, and recipe.value_bits, the bits of each",
+    "aggregation_rule": "recipe.outer",
+    "LLM": "[model], and its optimizer [recipe]",
+    "Distro": '[recipe] with name = "distro"',
+    "controller": "[agreement] and [admission]: the nodes settle it among themselves",
+    "training": "[recipe], and what is trained on [data]",
 }
 
 
@@ -116,7 +131,7 @@ def config_error(  # noqa: PLR0911  (a return for each kind)
         return ConfigError(problem, source=source, key=key, fix=fix)
 
     if kind == "extra_forbidden":
-        return unknown_key(place, model, other, source)
+        return unknown_key(place, model, other, source, error["input"])
     if kind == "value_error" and isinstance(of_section := error["ctx"]["error"], SettingError):
         return mistake(of_section.problem, of_section.fix[:1].upper() + of_section.fix[1:])
     field, found = _field(place, model), _found(error["input"])
@@ -133,19 +148,22 @@ def config_error(  # noqa: PLR0911  (a return for each kind)
         return mistake(f"expected {expected}, found {found}{' in the list' if in_list else ''}", example)
     if kind == "too_long":
         return mistake(f"a list of {error['ctx']['actual_length']} is too long", f"Write {allowed(field)}")
-    return mistake(f"{found} is not valid", f"Choose {allowed(field)}")
+    why = error.get("ctx", {}).get("why", "")
+    return mistake(f"{found} is not valid{why and f': {why}'}", f"Choose {allowed(field)}")
 
 
-def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseModel], source: str) -> ConfigError:
-    """Describes an unknown key, with a suggestion."""
+def unknown_key(
+    place: Sequence[str], model: type[BaseModel], other: type[BaseModel], source: str, value: object = None
+) -> ConfigError:
+    """Describes an unknown key, with a suggestion; if it is another system's table, with one for each of its keys."""
     *tables, name = place
     section = ".".join(tables)
     keys = {table: [key for where, key, _ in fields(model) if where == table] for table in ["", *sections(model)]}
     known = keys[section] + ([] if section else list(sections(model)))
     if homes := [f"[{table}]" if table else "the top of the file" for table in keys if name in keys[table]]:
         fix = f"It belongs in {' or '.join(homes)}"
-    elif section == "recipe" and name in THEIR_NAMES:
-        fix = f"What others call {name} is {THEIR_NAMES[name]} here"
+    elif theirs := [each for each in dict.fromkeys([name, *_names_in(value)]) if each in THEIR_NAMES]:
+        fix = ". ".join(f"What others call {each} is {THEIR_NAMES[each]} here" for each in theirs)
     elif close := difflib.get_close_matches(name, known, n=1):
         fix = f"Did you mean {close[0]}?"
     elif not section and name in other.model_fields:
@@ -153,6 +171,14 @@ def unknown_key(place: Sequence[str], model: type[BaseModel], other: type[BaseMo
     else:
         fix = f"Known here: {', '.join(known)}"
     return ConfigError("unknown key", source=source, key=_dotted(place), fix=fix)
+
+
+def _names_in(value: object) -> Iterator[str]:
+    """Yields the keys of a table and of the tables in it."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield name
+            yield from _names_in(each)
 
 
 def _dotted(place: Sequence[str]) -> str:

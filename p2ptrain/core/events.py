@@ -274,6 +274,7 @@ class Train(Struct, frozen=True, tag=True):
     unsettled: tuple[int, ...] = ()  # rounds whose own contribution may still be taken, or is yet to be applied
     samples: bool = False  # after that, write a line of text with the weights after `base_round`
     evaluates: bool = False  # before it, measure their held-out loss
+    k: int = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
     slots: Slots | None = None  # the data share, where the place does not say it
 
 

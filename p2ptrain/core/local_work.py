@@ -25,6 +25,7 @@ from p2ptrain.core.messages import Announcement, Received, read
 from p2ptrain.core.pace import pace_of
 from p2ptrain.core.pools import Pools
 from p2ptrain.core.round import Round
+from p2ptrain.core.sizing import Sizing
 
 REPLAY_ROUNDS_MAX = 32  # above this, fetching the state is cheaper than fetching every round's payloads; a guess
 FETCH_TRIES_MAX = 5  # for a certified payload; then the state itself is fetched
@@ -67,6 +68,7 @@ class LocalWork:
         self.failed_for = (b"", 0)  # branch and round of our last training, if it failed
         self.again_at = self.again_seconds = 0.0  # when it is tried again, and how long that is after it failed
         self.outstanding: dict[int, Received] = {}  # our announcements that may still be taken
+        self.sizing = Sizing(context.run.recipe.ks)
         self.announced: dict[bytes, int] = {}  # by branch: the last round that we announced for
         self.is_astray = not applied_root  # the applied state is not on our chain, or there is none
         self.is_quarantined = False  # our root is not the certified one
@@ -100,6 +102,8 @@ class LocalWork:
         """Settles our contributions after the chain advanced by a manifest, or by the beginning of a branch (None)."""
         me, state = self.context.me, self.chain.state
         taken = {each.round for each in manifest.taken if each.author == me} if manifest else set()
+        if manifest is not None and manifest.round in self.outstanding:
+            (self.sizing.taken_in_time if manifest.round in taken else self.sizing.came_late)()
         for number in sorted(self.outstanding):
             announcement = read(self.outstanding[number], Announcement)
             if number in taken:
@@ -267,8 +271,8 @@ class LocalWork:
         place, unsettled = state.place[context.me], tuple(sorted(self.outstanding))  # everything agreed on is applied
         is_due = context.run.eval.is_due(state.round)
         looks = is_due, is_due and context.me in drawn(state)
-        slots = state.slots_of(context.me, number, context.run)
-        context.emit(Train(number, self.applied_round, place, len(state.admitted), unsettled, *looks, slots))
+        places, k, slots = len(state.admitted), self.sizing.k, state.slots_of(context.me, number, context.run)
+        context.emit(Train(number, self.applied_round, place, places, unsettled, *looks, k, slots))
 
     def _lets_pass(self, number: int) -> bool:
         """Whether to skip a round, because a training that begins now would end too late; never twice in a row."""

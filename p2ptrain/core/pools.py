@@ -31,6 +31,11 @@ class Pools:
     def take(self, manifest: Manifest) -> None:
         """Counts the contributions that a manifest takes."""
         self.tallies.take(manifest)
+        if manifest.banned:
+            proofs = [self.requests.request(name) for name in manifest.evidence]
+            refused = [self.offers.announcement(name) for name in manifest.refused]
+            guilty = [each.guilty if each else None for each in proofs]
+            self.tallies.ban(manifest, guilty, [each.author if each else None for each in refused])
         self.claims.take(manifest, self.offers)
 
     def begin_round(self, state: AgreedState, recent: Iterable[Manifest]) -> None:

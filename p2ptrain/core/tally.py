@@ -9,7 +9,7 @@ what was applied.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 from enum import Enum
 
 import msgspec
@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import ADMITTED_MAX
+from p2ptrain.core.state import Taken
 
 AUTHORS_MAX = 2 * ADMITTED_MAX  # admitted authors, and as many former ones
 STALENESS_MAX = 64  # rounds that are told apart; more count as these
@@ -30,6 +31,14 @@ class Refusal(Enum):
     TOO_MANY = "too many at once"
 
 
+class Ban(Enum):
+    """Reasons for which a manifest bans a key."""
+
+    PROVEN = "two messages that contradict each other"
+    BAD_PAYLOAD = Refusal.BAD_PAYLOAD.value
+    TWO_FOR_ONE_ROUND = Refusal.TWO_FOR_ONE_ROUND.value
+
+
 class Tally(Struct):
     """The counts of one author."""
 
@@ -37,6 +46,13 @@ class Tally(Struct):
     applied: int = 0
     late: int = 0
     refused: dict[str, int] = msgspec.field(default_factory=dict)  # by `Refusal`
+    staleness: int | None = None  # rounds between the base and the round of the contribution that was applied last
+    ban: str = ""  # why it was banned (`Ban`), if that was seen here
+
+
+def staleness_of(taken: Taken, manifest: Manifest) -> int:
+    """Returns how many rounds lie between the state that a contribution began from and the round that takes it."""
+    return max(0, manifest.round - 1 - taken.base_round)
 
 
 class Tallies:
@@ -59,9 +75,17 @@ class Tallies:
     def take(self, manifest: Manifest) -> None:
         """Counts the contributions that a manifest applies."""
         for taken in manifest.taken:
-            self.of(taken.author).applied += 1
-            rounds = min(max(0, manifest.round - 1 - taken.base_round), STALENESS_MAX)
+            author = self.of(taken.author)
+            author.applied += 1
+            author.staleness = rounds = min(staleness_of(taken, manifest), STALENESS_MAX)
             self.staleness[rounds] = self.staleness.get(rounds, 0) + 1
+
+    def ban(self, manifest: Manifest, guilty: Collection[bytes | None], refused: Collection[bytes | None]) -> None:
+        """Notes why a manifest bans keys: evidence convicts the `guilty`, and `refused` have sent a bad payload. None
+        stands for one that is not known here, because this node was away."""
+        rest = "" if None in {*guilty, *refused} else Ban.TWO_FOR_ONE_ROUND.value
+        for key in manifest.banned:
+            self.of(key).ban = Ban.PROVEN.value if key in guilty else Ban.BAD_PAYLOAD.value if key in refused else rest
 
     def forget(self, admitted: Container[bytes]) -> None:
         """Drops enough authors that are no longer admitted to leave room for those that are."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from msgspec import Struct
 
+from p2ptrain.core.arrivals import SILENT
 from p2ptrain.core.claims import UNKNOWN, HeldOut, TrainingClaims
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.context import Context
@@ -26,6 +27,10 @@ class PeerView(Struct, frozen=True):
     late: int
     refused: dict[str, int]  # by reason
     observed: dict[str, int]  # the reasons for the points (reputation.py), including earlier starts
+    arrival_seconds: float | None = None  # of its last contribution, after its round began; None: unknown, or it missed
+    steps: int = 0  # behind that, as it claims
+    staleness: int | None = None  # of its contribution that was applied last
+    ban: str = ""  # why it was banned (tally.py), if that was seen here
 
 
 class NodeView:
@@ -178,13 +183,31 @@ class NodeView:
         """How often each reason (reputation.py) was noted since the start."""
         return dict(sorted(self._context.reputation.counters().items()))
 
+    @property
+    def bans(self) -> dict[bytes, str]:
+        """The banned keys, the newest last, each with the reason, which is empty if it was not seen here."""
+        tallies = self._node.pools.tallies.by_author
+        return {key: tallies[key].ban if key in tallies else "" for key in self.state.bans}
+
+    @property
+    def kept_away(self) -> dict[bytes, dict[str, int]]:
+        """The peers that this node keeps away, with what it has observed of each."""
+        reputation, now = self._context.reputation, self._context.now
+        return {
+            peer: {reason.value: count for reason, count in record.counters.items()}
+            for peer, record in reputation.records.items()
+            if record.is_greylisted and reputation.is_greylisted(peer, now)
+        }
+
     def standings(self) -> list[PeerView]:
         """Returns the statistics of all peers that are connected, admitted, or were admitted recently."""
         context = self._context
         reputation, tallies = context.reputation, self._node.pools.tallies.by_author
+        arrivals = self._node.pools.arrivals
         found = []
         for peer in sorted({**context.peers, **tallies}):
             tally, record = tallies.get(peer) or Tally(), reputation.records.get(peer)
+            offset = arrivals.offsets.get(peer)
             found.append(
                 PeerView(
                     peer=peer,
@@ -195,6 +218,10 @@ class NodeView:
                     late=tally.late,
                     refused=dict(tally.refused),
                     observed={reason.value: count for reason, count in record.counters.items()} if record else {},
+                    arrival_seconds=None if offset in {0.0, SILENT} else offset,
+                    steps=arrivals.steps.get(peer, 0),
+                    staleness=tally.staleness,
+                    ban=tally.ban,
                 )
             )
         return found

@@ -420,12 +420,14 @@ async def _serve(stack: AsyncExitStack, launch: Launch, opened: Opened) -> None:
 
 def _trackers(stack: AsyncExitStack, launch: Launch) -> list[Tracking]:
     """Opens the trackers named in the config."""
-    wanted, made = launch.config.tracking, []
-    kinds: tuple[tuple[str, type[Tracker]], ...] = ((wanted.tensorboard, TensorBoard), (wanted.wandb, WandbRun))
-    for directory, kind in kinds:
-        if directory:
-            made.append(Tracking(kind(Path(directory), launch.run)))
-            stack.push_async_callback(asyncio.to_thread, made[-1].close)
+    wanted, run, trackers = launch.config.tracking, launch.run, list[Tracker]()
+    if wanted.tensorboard:
+        trackers.append(TensorBoard(Path(wanted.tensorboard), run))
+    if wanted.wandb:
+        trackers.append(WandbRun(Path(wanted.wandb), run, wanted.wandb_project))
+    made = [*map(Tracking, trackers)]
+    for each in made:
+        stack.push_async_callback(asyncio.to_thread, each.close)
     return made
 
 

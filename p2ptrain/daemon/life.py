@@ -253,7 +253,8 @@ async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
             dropped = driver.intake.counters["events dropped"] + transport.counters().get("gossip dropped", 0)
             lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
             complaints = complaints_of(daemon)
-            for level, text in [*news.look(driver.node.view().state, complaints), *lost]:
+            view = driver.node.view()
+            for level, text in [*news.look(view.state, complaints, view.bans, view.kept_away), *lost]:
                 log.log(level, "%s", text)
             progress.tell()
             notifier.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))

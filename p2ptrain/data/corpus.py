@@ -4,7 +4,7 @@ A document is the unit that is held out or trained on, and an end-of-document to
 value of a key, in Parquet and Arrow files a cell of a column. Tokens from another program are cut where it ended a
 document. Any other file is cut into blocks of at most 16 KiB that end with a line if possible: a program cannot see
 where documents in it begin, and with blocks the memory and the granularity of the split are the same for a note and for
-a book. Files may be compressed by gzip or zstd.
+a book. WikiText is cut before each article's title. Files may be compressed by gzip or zstd.
 
 Nothing is repaired. Bytes that are not UTF-8 are an error that names the file and the offset, because replacing
 them would teach the model the replacement character, and text in another encoding would consist of little
@@ -20,12 +20,13 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import stat
 import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -49,6 +50,11 @@ TOKENS_SUFFIXES = (".npy", ".bin")
 TEXT_SUFFIXES = (".txt", ".md")
 PACKED_SUFFIXES = (".gz", ".zst")
 IN_DIRECTORIES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES, *TOKENS_SUFFIXES)
+TITLE = re.compile(r" = [^=].* = \n?")  # of an article in WikiText; sections have more signs
+WIKITEXT = {  # its files by split, as its authors and as Hugging Face name them
+    "training": re.compile(r"wiki\.train\.(tokens|raw)|train-.*\.parquet"),
+    "held out": re.compile(r"wiki\.valid\.(tokens|raw)|validation-.*\.parquet"),
+}
 NAMES = f"Name directories, text files, or files that end with {', '.join(IN_DIRECTORIES[2:])}"
 
 
@@ -62,6 +68,7 @@ class SourceFile:
     form: str = ".txt"  # the file's suffix, apart from the one for its compression
     packed: str = ""  # the suffix of its compression
     changed: int = 0  # the file's modification time, in ns
+    split: str = ""  # of WIKITEXT, if it belongs to that
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ class Document:
     source_bytes: int  # the document's size in the file
     tokens: Tokens | None = None  # if another program made them; then there is no text
     learned: tuple[tuple[int, int], ...] | None = None  # the places in a chat's text that are learned
+    split: str = ""  # training or held out, where the files decide it
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,17 @@ class Reading:
 def file_sources(files: Sequence[Path]) -> list[SourceFile]:
     """Returns the given files, and the files in the given directories."""
     return [source for path in files for source in _sources_at(path, _status(path))]
+
+
+def wikitext_sources(directory: Path) -> list[SourceFile]:
+    """Returns WikiText's training and validation files in a directory."""
+    _status(directory)
+    found = [each for each in _files_below(directory) if each.parent == directory]
+    splits = {split: sorted(each for each in found if form.fullmatch(each.name)) for split, form in WIKITEXT.items()}
+    if not all(splits.values()) or len({path.suffix for paths in splits.values() for path in paths}) > 1:
+        fix = "It needs wiki.train.tokens and wiki.valid.tokens (or .raw), or train-*.parquet and validation-*.parquet"
+        raise ConfigError("not a directory with one form of WikiText", source=str(directory), key="--wikitext", fix=fix)
+    return [replace(each, split=split) for split, paths in splits.items() for each in file_sources(paths)]
 
 
 def _status(path: Path) -> os.stat_result:
@@ -187,6 +206,9 @@ def documents(source: SourceFile, how: Reading = Reading()) -> Iterator[Document
 
 def _documents_in(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document]:
     content = _unpacked(file, source)
+    if source.split:
+        yield from _articles(content, source, how)
+        return
     if source.form in TABLE_SUFFIXES:
         yield from _rows(content, source, how)
         return
@@ -258,6 +280,26 @@ def _blocks(file: BinaryIO, name: str) -> Iterator[str]:
         block, carry = block[:cut], block[cut:]
         yield _text(block, name, offset)
         offset += len(block)
+
+
+def _articles(content: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document]:
+    """Yields WikiText's articles, as they are written but without blank lines, which tables of it do not have."""
+    rows, lines = (each.text for each in _rows(content, source, how)), _text_lines(content, source.name)
+    article = ""
+    for line in rows if source.form in TABLE_SUFFIXES else lines:
+        if article and (TITLE.fullmatch(line) or len(article) > LINE_BYTES_MAX):
+            yield Document(article, len(article.encode()), split=source.split)
+            article = ""
+        article += line if line.strip() else ""
+    if article:
+        yield Document(article, len(article.encode()), split=source.split)
+
+
+def _text_lines(content: BinaryIO, name: str) -> Iterator[str]:
+    offset = 0
+    while line := content.readline(LINE_BYTES_MAX):
+        yield _text(line, name, offset)
+        offset += len(line)
 
 
 def _cut(block: bytes) -> int:

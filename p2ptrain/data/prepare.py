@@ -26,7 +26,15 @@ from typing import Any, Literal, cast
 import msgspec
 import numpy as np
 
-from p2ptrain.data.corpus import Document, Reading, SourceFile, documents, embedded_sources, file_sources
+from p2ptrain.data.corpus import (
+    Document,
+    Reading,
+    SourceFile,
+    documents,
+    embedded_sources,
+    file_sources,
+    wikitext_sources,
+)
 from p2ptrain.data.dataset import (
     MANIFEST_NAME,
     PIECES_MAX,
@@ -71,12 +79,14 @@ def prepare(
     files: Sequence[Path],
     *,
     embedded: bool,
+    wikitext: Path | None = None,
     how: Reading,
     held_out: Fraction,
     progress: Progress,
     processes: int = 1,
 ) -> DatasetSummary:
-    """Makes a data set in the directory `out` from the embedded corpus, if requested, and `files`, in this order.
+    """Makes a data set in the directory `out` from the embedded corpus and WikiText, if requested, and `files`, in this
+    order. Of WikiText its validation files are held out.
 
     The text may have any size: memory grows only with the longest JSON line and the largest row group of a table.
     Repeating an interrupted call resumes it. A directory that holds a data set or anything else is refused.
@@ -87,7 +97,8 @@ def prepare(
     """
     if not 0 <= held_out < 1:
         raise ConfigError(f"{held_out} of the text", key="held_out", fix="Choose a fraction from 0 to below 1")
-    sources = (embedded_sources() if embedded else []) + file_sources(files)
+    sources = (embedded_sources() if embedded else []) + (wikitext_sources(wikitext) if wikitext else [])
+    sources += file_sources(files)
     if not sources:
         raise ConfigError("nothing to prepare", fix="Name text files or JSON lines, or ask for the embedded corpus")
     tokenizer = how.tokenizer
@@ -135,13 +146,13 @@ class _Reading:
     training: Split
     held_out: Split
     lowest: int
-    highest: int  # -1 if there are no documents
+    highest: int  # -1 if there are no documents whose split it decides
     chats_cut: int
 
     def moved(self, border: int) -> int:
         """Returns the nearest border that leaves neither split empty, if the documents allow it."""
-        if self.highest < border:
-            return max(0, self.highest)  # if all documents are the same text, it is trained on
+        if -1 < self.highest < border:
+            return self.highest  # if all documents are the same text, it is trained on
         if border <= self.lowest < self.highest:
             return self.lowest + 1
         return border
@@ -187,8 +198,10 @@ def _write_splits(
     for batch, encoded in in_processes(how.tokenizer, dtype, _batches(islice(found, done.documents, None)), processes):
         for document, tokens in zip(batch, encoded, strict=True):
             fraction = _fraction_of(document)
-            done.lowest, done.highest = min(done.lowest, fraction), max(done.highest, fraction)
-            writer = held_out if fraction < border else training
+            if not document.split:
+                done.lowest, done.highest = min(done.lowest, fraction), max(done.highest, fraction)
+            is_held_out = document.split == "held out" if document.split else fraction < border
+            writer = held_out if is_held_out else training
             writer.append(tokens)
             done.chats_cut += document.learned is not None and bool(((tokens == end) | (tokens == ~end))[:-1].any())
             is_learned = not len(tokens) or tokens[-1] >= 0
@@ -210,7 +223,7 @@ def _dtype_of(how: Reading) -> np.dtype[np.integer[Any]]:
 
 def _name_of(sources: Sequence[SourceFile], how: Reading, border: int) -> str:
     """Returns a digest of the sources and settings, by which a repeated call is recognised."""
-    files = [(source.name, source.size, source.changed) for source in sources]
+    files = [(source.name, source.size, source.changed, source.split) for source in sources]
     template = "" if how.chats is None else how.chats.digest
     kind = how.tokenizer.kind, how.tokenizer.digest, how.column, how.skipped is None, str(border), template
     return digest("data prepare", msgspec.msgpack.encode((files, kind))).hex()

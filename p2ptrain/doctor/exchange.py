@@ -55,7 +55,8 @@ def judge_exchange(
 
 def _largest(run: RunConfig, key: str, payload_bytes: float) -> int:
     """Returns the largest power of two for a recipe's key that makes contributions small enough; 0 if there is none."""
-    tried = [1 << bits for bits in range(getattr(run.recipe, key).bit_length())]
+    most = run.recipe.k_max if key == "k" else getattr(run.recipe, key)
+    tried = [1 << bits for bits in range(most.bit_length())]
     runs = [run.model_copy(update={"recipe": run.recipe.model_copy(update={key: value})}) for value in tried]
     fits = (value for value, each in zip(tried, runs, strict=True) if need_of(each).payload <= payload_bytes)
     return max(fits, default=0)

@@ -61,7 +61,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class PayloadFormat:
-    """The widths of all fields in a run's payloads, determined by the run's config alone."""
+    """The widths of all fields in a payload, determined by the run's config and by k."""
 
     chunks: int
     groups: int  # 0 if contributions carry no scales
@@ -78,10 +78,12 @@ class PayloadFormat:
         object.__setattr__(self, "payload_bytes", size)
 
     @classmethod
-    def of(cls, layout: Layout, recipe: RecipeConfig) -> PayloadFormat:
-        low_bits, ranked, upper_bits = (0, False, 0) if recipe.is_dense else index_widths(layout.area, recipe.k)
+    def of(cls, layout: Layout, recipe: RecipeConfig, k: int = 0) -> PayloadFormat:
+        """Returns the format of payloads with k numbers of a chunk; 0: the most that the run allows."""
+        k = k or recipe.k_max
+        low_bits, ranked, upper_bits = (0, False, 0) if recipe.is_dense else index_widths(layout.area, k)
         groups = len(layout.groups) if recipe.spec.is_scaled else 0
-        return cls(layout.chunks, groups, layout.area, recipe.k, recipe.value_bits, low_bits, ranked, upper_bits)
+        return cls(layout.chunks, groups, layout.area, k, recipe.value_bits, low_bits, ranked, upper_bits)
 
     @property
     def is_dense(self) -> bool:

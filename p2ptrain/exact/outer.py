@@ -4,8 +4,9 @@ The agreed state is one flat tensor: all parameters in the model's order and, if
 numbers again. A run with `fragments` (Streaming DiLoCo: Douillard et al. 2025, arXiv 2501.18512) agrees on one part of
 the model each round, in turn; all other weights and momenta stay as they are.
 
-With fragments, a payload begins with a byte that names its fragment, and is padded with zeros to the length of all
-others, so that receivers know it in advance. A payload for a different fragment than its round's counts as zeros.
+In a run that names several k, a payload begins with a byte that says which it has. With fragments, the next byte names
+its fragment, and zeros at the end make it as long as all others of its k, so that receivers know the few lengths that
+there are in advance. A payload for a different fragment than its round's counts as zeros.
 
 In a region (`world.run`), a payload ends with its author's view of the world's run (`Tail`). The update does not depend
 on it; the region's nodes use it to keep track of the world (p2ptrain/region/shift.py).
@@ -19,7 +20,7 @@ from fractions import Fraction
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,14 +29,14 @@ from torch import Tensor
 
 from p2ptrain.config import PAYLOAD_BYTES_MAX, RecipeConfig, RunConfig
 from p2ptrain.errors import ConfigError, RemoteProtocolError
-from p2ptrain.exact.aggregate import apply_payloads
+from p2ptrain.exact.aggregate import Packed, apply_payloads
 from p2ptrain.exact.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.schedule import terms_of
 from p2ptrain.exact.transform import Layout, fragment_of
 
 ROOM_BYTES = 1_024  # space in each payload for its author's key; rounded up
-FRAGMENT_BYTES = 1
+NAME_BYTES = 1  # of a payload's k, and of its fragment
 TAIL_BYTES = 9
 
 
@@ -72,11 +73,20 @@ class Counted:
 
     payloads: Sequence[bytes]  # those of the round's fragment, in the order of the scales
     scales: Scales | None
+    norm: float  # of the update, about, before momentum and weight decay
 
     def uncounted(self, payload: bytes) -> Uncounted:
         if payload not in self.payloads:  # late, after a round without contributions, and for another fragment
             return lambda removed: removed
         return partial(self.scales.uncounted, self.payloads.index(payload)) if self.scales else lambda removed: None
+
+
+class _Read(NamedTuple):
+    """A payload after its names have been read."""
+
+    fragment: int
+    packed: Packed
+    end: int  # of the packed bytes
 
 
 class Outer:
@@ -96,21 +106,20 @@ class Outer:
             what = f"{recipe.fragments} fragments, but the model has only {len(whole.groups)} groups of weights"
             raise ConfigError(what, key="recipe.fragments", fix=f"Use at most {len(whole.groups)}")
         self.layouts = whole.fragments(recipe.fragments)
-        self.forms = [PayloadFormat.of(layout, recipe) for layout in self.layouts]
+        self.forms = {k: [PayloadFormat.of(layout, recipe, k) for layout in self.layouts] for k in recipe.ks}
         self.tail_bytes = TAIL_BYTES if covered else 0
-        self.payload_bytes = max(form.payload_bytes for form in self.forms) + self._head_bytes + self.tail_bytes
+        fixed = NAME_BYTES * ((len(recipe.ks) > 1) + (recipe.fragments > 1)) + self.tail_bytes
+        # By k, which rises, and the lengths with it.
+        self.sizes = {k: fixed + max(form.payload_bytes for form in forms) for k, forms in self.forms.items()}
+        self.payload_bytes = self.sizes[recipe.k_max]  # the longest
         if self.payload_bytes > PAYLOAD_BYTES_MAX - ROOM_BYTES:
             what = f"a contribution of {self.payload_bytes:,} bytes, and there is room for 4 GiB less 1 KiB"
             raise ConfigError(what, key="recipe.k", fix="Send fewer coefficients, fewer value_bits, or more fragments")
-        self.contribution_bytes = max(form.contribution_bytes for form in self.forms)
+        self.contribution_bytes = max(form.contribution_bytes for form in self.forms[recipe.k_max])
 
     @classmethod
     def of(cls, run: RunConfig, shapes: Sequence[Sequence[int]]) -> Outer:
         return cls(run.recipe, shapes, run.agreement.staleness_rounds_max, run.world.covered)
-
-    @property
-    def _head_bytes(self) -> int:
-        return FRAGMENT_BYTES if self.recipe.fragments > 1 else 0
 
     @property
     def state_numbers(self) -> int:
@@ -122,32 +131,38 @@ class Outer:
         return fragment_of(number, self.recipe.fragments)
 
     def pack(self, contribution: Contribution, fragment: int) -> bytes:
-        payload = pack(contribution, self.forms[fragment])
-        if self.tail_bytes:  # a region has no fragments
-            return payload + bytes(self.tail_bytes)
-        if not self._head_bytes:
-            return payload
-        return bytes([fragment]) + payload + bytes(self.payload_bytes - FRAGMENT_BYTES - len(payload))
+        ks, k = self.recipe.ks, contribution.indices.shape[1]
+        head = bytes([ks.index(k)]) if len(ks) > 1 else b""
+        head += bytes([fragment]) if self.recipe.fragments > 1 else b""
+        payload = head + pack(contribution, self.forms[k][fragment])
+        return payload + bytes(self.sizes[k] - len(payload))  # a region's tail, or padding: it has no fragments
 
     def unpack(self, payload: bytes) -> Contribution:
         """Decodes a payload strictly; raises RemoteProtocolError, with the reason, if it is not a valid encoding."""
-        if len(payload) != self.payload_bytes:
-            raise RemoteProtocolError(f"payload of {len(payload)} bytes; this run's have {self.payload_bytes}")
-        fragment, content = self._content(payload)
-        end = self.forms[fragment].payload_bytes
+        read = self._read(payload)
         if self.tail_bytes:
             Tail.of(payload)
-        elif any(content[end:]):
+        elif any(payload[read.end :]):
             raise RemoteProtocolError("a payload's padding is not zero")
-        return unpack(content[:end], self.forms[fragment])
+        return unpack(read.packed.content, read.packed.form)
 
-    def _content(self, payload: bytes) -> tuple[int, bytes]:
-        """Returns a payload's fragment, and the bytes after the one that names it."""
-        if not self._head_bytes:
-            return 0, payload
-        if not payload[0] < self.recipe.fragments:
-            raise RemoteProtocolError(f"fragment {payload[0]} of {self.recipe.fragments}")
-        return payload[0], payload[FRAGMENT_BYTES:]
+    def _read(self, payload: bytes) -> _Read:
+        """Reads the names at a payload's beginning."""
+        ks, fragment, start = self.recipe.ks, 0, 0
+        k = ks[-1]
+        if len(ks) > 1:
+            if not (payload and payload[0] < len(ks)):
+                raise RemoteProtocolError(f"k of number {payload[0] if payload else None} of {len(ks)}")
+            k, start = ks[payload[0]], NAME_BYTES
+        if len(payload) != self.sizes[k]:
+            raise RemoteProtocolError(f"payload of {len(payload)} bytes; this run's have {self.sizes[k]}")
+        if self.recipe.fragments > 1:
+            fragment, start = payload[start], start + NAME_BYTES
+            if not fragment < self.recipe.fragments:
+                raise RemoteProtocolError(f"fragment {fragment} of {self.recipe.fragments}")
+        form = self.forms[k][fragment]
+        end = start + form.payload_bytes
+        return _Read(fragment, Packed(payload[start:end], form), end)
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Splits a flat tensor of all parameters into views of their shapes."""
@@ -164,20 +179,18 @@ class Outer:
         """Applies payloads that `unpack` has accepted to the state, in place; `round_number` counts from 0."""
         terms = terms_of(self.recipe, round_number, self.rounds_late, self.covered)
         fragment = self.fragment_of(round_number + 1)
-        size = self.forms[fragment].payload_bytes
-        split = [(payload, *self._content(payload)) for payload in payloads]
-        counted = [(payload, content[:size]) for payload, own, content in split if own == fragment]
+        read = [(payload, self._read(payload)) for payload in payloads]
+        counted = [(payload, each.packed) for payload, each in read if each.fragment == fragment]
         if counted and len(counted) < len(payloads):  # payloads for other fragments count, but move nothing
             terms = replace(terms, rate=terms.rate * Fraction(len(counted), len(payloads)))
         weights, momenta = state[: self.parameters], state[self.parameters :]
-        scales = apply_payloads(
+        scales, norm = apply_payloads(
             self.layouts[fragment],
             self.recipe,
-            self.forms[fragment],
-            [content for _, content in counted],
+            [packed for _, packed in counted],
             terms,
             self.parts(weights),
             self.parts(momenta) if len(momenta) else (),
-            {content: unpacked[payload] for payload, content in counted if payload in unpacked},
+            {packed.content: unpacked[payload] for payload, packed in counted if payload in unpacked},
         )
-        return Counted([payload for payload, _ in counted], scales)
+        return Counted([payload for payload, _ in counted], scales, norm)

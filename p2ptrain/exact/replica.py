@@ -47,6 +47,7 @@ class Replica:
         self.state = where_it_fits(lambda where: torch.zeros(self.outer.state_numbers, device=where), device)
         self.round = 0  # rounds applied
         self.adopted = 0  # states adopted
+        self.update_norm: float | None = None  # of the last round's update; None: the state is not from an update here
         self.lock = RLock()
         # By payload, the most recently checked last: how many rounds were applied then, and the contribution.
         self.unpacked: OrderedDict[bytes, tuple[int, Contribution]] = OrderedDict()
@@ -97,7 +98,7 @@ class Replica:
         assert number == self.round + 1, f"round {number} cannot follow {self.round} applied rounds"
         with self.lock:
             counted = self.outer.apply(self.state, self.round, payloads, self._take_unpacked(payloads))
-            self.round = number
+            self.round, self.update_norm = number, counted.norm
         return counted
 
     def _take_unpacked(self, payloads: Sequence[bytes]) -> dict[bytes, Contribution]:
@@ -141,7 +142,7 @@ class Replica:
             raise RemoteProtocolError(f"the state has {size} bytes; this run's has {self.state_bytes}")
         with self.lock:
             self.state.copy_(received)
-            self.round, self.adopted = number, self.adopted + 1
+            self.round, self.adopted, self.update_norm = number, self.adopted + 1, None
 
     @torch.no_grad()
     def restore(self, number: int, named: dict[str, Tensor]) -> None:
@@ -149,4 +150,4 @@ class Replica:
         with self.lock:
             for name, tensor in self.named().items():
                 tensor.copy_(named[name])
-            self.round = number
+            self.round, self.update_norm = number, None

@@ -73,7 +73,7 @@ class Scales:
         chunks = tuple(group.chunks for group in layout.groups)
         if reach is not None:
             measure = np.minimum(measure, np.ldexp(np.array(chunks, np.float64) * layout.area, 2 * reach))
-        units = _doublings(measure, np.array(chunks, np.float64) * recipe.k) // 2 - recipe.room_bits
+        units = _doublings(measure, np.array(chunks, np.float64) * recipe.k_max) // 2 - recipe.room_bits
         cuts = np.maximum(_doublings(weights, measure), 0) // 2
         is_still = measure == 0  # most contributions are zero here, so the group does not move
         cuts[:, is_still] = SILENCED

@@ -52,7 +52,7 @@ class ScriptWorker:
     def __init__(self, thread: LearnerThread, me: bytes, memory: Memory, *, reads_data: bool = True) -> None:
         self.learner, self._thread, self._me, self.memory = thread.learner, thread, me, memory
         self.replica, self.figures, self.reads_data = thread.learner.replica, Figures(), reads_data
-        self.threads, self.is_stopping = 0, False
+        self.threads, self.is_stopping, self._k_max = 0, False, 0
         self._trained = 0  # the number of the last training in the diary
         self.capture = partial(thread.capture, lambda: self._trained)
         self.evaluate, self.sample = thread.evaluate, thread.sample
@@ -90,6 +90,9 @@ class ScriptWorker:
 
     def set_percent(self, percent: int) -> None:
         """Has no say in how a script uses its device."""
+
+    def set_k_max(self, k: int) -> None:
+        self._k_max = k
 
     def keep_pace(self, number: int, usual: float, last: float) -> None:
         self.memory.keep_pace(number, usual, last)
@@ -194,6 +197,7 @@ class ScriptWorker:
         learner, number = self.learner, work.task.round
         learner.restore_all_but(work.task.outstanding)
         learner.take_steps(number, self.memory.moved)
-        payload = authored(self._me, learner.contribute(number))
-        self.figures.add(trained.loss, learner.own_drift, trained.steps, trained.tokens, trained.seconds)
+        k = learner.run.recipe.k_within(work.task.k, self._k_max)
+        payload = authored(self._me, learner.contribute(number, k))
+        self.figures.add(trained.loss, learner.own_drift, trained.steps, trained.tokens, trained.seconds, k=k)
         return Done(payload_digest(payload), payload, work.base[0])

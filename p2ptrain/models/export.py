@@ -360,6 +360,7 @@ def model_card(weights: Weights, members: tuple[int, int] | None, only_adapters:
     tokenizer = f"json, `{run.tokenizer.digest}`" if run.tokenizer.digest else "bytes: a token is a byte of UTF-8"
     schedule = f"{recipe.schedule}, highest {float(recipe.learning_rate):g}"
     numbers = "coefficients" if recipe.transform == "dct" else "weights"
+    sent = " or ".join(map(str, recipe.ks))
     facts = {
         "run": f"{run.name}, `{run.run_id}`",
         "rounds applied": f"{weights.round:,}",
@@ -369,7 +370,7 @@ def model_card(weights: Weights, members: tuple[int, int] | None, only_adapters:
         "members": founders + now,
         "data manifest": f"`{run.data.manifest}`",
         "tokenizer": tokenizer,
-        "recipe": f"{recipe.name}: {recipe.outer} update, {recipe.k} {numbers} of {recipe.chunk} x {recipe.chunk}, "
+        "recipe": f"{recipe.name}: {recipe.outer} update, {sent} {numbers} of {recipe.chunk} x {recipe.chunk}, "
         f"{recipe.local_steps} steps a round, learning rate {schedule}",
         "model": f"{_sizes(config)}, {config.vocab_size:,} tokens, sequences of {config.sequence_length:,}",
     }

@@ -1,59 +1,47 @@
-"""Parses and classifies multiaddrs (as text, ending with the peer's id), and picks which of ours to tell others.
+"""Says where addresses lead and who is there, and picks which of ours to tell others; p2ptrain/address.py reads them.
 
 Also shortens p2pd's error messages about them.
-
-Addresses come from strangers. The package multiaddr takes three times as long to parse one, and accepts some that p2pd
-does not start with or that we must not dial: "tcp/ 4001", sockets of this machine, protocols without a transport.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Iterable
+from contextlib import suppress
 from enum import IntEnum
 from functools import lru_cache
-from typing import TypeAlias
 
+from p2ptrain.address import ADDRESS_CHARACTERS_MAX, IP, AddressError, parse, written
 from p2ptrain.identity import PeerIdError, key_of, peer_id_of
 from p2ptrain.net.transport import TransportError
 
-ADDRESS_CHARACTERS_MAX = 448  # a relayed address with two ids and a long name takes 415
-# The addresses that we dial: no local sockets, and only transports that p2pd has.
-HOST = r"/(ip4/[0-9.]{7,15}|ip6/[0-9A-Fa-f:.]{2,45}|dns[46]?/[0-9A-Za-z._-]{1,253})"
-PORT = r"/(tcp/[0-9]{1,5}|udp/[0-9]{1,5}/quic-v1)"
-ID = r"/p2p/([1-9A-HJ-NP-Za-km-z]{1,64})"
-ADDRESS = re.compile(rf"(?P<route>{HOST}{PORT}({ID}/p2p-circuit)?)/p2p/(?P<id>[^/]*)")
 REASON_CHARACTERS_MAX = 300
 # Unspecified and link-local networks; then those for documentation, which examples and tests use as public ones.
 NEVER_DIALLED = tuple(map(ipaddress.ip_network, ("0.0.0.0/8", "::/128", "169.254.0.0/16", "fe80::/10", "fec0::/10")))
 DOCUMENTATION = tuple(map(ipaddress.ip_network, ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "2001:db8::/32")))
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
-IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
 
 
 def split(address: str) -> tuple[bytes, str]:
-    """Splits an address into its peer and its route. TransportError if it is not an address with an id."""
-    short = address[:ADDRESS_CHARACTERS_MAX]
-    match = ADDRESS.fullmatch(address) if len(address) <= ADDRESS_CHARACTERS_MAX else None
-    if match is None or not _is_place(match["route"]):
-        raise TransportError(f"{short!r} is not an address with an id at its end, such as {EXAMPLE}")
+    """Splits an address into its peer and its route, as multiaddr writes it. TransportError if we dial none such."""
     try:
-        return key_of(match["id"]), match["route"]
+        found = parse(address)
+    except AddressError as error:
+        raise _not_dialled(address, f": {error}") from error
+    if not found.port or not found.peer_id:
+        raise _not_dialled(address)
+    try:
+        if found.relay_id:
+            key_of(found.relay_id)
+        return key_of(found.peer_id), found.route
     except PeerIdError as error:
-        raise TransportError(f"{short}: {error}") from error
+        raise TransportError(f"{address}: {error}") from error
 
 
-def _is_place(route: str) -> bool:
-    """Whether IP and port are in range: p2pd does not start with an invalid address among its options."""
-    _, kind, host, _, port, *_ = route.split("/")
-    try:
-        if not kind.startswith("dns"):
-            ipaddress.ip_address(host)
-        return 0 < int(port) < 2**16
-    except ValueError:
-        return False
+def _not_dialled(address: str, why: str = "") -> TransportError:
+    short = address[:ADDRESS_CHARACTERS_MAX]
+    return TransportError(f"{short!r} is not an address with an id at its end, such as {EXAMPLE}{why}")
 
 
 class Reach(IntEnum):
@@ -67,8 +55,11 @@ class Reach(IntEnum):
 def reach_of(address: str) -> Reach | None:
     """Returns where an address leads; for one through a relay that is where the relay is. None for a name, and for what
     no peer has: link-local, multicast, unspecified and reserved addresses."""
-    host = _host_of(address)
-    if host is None or host.is_multicast or any(host in each for each in NEVER_DIALLED if each.version == host.version):
+    found = _ip_in(address)
+    if found is None:
+        return None
+    host = _inside(found)
+    if host.is_multicast or any(host in each for each in NEVER_DIALLED if each.version == host.version):
         return None
     if host.is_loopback:
         return Reach.LOOPBACK
@@ -90,42 +81,45 @@ def met_in(addresses: Iterable[str]) -> Reach:
 
 
 def endpoint_of(address: str) -> str:
-    """Names the place that a dial goes to, IP address and port, in one way however the address is written."""
-    _, _, host, _, port, *_ = address.split("/")
-    return f"{_host_of(address) or host.lower()} {int(port)}"
+    """Names the place that a dial goes to, IP address and port."""
+    found = parse(address)
+    host = found.host.lower() if isinstance(found.host, str) else _inside(found.host)
+    return f"{host} {found.port}"
 
 
 def _ip_in(address: str) -> IP | None:
-    """Returns the IP address in an address. None for a name, and for anything else."""
-    parts = address.split("/")
-    try:
-        return ipaddress.ip_address(parts[2]) if len(parts) > 2 and parts[1] in ("ip4", "ip6") else None
-    except ValueError:
+    """Returns the IP address in an address, also of a kind that only p2pd knows. None for a name, which is not read."""
+    if not address.startswith("/ip"):
         return None
+    with suppress(AddressError):
+        host = parse(address).host
+        return None if isinstance(host, str) else host
+    with suppress(AddressError):
+        _, kind, host, *_ = written(address).split("/")
+        return ipaddress.ip_address(host) if kind in ("ip4", "ip6") else None
+    return None
 
 
-def _host_of(address: str) -> IP | None:
-    """Returns the IP address that a dial goes to, also if it is inside one of IPv6. None for a name."""
-    host = _ip_in(address)
+def _inside(host: IP) -> IP:
+    """Returns the IP address that a dial goes to, also if it is inside one of IPv6."""
     if isinstance(host, ipaddress.IPv6Address):
         inside = host.ipv4_mapped or host.sixtofour or (host.teredo or (None, None))[1]
         return inside or (ipaddress.IPv4Address(int(host) % 2**32) if host in NAT64 else host)
     return host
 
 
-def name_in(route: str) -> str:
-    """Returns the host name in a route, or nothing."""
-    _, kind, host, *_ = route.split("/")
-    return host.lower() if kind.startswith("dns") else ""
+def name_in(address: str) -> str:
+    """Returns the host name in an address, or nothing: a first look, for which the address is not read."""
+    _, kind, name, *_ = (*address[:ADDRESS_CHARACTERS_MAX].split("/", 3), "", "", "")
+    return name.lower() if kind.startswith("dns") else ""
 
 
 def relay_of(route: str) -> bytes | None:
     """Returns the relay that a route goes through, or None."""
     before, found, _ = route.partition("/p2p-circuit")
-    try:
-        return key_of(before.rpartition("/p2p/")[2]) if found else None
-    except PeerIdError:
-        return None
+    with suppress(AddressError, PeerIdError):
+        return key_of(written(before).rpartition("/p2p/")[2]) if found else None
+    return None
 
 
 def join(route: str, peer: bytes) -> str:

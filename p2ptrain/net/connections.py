@@ -38,10 +38,19 @@ from statistics import median
 
 import msgspec
 
+from p2ptrain.address import ADDRESS_CHARACTERS_MAX, looks_right, parse
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import ADDRESSES_MAX, KnownPeer, Origin, Priority, Unmet, tell
-from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, Reach, address_range, met_in, name_in, reach_of, split
+from p2ptrain.net.addresses import (
+    Reach,
+    address_range,
+    is_within,
+    join,
+    met_in,
+    name_in,
+    split,
+)
 from p2ptrain.net.tasks import pauses
 from p2ptrain.net.told_dials import ToldDials
 from p2ptrain.net.transport import Transport, TransportError
@@ -109,20 +118,20 @@ class Connections:
     def add(self, address: str, origin: Origin = Origin.HEARSAY, told_in: Reach = Reach.LOOPBACK) -> None:
         """Adds an address, which ends with the peer's id; one that leads into a narrower network than that of whoever
         told it is ignored. TransportError if it is not an address."""
-        peer, route = split(address)
-        name = name_in(route)
+        name, is_told = name_in(address), origin in (Origin.HEARSAY, Origin.ITSELF)
+        if is_told and name and name not in self.named:
+            return  # before it is read: a long name takes half a millisecond
+        peer, _ = split(address)
         if name and origin is Origin.USER:
             self.named.add(name)
         if peer == self.transport.me:
             return
-        if origin in (Origin.HEARSAY, Origin.ITSELF):
-            reach = reach_of(address)
-            if name not in self.named if reach is None else reach > told_in:
-                return
+        if is_told and not name and not is_within(address, told_in):
+            return
         known = self._of(peer)
         known.is_bootstrap = known.is_bootstrap or origin is Origin.USER
         known.was_reached = known.was_reached or origin is Origin.REMEMBERED
-        known.add(address, origin)
+        known.add(str(parse(address)), origin)
 
     def _of(self, peer: bytes) -> KnownPeer:
         """Returns the record of a peer, making it if needed. When there are too many, the least useful peers are
@@ -455,15 +464,23 @@ class Connections:
 
         Any connected peer may have made up the peer and its record, so they count as told by the least trusted.
         """
+        own = _end_of(peer)
         for address in list(addresses)[:ADDRESSES_MAX]:
             with contextlib.suppress(TransportError):
-                if split(address)[0] == peer:
+                if looks_right(address) and address.endswith(own):
                     self.add(address, Origin.ITSELF, min(self.met.values(), default=Reach.LOOPBACK))
 
     def _take_hint(self, address: str, teller: bytes) -> None:
         with contextlib.suppress(TransportError):
-            origin = Origin.ITSELF if split(address)[0] == teller else Origin.HEARSAY
+            if not looks_right(address):
+                return
+            origin = Origin.ITSELF if address.endswith(_end_of(teller)) else Origin.HEARSAY
             self.add(address, origin, self.met.get(teller, Reach.PUBLIC))
+
+
+def _end_of(peer: bytes) -> str:
+    """The end of each address of a peer."""
+    return join("", peer)
 
 
 def _now() -> float:

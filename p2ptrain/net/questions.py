@@ -17,11 +17,11 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from p2ptrain.address import ADDRESS_CHARACTERS_MAX
 from p2ptrain.config import CONFIG_BYTES_MAX
 from p2ptrain.core import wire
 from p2ptrain.core.messages import Digest, Number
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
 from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
 from p2ptrain.net.transport import IsAdmitted, Stream, Transport, TransportError, in_time
 
@@ -158,7 +158,7 @@ class _Seen:
                 self._listed_at = now
                 with suppress(TransportError):
                     self._peers = await self._transport.peers()
-        address = next(iter(self._peers.get(peer, ())), "")  # none, if hivemind can parse none of its addresses
+        address = next(iter(self._peers.get(peer, ())), "")  # none, if multiaddr can read none of its addresses
         if len(address) > ADDRESS_CHARACTERS_MAX:
             address = ""
         return Seen(int(time.time() * 1_000), address)  # clock read last: the asker assumes equal latency both ways

@@ -15,6 +15,7 @@ from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_answer
 from p2ptrain.core.messages import author_of
 from p2ptrain.core.state import Taken
 from p2ptrain.core.view import NodeView
+from p2ptrain.identity import peer_id_of
 from p2ptrain.net.blobs.server import FetchError, Server
 from p2ptrain.net.connections import Connections, topic_of
 from p2ptrain.net.mail import Deliver, TellHistory
@@ -156,7 +157,7 @@ class Telling:
         self._edges.mailboxes.post(effect.peer, TellHistory(encoded))
 
     def disconnect(self, effect: ev.Disconnect) -> None:
-        log.info("disconnecting from %s: %s", effect.peer.hex()[:16], effect.why)
+        log.info("disconnecting from %s: %s", peer_id_of(effect.peer), effect.why)
         self._edges.connections.shun(effect.peer, asyncio.get_running_loop().time() + SHUN_SECONDS)
         work = self._boundary.contained("parting from a peer", effect.peer, self._let_go, effect.peer)
         self._spawn(work, "disconnect")
@@ -177,7 +178,7 @@ class PayloadFetches:
         self._boundary = edges.transport.boundary
 
     def fetch_payload(self, effect: ev.Fetch) -> None:
-        if effect.payload_bytes != self._replica.payload_bytes:
+        if effect.payload_bytes not in self._replica.payload_sizes:
             for source in effect.sources:
                 why = f"no contribution has {effect.payload_bytes} bytes"
                 self._intake.give(ev.FetchFailed(effect.payload, source, why))
@@ -225,17 +226,20 @@ class PayloadFetches:
             log.info("contribution rejected: %s", why)
         self._intake.give(ev.PayloadArrived(effect.payload, why is None, author_of(payload), len(payload)))
 
-    async def fetch_lost(self, name: bytes) -> None:
-        """Fetches a payload that was stored here but has been lost. Any connected peer may still have it."""
-        size, sources = self._replica.payload_bytes, list(self._edges.connections.linked)
-        try:
-            with self._boundary.guard("the fetch of a lost payload"):
-                payload = await self._edges.fetching.payload(name, size, sources, ignore)
-        except (FetchError, TransportError) as error:
-            log.warning("%s; trying again", error)
-            await asyncio.sleep(DISK_SECONDS)
-            return
-        self._edges.persistence.put(name, payload)
+    async def fetch_lost(self, name: bytes, payload_bytes: int = 0) -> None:
+        """Fetches a payload that was stored here but has been lost. Any connected peer may still have it.
+
+        payload_bytes: its size; 0: one of those that there are
+        """
+        sources = list(self._edges.connections.linked)
+        for size in (payload_bytes,) if payload_bytes else sorted(self._replica.payload_sizes):
+            try:
+                with self._boundary.guard("the fetch of a lost payload"):
+                    self._edges.persistence.put(name, await self._edges.fetching.payload(name, size, sources, ignore))
+                return
+            except (FetchError, TransportError) as error:
+                log.warning("%s; trying again", error)
+        await asyncio.sleep(DISK_SECONDS)
 
     async def agreed(self, taken: Taken, adopted: int) -> bytes | None:
         """Returns a payload of an agreed round, and fetches it again if the disk has lost it.
@@ -245,5 +249,5 @@ class PayloadFetches:
         store, held = self._edges.persistence, self._replica.replica
         while (payload := await store.payload(taken.payload)) is None and held.adopted == adopted:
             log.warning("payload %s of an agreed round is lost; fetching it again", taken.payload.hex()[:16])
-            await self.fetch_lost(taken.payload)
+            await self.fetch_lost(taken.payload, taken.payload_bytes)
         return payload

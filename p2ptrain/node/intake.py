@@ -183,7 +183,7 @@ class Intake:
         elif self._spawn is not None:  # otherwise drop it: it will be sent again
             announcement = received.message
             assert isinstance(announcement, Announcement), "nothing else has an attachment"
-            is_right_size = announcement.payload_bytes == self._replica.attachment_bytes
+            is_right_size = announcement.payload_bytes in self._replica.attachment_sizes
             is_full = self._checking[sender, announcement.author] >= CHECKS_MAX
             if is_full or not is_right_size or not self._is_admitted(announcement.author):
                 self.give(ev.MessageReceived(sender, bare(received)), sender)  # its payload can be fetched

@@ -255,6 +255,7 @@ class MachineLimits:
         self._clock, self._battery, self._resident, self._gpu = clock, battery, resident, gpu
         self._limits = Limits(**{name: getattr(limits, name) for name in ChangeableLimits.model_fields})
         worker.set_percent(limits.device_percent)
+        worker.set_k_max(limits.k_max)
 
     @property
     def limits(self) -> Limits:
@@ -268,6 +269,7 @@ class MachineLimits:
         if not changes:
             return
         self._worker.set_percent(self._limits.device_percent)
+        self._worker.set_k_max(self._limits.k_max)
         if "threads" in changes:
             self._worker.set_threads(self._limits.threads)
         log.info("limits: %s", ", ".join(f"{key} = {value!r}" for key, value in changes.items()))

@@ -195,7 +195,7 @@ class LocalWorker:
     def __init__(self, thread: LearnerThread, me: bytes, note: Note) -> None:
         self.learner, self._thread, self._me, self._note = thread.learner, thread, me, note
         self.replica, self.figures = thread.learner.replica, Figures()
-        self.threads = thread.threads
+        self.threads, self._k_max = thread.threads, 0
         self.pacing = Pacing(thread.learner.run.recipe)
         self._diary = _Diary()
         self._applied_after = 0  # local steps taken when the next round was taken in; 0: none was
@@ -233,6 +233,9 @@ class LocalWorker:
 
     def set_percent(self, percent: int) -> None:
         self.pacing.set_percent(percent)
+
+    def set_k_max(self, k: int) -> None:
+        self._k_max = k
 
     def keep_pace(self, number: int, usual: float, last: float) -> None:
         self.pacing.keep(number, usual, last)
@@ -279,6 +282,7 @@ class LocalWorker:
             self.figures.again(again.steps)
             return again.done, None
         _use_threads(self.threads)
+        task = replace(task, k=learner.run.recipe.k_within(task.k, self._k_max))
         sequences = learner.live.sequences_per_pass
         is_noted = self.privacy is None  # otherwise it is never repeated
 
@@ -306,7 +310,7 @@ class LocalWorker:
         outstanding, threads = tuple(sorted(task.outstanding)), torch.get_num_threads()
         return Trained(
             diary.next_number(), task.round, base, task.place, task.places, outstanding, payload, threads, sequences,
-            steps, self._applied_after, tail.hex(), task.slots,
+            steps, self._applied_after, tail.hex(), task.k, task.slots,
         )  # fmt: skip
 
     def _steps(self, task: Task, before: Trained | None, shifted: Shifted = lambda weights: None) -> bytes:
@@ -321,10 +325,11 @@ class LocalWorker:
         except TrainingError:
             self.figures.fail()
             raise
-        payload = authored(self._me, self.learner.contribute(task.round))
+        payload = authored(self._me, self.learner.contribute(task.round, task.k))
         tokens = sum(result.tokens for result in results)
         norm = sum(result.gradient_norm for result in results) / len(results)
-        self.figures.add(mean_loss(results), self.learner.own_drift, len(results), tokens, self.pacing.worked, norm)
+        seconds = self.pacing.worked
+        self.figures.add(mean_loss(results), self.learner.own_drift, len(results), tokens, seconds, norm, k=task.k)
         return payload
 
     def _on_step(self, number: int, before: Trained | None, result: StepResult) -> bool:
@@ -379,7 +384,7 @@ class LocalWorker:
         learner.catch_up()
         _use_threads(each.threads)
         learner.live.set_sequences_per_pass(each.sequences_per_pass)
-        task = Task(each.round, each.place, each.places, frozenset(each.outstanding), slots=each.slots)
+        task = Task(each.round, each.place, each.places, frozenset(each.outstanding), k=each.k, slots=each.slots)
         try:
             self._refuse_another_state()
             if each.payload == FAILED and each.steps:

@@ -61,14 +61,14 @@ class ReplicaThread:
         return await asyncio.get_running_loop().run_in_executor(self._thread, job, *arguments)
 
     @property
-    def payload_bytes(self) -> int:
-        """The size of every contribution of the run; a dishonest peer may claim gigabytes."""
-        return KEY_BYTES + self.replica.outer.payload_bytes
+    def payload_sizes(self) -> set[int]:
+        """The sizes that contributions of the run have; a dishonest peer may claim gigabytes."""
+        return {KEY_BYTES + size for size in self.replica.outer.sizes.values()}
 
     @property
-    def attachment_bytes(self) -> int:
-        """The size of every attachment; 0 if the run's contributions do not come with their announcements."""
-        return self.payload_bytes if self.replica.run.agreement.is_inline(self.payload_bytes) else 0
+    def attachment_sizes(self) -> set[int]:
+        """The sizes of those that come with their announcements."""
+        return {size for size in self.payload_sizes if self.replica.run.agreement.is_inline(size)}
 
     async def check(self, payload: bytes) -> str | None:
         """Returns why a payload is invalid, or None."""

@@ -44,7 +44,7 @@ class Trainings:
             self.ahead.cancel()  # what is needed now comes first
         await self._edges.persistence.is_safe.wait()
         place, places, slots = effect.place, effect.places, effect.slots
-        task = Task(effect.round, place, places, frozenset(effect.unsettled), slots=slots)
+        task = Task(effect.round, place, places, frozenset(effect.unsettled), k=effect.k, slots=slots)
         try:
             await self._worker.repeat(self.fetch_again)
             await self._fetch_data(self._edges.fetching.data, effect.round, place, places, slots)

@@ -55,6 +55,7 @@ class Task:
     places: int
     outstanding: frozenset[int] = frozenset()  # earlier rounds whose contributions may still be taken
     shift: Shift | None = None
+    k: int = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
     slots: Slots | None = None  # of the data, where the place does not say them
 
 
@@ -83,6 +84,7 @@ class Figures:
     loss: float | None = None  # mean of the last round
     gradient_norm: float | None = None  # likewise, before clipping
     own_drift: float | None = None  # how far its steps moved the weights, as a share of their norm
+    k: int = 0  # numbers of each chunk in the last contribution; 0: there was none
     step: int = 0  # within the current training
     steps: int = 0  # of the last round
     seconds: float = 0.0  # of all trainings
@@ -115,8 +117,11 @@ class Figures:
         tokens: int,
         seconds: float,
         gradient_norm: float | None = None,
+        *,
+        k: int = 0,
     ) -> None:
         """Counts a training that has ended."""
+        self.k = k
         self.loss, self.own_drift, self.gradient_norm = loss, own_drift, gradient_norm
         self.step = self.steps = steps
         self.seconds += seconds
@@ -189,6 +194,9 @@ class Worker(Protocol):
 
     def set_percent(self, percent: int) -> None:
         """Sets the share of the training time in which the device works."""
+
+    def set_k_max(self, k: int) -> None:
+        """Sets the most numbers of a chunk in a contribution; 0: as many as the run allows."""
 
     def keep_pace(self, number: int, usual: float, last: float) -> None:
         """Lets the training of this round take as many steps as fit; `usual` and `last` are seconds from now."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Protocol
 
 from p2ptrain import __version__
 from p2ptrain.config import RunConfig
 from p2ptrain.config.node import Limits
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
+from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.core.view import PeerView
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import questions
@@ -19,6 +20,7 @@ from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
 from p2ptrain.observe.rounds import HELD_OUT, Recorder, copied, held_out_of
 from p2ptrain.observe.schema import (
+    BAN_UNKNOWN,
     FaultTolerance,
     Peer,
     PeerList,
@@ -31,6 +33,7 @@ from p2ptrain.observe.schema import (
 from p2ptrain.train.private import Privacy
 
 ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than once in so many
+BANNED_TOLD = 256  # in the list of peers, the latest
 CONTRIBUTORS_TOLD = 20_000  # in all rounds of one answer: 1.2 MB
 # Kinds of blobs (net/blobs/blob.py) by purpose.
 BLOB_PURPOSES: dict[Purpose, tuple[str, ...]] = {
@@ -64,7 +67,8 @@ def status_of(daemon: Running) -> Status:
     """Builds the node's status."""
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
     view, worker, figures = driver.node.view(), driver.worker, driver.worker.figures
-    replica, upstream = driver.replica, worker.upstream
+    upstream, k = worker.upstream, figures.k or daemon.run.recipe.ks[0]
+    payload_bytes = KEY_BYTES + worker.replica.outer.sizes[k]
     state, roots, roster = view.state, view.roots, view.state.roster
     speed, complaints = figures.tokens_per_second, complaints_of(daemon)
     swarm = None if speed is None else records.swarm_tokens_per_second  # the others' scripts have loaders, too
@@ -87,9 +91,8 @@ def status_of(daemon: Running) -> Status:
         certified_round=state.root_round,
         swarm_loss=view.training_of(view.applied_round).loss,
         drift=worker.drift,
-        compression_ratio=round(
-            worker.replica.gradient_bytes / replica.payload_bytes * daemon.run.recipe.local_steps, 1
-        ),
+        update_norm=worker.replica.update_norm,
+        compression_ratio=round(worker.replica.gradient_bytes / payload_bytes * daemon.run.recipe.local_steps, 1),
         tokens_per_second=None if speed is None else round(speed, 1),
         training_seconds=round(figures.seconds, 3),
         swarm_tokens_per_second=None if swarm is None else round(swarm, 1),
@@ -113,7 +116,8 @@ def status_of(daemon: Running) -> Status:
         own_data=_own_data_text(daemon.run, worker.privacy),
         privacy_epsilon=worker.privacy.spent if worker.privacy else None,
         roots={str(number): root.hex() for number, root in sorted(roots.items())[-ROOTS_TOLD:]},
-        payload_bytes=replica.payload_bytes,
+        k=k,
+        payload_bytes=payload_bytes,
         state_bytes=worker.replica.state_bytes,
         bytes=edges.transport.counters(),
         traffic=traffic_of(edges),
@@ -125,6 +129,8 @@ def status_of(daemon: Running) -> Status:
         | edges.mailboxes.counters()
         | {"trainings not finite": figures.not_finite, "damaged files": edges.persistence.store.damaged_files}
         | ({"contributions for the region": upstream.contributions} if upstream else {}),
+        banned=Counter(ban_of(daemon, key) for key in state.bans),
+        kept_away=len(view.kept_away),
         staleness={str(rounds): count for rounds, count in view.staleness.items()},
     )
 
@@ -194,10 +200,11 @@ def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:
 
 
 def peers_of(daemon: Running) -> PeerList:
-    """Describes the connected and the admitted peers, with their standing."""
+    """Describes the peers that are connected, admitted, banned lately or kept away, with their standing."""
     view, linked = daemon.driver.node.view(), daemon.edges.connections.linked
     known = {each.peer: each for each in view.standings()}
-    everyone = sorted({*linked, *(peer for peer in known if peer in view.state.place)})
+    admitted = (peer for peer in known if peer in view.state.place)
+    everyone = sorted({*linked, *admitted, *view.state.bans[-BANNED_TOLD:], *view.kept_away})
     peers = [_peer(daemon, peer, known.get(peer)) for peer in everyone if peer != view.me]
     return PeerList(peers=peers, me=_peer(daemon, view.me, known.get(view.me)))
 
@@ -217,11 +224,18 @@ def _peer(daemon: Running, peer: bytes, seen: PeerView | None) -> Peer:
         "is_connected": is_me or peer in connections.linked,
         "is_member": peer in view.state.members,
         "is_admitted": peer in view.state.place,
+        "ban": ban_of(daemon, peer) if peer in view.state.banned else "",
         "points": round(seen.points, 2) if seen else 0.0,
         "is_greylisted": seen.is_greylisted if seen else False,
         "observed": dict(seen.observed) if seen else {},
     }
     return Peer(**record.row | now)
+
+
+def ban_of(daemon: Running, key: bytes) -> str:
+    """Returns why a key was banned, as far as it was seen here."""
+    record = daemon.records.peers.by_key.get(key)
+    return (record and record.ban) or BAN_UNKNOWN
 
 
 def rounds_of(daemon: Running, last: int) -> list[RoundRecord]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 
 from p2ptrain.core.complaints import MEANINGS, Code, Complaint
 from p2ptrain.core.state import AgreedState
 from p2ptrain.identity import peer_id_of
+from p2ptrain.observe.figures import reasons
 
 NAMES_MAX = 8  # peers named per line
 LOOKS = 3  # checks in a row that find a complaint before it is logged: some pass within a round
@@ -23,13 +26,25 @@ class News:
     def __init__(self) -> None:
         self._members: frozenset[bytes] | None = None
         self._branch = b""
+        self._banned: AbstractSet[bytes] = frozenset()
+        self._kept_away: AbstractSet[bytes] = frozenset()
         self._looks: dict[Code, int] = {}  # how many looks in a row have found each complaint
         self._told: set[Code] = set()  # complaints that were logged and have not ended
 
-    def look(self, state: AgreedState, complaints: Sequence[Complaint]) -> list[Line]:
-        """Returns the lines for what has changed since the last look."""
-        lines = [*self._of_roster(state), *self._of_health(complaints)]
+    def look(
+        self,
+        state: AgreedState,
+        complaints: Sequence[Complaint],
+        bans: Mapping[bytes, str] = MappingProxyType({}),
+        kept_away: Mapping[bytes, Mapping[str, int]] = MappingProxyType({}),
+    ) -> list[Line]:
+        """Returns the lines for what has changed since the last look.
+
+        bans: why each key was banned; kept_away: what was observed of each peer that this node keeps away
+        """
+        lines = [*self._of_roster(state), *self._of_peers(bans, kept_away), *self._of_health(complaints)]
         self._members, self._branch = frozenset(state.members), state.branch
+        self._banned, self._kept_away = bans.keys(), kept_away.keys()
         return lines
 
     def _of_roster(self, state: AgreedState) -> Iterable[Line]:
@@ -46,6 +61,17 @@ class News:
             yield logging.INFO, f"{_names(come)} got a seat: {count}"
         if gone := self._members - now:
             yield logging.INFO, f"{_names(gone)} lost a seat or left: {count}"
+
+    def _of_peers(self, bans: Mapping[bytes, str], kept_away: Mapping[bytes, Mapping[str, int]]) -> Iterable[Line]:
+        if self._members is None:
+            return
+        for peer in sorted(bans.keys() - self._banned)[:NAMES_MAX]:
+            why = bans[peer] or "why is not known here, since this node was away"
+            yield logging.WARNING, f"{peer_id_of(peer)} was banned: {why}"
+        for peer in sorted(kept_away.keys() - self._kept_away)[:NAMES_MAX]:
+            yield logging.WARNING, f"{peer_id_of(peer)} is kept away: {reasons(dict(kept_away[peer]))}"
+        if back := self._kept_away - kept_away.keys():
+            yield logging.INFO, f"{_names(back)} no longer kept away"
 
     def _of_health(self, complaints: Sequence[Complaint]) -> Iterable[Line]:
         self._looks = {each.code: self._looks.get(each.code, 0) + 1 for each in complaints}

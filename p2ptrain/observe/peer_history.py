@@ -15,6 +15,9 @@ from p2ptrain.core.view import PeerView
 from p2ptrain.observe.schema import PeerRecord
 from p2ptrain.store.records import PEERS_MAX, Row
 
+MEASURED = ("arrival_seconds", "tokens_per_second", "staleness")  # of each contribution
+NEWEST_SHARE = 1 / 8  # of the newest value in a moving average: a machine that became slow shows within ten rounds
+
 
 @dataclass(slots=True)
 class ContributionCounts:
@@ -37,8 +40,11 @@ class PeerHistory:
     def changed(self) -> list[PeerRecord]:
         return [self.by_key[peer] for peer in self._changed]
 
-    def look(self, standings: Iterable[PeerView], now: float) -> ContributionCounts:
-        """Adds what the core has tallied since the last look, and returns it."""
+    def look(self, standings: Iterable[PeerView], now: float, step_tokens: int = 0) -> ContributionCounts:
+        """Adds what the core has tallied since the last look, and returns it.
+
+        step_tokens: tokens of a step; 0: not known
+        """
         before, self._before = self._before, {each.peer: each for each in standings}
         contributions = ContributionCounts()
         for each in self._before.values():
@@ -51,11 +57,17 @@ class PeerHistory:
                 contributions.refused += +refused
                 contributions.late += each.late - was.late
                 contributions.applied[each.peer] += each.applied - was.applied
-                self._add(each, was, +refused, now)
+                self._add(each, was, +refused, now, step_tokens)
         return contributions
 
-    def _add(self, each: PeerView, was: PeerView, refused: Counter[str], now: float) -> None:
-        known = self.by_key.get(each.peer) or PeerRecord(peer=each.peer)
+    def _add(self, each: PeerView, was: PeerView, refused: Counter[str], now: float, step_tokens: int) -> None:
+        took, known = each.arrival_seconds, self.by_key.get(each.peer) or PeerRecord(peer=each.peer)
+        seen: dict[str, float | None] = {}
+        if (each.offered, each.late) != (was.offered, was.late) and took is not None:
+            seen["arrival_seconds"] = round(took, 3)
+            seen["tokens_per_second"] = round(each.steps * step_tokens / took, 1) if each.steps * step_tokens else None
+        if each.applied != was.applied:
+            seen["staleness"] = each.staleness
         record = PeerRecord(
             peer=each.peer,
             changed_at=now,
@@ -65,6 +77,9 @@ class PeerHistory:
             refused=dict(refused + Counter(known.refused)),
             observed=each.observed,  # kept over restarts by the core itself
             points=each.points,
+            ban=each.ban or known.ban,
+            **{name: seen.get(name, getattr(known, name)) for name in MEASURED},
+            **{f"{name}_mean": _averaged(getattr(known, f"{name}_mean"), seen.get(name)) for name in MEASURED},
         )
         if _facts(record) != _facts(known):
             self._keep(record)
@@ -85,6 +100,13 @@ class PeerHistory:
                 del self._changed[each.peer]
 
 
+def _averaged(mean: float | None, value: float | None) -> float | None:
+    """Returns a moving average with another value, if there is one."""
+    if mean is None or value is None:
+        return value if mean is None else mean
+    return round(mean + NEWEST_SHARE * (value - mean), 3)
+
+
 def _nobody(peer: bytes) -> PeerView:
     """The view of a peer that has done nothing yet."""
     return PeerView(peer, 0.0, False, 0, 0, 0, {}, {})
@@ -97,4 +119,4 @@ def _is_forgotten(now: PeerView, was: PeerView) -> bool:
 
 def _facts(each: PeerView | PeerRecord) -> tuple[Any, ...]:
     """The peer's contributions, without what changes by itself: points decay, and peers come and go."""
-    return each.offered, each.applied, each.late, each.refused, each.observed
+    return each.offered, each.applied, each.late, each.refused, each.observed, each.ban

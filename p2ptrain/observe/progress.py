@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.logging import RichHandler
 from rich.text import Text
 
-from p2ptrain.observe.figures import others_of
+from p2ptrain.observe.figures import others_of, reasons
 from p2ptrain.observe.logs import PlainText, QueuedLines, Unbuffered, plain
 from p2ptrain.observe.schema import Status
 from p2ptrain.visible import count_of, few
@@ -102,6 +102,23 @@ class ProgressLine:
 def _speed(tokens_per_second: float | None) -> str:
     """Describes a node's speed, empty if it is unknown."""
     return "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s · "
+
+
+def peer_lines(peers: list[dict[str, Any]]) -> str:
+    """Describes peers in a line each, for `p2ptrain peers`."""
+    connected = [peer for peer in peers if peer["is_connected"]]
+    lines = [
+        f"{peer['peer_id']}  {'member' if peer['is_member'] else '':6}"
+        f"  {'' if (took := peer['latency_seconds']) is None else f'{1_000 * took:.0f} ms':>8}"
+        f"  {'' if (speed := peer['tokens_per_second_mean']) is None else f'{speed:,.0f} tokens/s':>16}"
+        f"  {'' if (after := peer['arrival_seconds_mean']) is None else f'after {after:,.1f} s':>13}"
+        f"  {'' if (late := peer['staleness']) is None else f'delay {late}':>8}  {''.join(peer['addresses'][:1])}"
+        for peer in connected
+    ]
+    lines += [f"{peer['peer_id']}  banned: {peer['ban']}" for peer in peers if peer["ban"]]
+    away = [peer for peer in peers if peer["is_greylisted"] and not peer["ban"]]
+    lines += [f"{peer['peer_id']}  kept away: {reasons(peer['observed'])}" for peer in away]
+    return plain("\n".join([*lines, f"{len(connected)} peers"]))
 
 
 def lines_of(status: dict[str, Any]) -> str:

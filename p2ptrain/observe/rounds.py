@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,8 +25,8 @@ from pydantic import ValidationError
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.claims import HeldOut
-from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.core.node import Node
+from p2ptrain.core.tally import staleness_of
 from p2ptrain.errors import DataError
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.work import Worker
@@ -103,14 +104,14 @@ class Recorder:
         since = {name: max(0, counts[name] - self._before[name]) for name in counts}
         self._before, self._seconds = counts, dict.fromkeys(PHASES, 0.0)
         view, mine = self.node.view(), self.mine
-        contributions = self.peers.look(view.standings(), self.clock())
+        step_tokens = 0 if self.worker.figures.tokens_per_second is None else self._step_tokens  # a script's own data
+        contributions = self.peers.look(view.standings(), self.clock(), step_tokens)
         training = since["training_seconds"]
         claims, held_out = view.training_of(event.round), view.held_out
         worker, figures, replica = self.worker, self.worker.figures, self.worker.replica
         if held_out is not None and self.measured is not None and held_out.round == self.measured.held_out_round:
             held_out = None  # it is in an earlier record
-        sent = (KEY_BYTES + replica.outer.payload_bytes) * len(entry.manifest.taken)
-        step_tokens = 0 if figures.tokens_per_second is None else self._step_tokens  # scripts read what nobody counts
+        sent = sum(taken.payload_bytes for taken in entry.manifest.taken)
         swarm_tokens = claims.steps * step_tokens
         self.mine = Mine(
             tokens=mine.tokens + int(since["tokens"]),
@@ -122,6 +123,7 @@ class Recorder:
         )
         if (event.branch, event.round) in self._applied:
             return
+        delays = [staleness_of(taken, entry.manifest) for taken in entry.manifest.taken]
         record = RoundRecord(
             **copied(event, "branch", "round", "root"),
             **{f"{phase}_seconds": seconds[phase] for phase in PHASES},
@@ -135,6 +137,10 @@ class Recorder:
             views=entry.certificate.view + 1,
             swarm_loss=claims.loss,
             swarm_tokens=swarm_tokens,
+            swarm_tokens_so_far=self.mine.swarm_tokens,
+            tokens_so_far=self.mine.tokens,
+            staleness_mean=fmean(delays) if delays else None,
+            update_norm=replica.update_norm,
             drift=worker.drift,
             compression_ratio=round(replica.gradient_bytes * claims.steps / sent, 1) if claims.steps else None,
             tokens_per_second=since["tokens"] / training if training > 0 else 0.0,

@@ -25,6 +25,7 @@ from pydantic import (
 from p2ptrain.config.node import Limits
 from p2ptrain.core.complaints import Code, Complaint
 from p2ptrain.core.reputation import Reason
+from p2ptrain.core.tally import Ban
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.figures import Figure
 from p2ptrain.visible import few
@@ -33,6 +34,8 @@ log = logging.getLogger("p2ptrain.observe")
 
 LOSS_SHOWN_MAX = 100.0  # nats a token: the perplexity of a larger claim would not fit a float
 PHASES = ("train", "collect", "agree", "apply")
+BAN_UNKNOWN = "not known here"  # it was agreed while this node was away
+BANS = (*(each.value for each in Ban), BAN_UNKNOWN)
 LIAR, CRASH = ((("fault", fault),) for fault in ("liar", "crash"))  # labels of metrics
 SENT, RECEIVED = ((("direction", way),) for way in ("sent", "received"))
 TRAFFIC = "Bytes by purpose, as the node counts them: without the overhead of libp2p and without relayed traffic."
@@ -168,6 +171,11 @@ class LearningFigures(BaseModel):
     drift: Annotated[float | None, Figure("drift")] = Field(
         None, description="how far the round moved the weights, over their norm; null: unknown"
     )
+    update_norm: Annotated[float | None, Figure("norm of the agreed update")] = Field(
+        None,
+        description="of what the round's contributions say together, at its rate, before momentum and weight decay; "
+        "about, from some blocks of each matrix, and the same on all nodes; null: the state was fetched, or loaded",
+    )
     compression_ratio: Annotated[float | None, Figure("compression")] = Field(
         None,
         description="bytes that the gradients of all steps have in fp32, over those of the contribution; in a round "
@@ -264,8 +272,11 @@ class Status(Answer, LearningFigures):
         description="the most that all steps so far tell of one sequence of the owner's data; null: no limit is set"
     )
     roots: dict[str, str] = Field(description="this node's own state roots after the last rounds, by round, hex")
+    k: Annotated[Count, Figure("numbers of a chunk", metric="numbers_per_chunk")] = Field(
+        description="sent of each chunk by this node; of the run's k, the one that its line carries"
+    )
     payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes")] = Field(
-        description="the same for all of the run"
+        description="of this node, with that k"
     )
     state_bytes: Annotated[Count, Figure("size of the state", "bytes")] = Field(
         description="of the weights, and of the outer momentum if there is one"
@@ -329,6 +340,13 @@ class Status(Answer, LearningFigures):
         "contributions by rounds of delay", metric="taken_contributions", kind="counter", label="staleness_rounds",
     )] = Field(description="contributions that rounds took since this start, by the number of rounds between the state "
                "that they were trained from and the round: 0 if none lies between")  # fmt: skip
+    banned: Annotated[
+        dict[str, int],
+        Figure("banned", metric="banned_peers", label="reason", values=BANS),
+    ] = Field(description="keys that the members have banned, by reason; `/peers` names them")
+    kept_away: Annotated[Count, Figure("kept away", metric="kept_away_peers")] = Field(
+        description="peers that this node keeps away because of their points; `/peers` names them"
+    )
     observed: Annotated[
         dict[str, int],
         Figure(
@@ -380,6 +398,22 @@ class PeerRecord(Stored):
     refused: dict[str, int] = Field({}, description="contributions that were refused, by reason")
     observed: dict[str, int] = Field({}, description="faults observed, by reason, for which it has points")
     points: float = Field(0.0, ge=0, description="penalty points for its faults; they halve each hour")
+    ban: str = Field("", description="why the members have banned it; empty: they have not")
+    arrival_seconds: float | None = Field(
+        None, description="from the beginning of a round until its contribution came, the last time; null: unknown"
+    )
+    arrival_seconds_mean: float | None = Field(None, description="moving average of that, an eighth of it the newest")
+    tokens_per_second: float | None = Field(
+        None,
+        description="tokens behind that contribution, as it claims, over that time: an estimate, waiting included; "
+        "null: unknown, or a script reads data of its own",
+    )
+    tokens_per_second_mean: float | None = Field(None, description="moving average of that")
+    staleness: int | None = Field(
+        None,
+        description="rounds between the state that its contribution taken last began from and the round; null: none",
+    )
+    staleness_mean: float | None = Field(None, description="moving average of that")
 
 
 class Peer(PeerRecord):
@@ -406,7 +440,7 @@ class Peer(PeerRecord):
 
 
 class PeerList(Answer):
-    """The connected peers, and others that may contribute."""
+    """The connected peers, and others that may contribute, are banned or are kept away."""
 
     peers: list[Peer]
     me: Peer = Field(description="this node itself, as far as the fields apply")
@@ -455,6 +489,19 @@ class RoundRecord(Answer, LearningFigures, Stored):
     )
     swarm_tokens: Annotated[Count, Figure("tokens of the swarm", "tokens")] = Field(
         0, description="behind the contributions that it took, as their authors claim"
+    )
+    swarm_tokens_so_far: Annotated[Count | None, Figure("tokens of the swarm so far", "tokens")] = Field(
+        None,
+        description="the same of all rounds so far in which this node was running; null: an early release's record",
+    )
+    staleness_mean: Annotated[float | None, Figure("rounds of delay", tracked="round/staleness")] = Field(
+        None,
+        ge=0,
+        description="mean over the contributions that it took of the rounds between the state that they began from and "
+        "this one; null: it took none",
+    )
+    tokens_so_far: Annotated[Count | None, Figure("tokens so far", "tokens", tracked="mine/tokens_so_far")] = Field(
+        None, description="trained on here so far, over all starts; null: an early release's record"
     )
     tokens: Annotated[Count, Figure("tokens", "tokens", tracked="mine/tokens")] = Field(description="trained on here")
     tokens_per_second: Annotated[

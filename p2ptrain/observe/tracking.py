@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from p2ptrain.config import RunConfig
 from p2ptrain.observe.figures import figures_of
 from p2ptrain.observe.schema import RoundRecord
 
@@ -51,7 +50,6 @@ class Tracker(Protocol):
 
     directory: Path
 
-    def __init__(self, directory: Path, run: RunConfig) -> None: ...
     def write(self, record: RoundRecord) -> None: ...
     def close(self) -> None: ...
     def kill(self) -> None: ...

@@ -39,10 +39,10 @@ def require_wandb() -> None:
 class WandbRun:
     """Writes to a W&B run, in one thread; `kill` may be called from any."""
 
-    def __init__(self, directory: Path, run: RunConfig) -> None:
+    def __init__(self, directory: Path, run: RunConfig, project: str = "") -> None:
         require_wandb()
         self.directory = directory.absolute()
-        self._project = f"{run.name}-{run.run_id[:8]}"
+        self._project = project or f"{run.name}-{run.run_id[:8]}"
         self._config = {"name": run.name, "run_id": run.run_id}
         self.child: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the child

@@ -18,16 +18,15 @@ from subprocess import Popen, TimeoutExpired
 from time import perf_counter
 
 import msgspec
-from pydantic import ValidationError
 from torch import Tensor
 
-from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
+from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.loop import channel
 from p2ptrain.loop.channel import Begin, Memory, NodeAnswer, ScriptRequest
 from p2ptrain.models.kinds import NamedShapes, named_shapes
 from p2ptrain.net import questions
-from p2ptrain.net.addresses import Reach, is_within, split
+from p2ptrain.net.addresses import Reach, is_within, name_in, split
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.home import Home
@@ -172,7 +171,8 @@ class WorldLink:
             with suppress(TransportError, RemoteProtocolError), edges.transport.boundary.guard("the world's run", peer):
                 told = await questions.ask_peers(edges.transport, peer, bytes.fromhex(self._run.world.run))
                 met = edges.connections.met.get(peer, Reach.PUBLIC)
-                found |= dict.fromkeys([each for each in told if _is_address(each) and is_within(each, met)][:TOLD])
+                numbers = [each for each in told if not name_in(each)]  # names would not be resolved, nor are they read
+                found |= dict.fromkeys([each for each in numbers if _is_address(each) and is_within(each, met)][:TOLD])
         return tuple(found)
 
     def hear(self, answered: NodeAnswer, session: Session) -> None:
@@ -210,9 +210,8 @@ class WorldLink:
 
 def _is_address(text: str) -> bool:
     try:
-        NetworkConfig.model_validate({"bootstrap": (text,)})
         split(text)
-    except (ValidationError, TransportError):
+    except TransportError:
         return False
     return True
 

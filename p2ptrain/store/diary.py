@@ -50,6 +50,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     steps: Count = 0  # steps taken; 0: all local steps
     applied_after: Count = 0  # if a round was applied during the training: the steps before it, else 0
     tail: Annotated[str, Meta(pattern=r"\A([0-9a-f]{18})?\Z")] = ""  # the contribution's tail, in a region
+    k: Count = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
     slots: Slots | None = None  # what it trained on, where the place does not say it
 
 

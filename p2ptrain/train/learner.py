@@ -270,12 +270,16 @@ class Learner:
             torch.manual_seed(seed)
             yield
 
-    def contribute(self, round_number: int) -> bytes:
-        """Encodes the round that was just trained, and subtracts the payload's values from the residual."""
+    def contribute(self, round_number: int, k: int = 0) -> bytes:
+        """Encodes the round that was just trained, and subtracts the payload's values from the residual.
+
+        k: numbers of each chunk; 0: the most that the run allows
+        """
         assert self._trained == round_number, "a contribution follows its training"
         assert round_number not in self.recipe.residual.kept, "a round's contribution is made once, and kept as bytes"
         self._trained = None
         with blamed_in_run(self.run, "made a contribution"), told("making a contribution", self.device):
+            self.recipe.residual.k = k
             contribution = self.recipe.contribute(round_number)
             payload = self.outer.pack(contribution, self.outer.fragment_of(round_number))
         if not self.run.recipe.plugin:  # whose own contribution may not be what others read in its payload

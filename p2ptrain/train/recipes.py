@@ -74,6 +74,7 @@ class Residual:
         chunks = [layout.chunks for layout in layouts]
         self.coefficients = torch.zeros(sum(chunks), layouts[0].area, device=device, dtype=dtype)
         self.kept: dict[int, Withdrawal] = {}
+        self.k = 0  # numbers of each chunk in the next contribution; 0: the most that the run allows
         self._by_fragment = torch.split(self.coefficients, chunks)
         self._padding = [layout.padding_masks(device) for layout in layouts]
 
@@ -97,7 +98,7 @@ class Residual:
         assert len(self.kept) < KEPT_ROUNDS_MAX, "every contribution is forgotten or restored in the end"
         fragment = self.fragment_of(round_number)
         coefficients = self._by_fragment[fragment]
-        indices = every_index(*coefficients.shape) if recipe.is_dense else largest(coefficients, recipe.k)
+        indices = every_index(*coefficients.shape) if recipe.is_dense else largest(coefficients, self.k or recipe.k_max)
         sizes = [group.chunks for group in self.layouts[fragment].groups]
 
         def encode(device: torch.device) -> tuple[Contribution, NDArray[np.float32], Tensor]:

@@ -55,7 +55,8 @@ def read_kept(path: Path, tensors: dict[str, Tensor], outer: Outer) -> dict[int,
         indices_name = name.removesuffix("removed") + "indices"
         if match is None or (indices_name in tensors) == outer.recipe.is_dense:
             continue
-        form = outer.forms[outer.fragment_of(int(match[1]))]
+        fragment, columns = outer.fragment_of(int(match[1])), tensors[name].shape[-1] if tensors[name].ndim else 0
+        form = outer.forms.get(columns, outer.forms[outer.recipe.k_max])[fragment]
         shape = (form.chunks, form.k)
         what, removed, indices = f"{path}: kept.{match[1]}", tensors.pop(name), tensors.pop(indices_name, None)
         is_like_it = removed.shape == shape and removed.dtype == torch.float32

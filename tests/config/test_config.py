@@ -28,8 +28,8 @@ from p2ptrain.config import (
     load_run_config,
     with_options,
 )
-from p2ptrain.config.fields import Accepts
-from p2ptrain.config.text import allowed, fields, sections, to_toml
+from p2ptrain.config.fields import K_WORDS, Accepts
+from p2ptrain.config.text import THEIR_NAMES, allowed, fields, sections, to_toml
 from p2ptrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -140,10 +140,6 @@ def test_the_tiny_example_has_less_than_a_million_parameters() -> None:
 # Wrong files: the whole message, for it is all that a user has
 
 IN_A_RUN = {
-    "[recipe]\ncompression_topk = 8": "FILE: recipe.compression_topk: unknown key. What others call compression_topk "
-    "is k here",
-    "[recipe]\nquantize_1bit = true": "FILE: recipe.quantize_1bit: unknown key. What others call quantize_1bit is "
-    "value_bits = 1 here",
     "[recipe]\nkk = 3": "FILE: recipe.kk: unknown key. Did you mean k?",
     "[recipe]\nlerning_rate = 3": "FILE: recipe.lerning_rate: unknown key. Did you mean learning_rate?",
     "[recipe]\npolicy = 3": "FILE: recipe.policy: unknown key. It belongs in [admission]",
@@ -162,8 +158,8 @@ IN_A_RUN = {
     "seed = -1": "FILE: seed: -1 is not valid. Choose 0 to below 2**63",
     "seed = 0x" + "f" * 9_999: "FILE: seed: a number beyond 64 bits is not valid. Choose 0 to below 2**63",
     "model = 3": "FILE: model: expected a table, found 3. Write [model] and its keys below it",
-    "[recipe]\nk = 0": "FILE: recipe.k: 0 is not valid. Choose 1 to 4,096",
-    "[recipe]\nk = 4097": "FILE: recipe.k: 4097 is not valid. Choose 1 to 4,096",
+    "[recipe]\nk = 0": f"FILE: recipe.k: expected {K_WORDS}, found 0. Write for instance k = 256",
+    "[recipe]\nk = 4097": f"FILE: recipe.k: expected {K_WORDS}, found 4097. Write for instance k = 256",
     "[recipe]\ndecay = 1.5": 'FILE: recipe.decay: "3/2" is not valid. Choose 0 to 1',
     "[recipe]\ninner_beta1 = 1": "FILE: recipe.inner_beta1: 1 is not valid. Choose 0 to below 1",
     "[recipe]\nclip = -1": "FILE: recipe.clip: -1 is not valid. Choose 0 or more",
@@ -240,6 +236,69 @@ IN_A_RUN = {
 def test_a_mistake_in_a_run_file_is_told_with_its_key_and_what_to_do(text: str, tmp_path: Path) -> None:
     path = said(tmp_path / "run.toml", f'name = "a"\n{text}' if not text.startswith("name") else text)
     assert complaint(load_run_config, path) == IN_A_RUN[text]
+
+
+BLOCKS = "recipe.chunk, the side of a block: 64 means blocks of 64 x 64"
+BITS = "recipe.value_bits: 1 for true, 2 or more for false"
+OF_OTHERS = {
+    "[recipe]\ncompression_decay = 0.999": ["recipe.decay"],
+    "[recipe]\ncompression_topk = 8": ["recipe.k"],
+    "[recipe]\ncompression_chunk = 64": [BLOCKS],
+    "[recipe]\nquantize_1bit = true": [BITS],
+    "[recipe]\nquantize_1bit = false": [BITS],
+    "[recipe]\ninner_steps = 30": ["recipe.local_steps"],
+    "[recipe]\nouter_lr = 0.7": ["recipe.learning_rate"],
+    "[recipe]\nouter_momentum = 0.9": ["recipe.momentum"],
+    "[recipe]\nouter_nesterov = true": ["recipe.nesterov"],
+    "[recipe]\ninner_lr = 0.001": ["recipe.inner_learning_rate"],
+    "[recipe]\nerror_decay = 0.95": ["recipe.decay"],
+    "[recipe]\nclip_grad_norm = 1.0": ["recipe.clip"],
+    "[model]\nd_model = 512": ["model.dim"],
+    "[model]\nd_ff = 2048": ["model.ffn_dim"],
+    "topk = 32": ["recipe.k"],
+    "[recipe]\ntarget_chunk = 64": [BLOCKS],
+    "[recipe]\nuse_dct = false": ['recipe.transform: "dct" for true, "none" for false'],
+    "[recipe]\nmax_staleness = 2": ["agreement.staleness_rounds_max"],
+    "[recipe]\ncompression_ratio = 100": [
+        "recipe.k, the numbers sent of each block, and recipe.value_bits, the bits of each"
+    ],
+    '[agreement]\naggregation_rule = "mean"': ["recipe.outer"],
+    "[controller]": ["[agreement] and [admission]: the nodes settle it among themselves"],
+    "[training]": ["[recipe], and what is trained on [data]"],
+    "[training]\nbatch_size = 8\nclip_grad_norm = 1.0": ["[recipe], and what is trained on [data]", "recipe.clip"],
+    "[model.LLM]\nmax_seq_len = 2048": ["[model], and its optimizer [recipe]"],
+    "[model.LLM.optimizer.Distro]\ncompression_chunk = 64\nquantize_1bit = false": [
+        "[model], and its optimizer [recipe]", '[recipe] with name = "distro"', BLOCKS, BITS,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", OF_OTHERS, ids=lambda text: text[:60])
+def test_another_systems_name_is_answered_with_what_it_is_here(text: str, tmp_path: Path) -> None:
+    told = complaint(load_run_config, said(tmp_path / "run.toml", f'name = "a"\n{text}'))
+    found = re.fullmatch(r"FILE: (\S+): unknown key\. (.*)", told)
+    assert found is not None, told
+    answers = re.findall(r"What others call (\w+) is (.+?) here(?:\. |$)", found[2])
+    assert [answer for _, answer in answers] == OF_OTHERS[text]
+    assert answers[0][0] == found[1].split(".")[-1]
+    assert all(name in text for name, _ in answers)
+
+
+def test_every_name_of_others_is_tested_and_none_is_ours() -> None:
+    tested = {name for name in THEIR_NAMES if any(re.search(rf"\b{name}\b", text) for text in OF_OTHERS)}
+    assert tested == THEIR_NAMES.keys()
+    ours = {key for _, key, _ in fields(RunConfig)} | sections(RunConfig).keys()
+    assert not ours & THEIR_NAMES.keys()
+    named = {key for text in THEIR_NAMES.values() for key in re.findall(r"\b[a-z_]+\.([a-z_]+)\b", text)}
+    assert named <= ours
+
+
+def test_the_names_of_others_are_answered_in_a_nodes_file_too(tmp_path: Path) -> None:
+    path = said(tmp_path / "node.toml", "[training]\ntopk = 8")
+    assert complaint(load_node_config, path) == (
+        "FILE: training: unknown key. What others call training is [recipe], and what is trained on [data] here. "
+        "What others call topk is recipe.k here"
+    )
 
 
 IN_A_NODE = {

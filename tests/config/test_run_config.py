@@ -210,7 +210,7 @@ def test_the_largest_config_fits_its_limit() -> None:
 
 def test_the_exact_bound_is_that_of_the_arithmetic() -> None:
     run = RunConfig(name="a")
-    votes = run.admission.contributors_max * run.recipe.k * run.recipe.vote_max
+    votes = run.admission.contributors_max * run.recipe.k_max * run.recipe.vote_max
     assert votes * BASIS_PEAK**2 < EXACT_MAX
 
 

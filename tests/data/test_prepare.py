@@ -9,9 +9,11 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from p2ptrain.data import prepare as prepare_module
 from p2ptrain.data.corpus import Reading
@@ -55,6 +57,61 @@ def test_each_document_stands_on_one_side_by_its_text_alone(tmp_path: Path, toke
     assert training == [text for text, held in zip(repeated, expected, strict=True) if not held]
     assert not set(training) & set(held_out)
     assert 60 < len(set(held_out)) < 140  # 100 in the mean, 8.7 its deviation
+
+
+ARTICLES = {
+    "train": [" = One = \n A word @-@ for @-@ word text . \n = = Part = = \n More . \n", " = Two ( 2 ) = \n End . \n"],
+    "validation": [" = Held = \n Nobody trains on <unk> . \n"],
+}  # fmt: skip
+
+
+def wikitext_in(directory: Path, form: str) -> Path:
+    """Writes WikiText as its authors or Hugging Face have it, with blank lines around the headings."""
+    directory.mkdir()
+    for split, articles in {**ARTICLES, "test": [" = Test = \n Neither . \n"]}.items():
+        lines = [line for text in articles for line in ("\n", *text.splitlines(keepends=True), "\n")]
+        if form == "parquet":
+            halves = [
+                lines[: len(lines) // 2],
+                lines[len(lines) // 2 :],
+            ]  # an article may begin in one and end in another
+            for number, half in enumerate(halves[: 1 if split == "validation" else 2]):
+                texts = lines if split == "validation" else half
+                rows = {"text": ["" if line == "\n" else line for line in texts]}
+                parquet.write_table(pa.table(rows), directory / f"{split}-{number:05}-of-00002.parquet")
+        else:
+            name = f"wiki.{split.replace('validation', 'valid')}.{form}"
+            written(directory / name, "".join(" \n" if line == "\n" else line for line in lines).encode())
+    return directory
+
+
+@pytest.mark.parametrize("form", ["tokens", "raw"])
+def test_wikitext_is_cut_into_articles_as_they_are_and_its_validation_is_held_out(tmp_path: Path, form: str) -> None:
+    directory = wikitext_in(tmp_path / form, form)
+    made = prepared(tmp_path / "out", wikitext=directory)
+    assert both_sides(tmp_path / "out", made.digest) == (ARTICLES["train"], ARTICLES["validation"])
+
+
+def test_wikitext_is_the_same_data_in_tables_and_beside_other_files(tmp_path: Path) -> None:
+    digests = [
+        prepared(tmp_path / f"of {form}", wikitext=wikitext_in(tmp_path / form, form)).digest
+        for form in ("raw", "parquet")
+    ]
+    assert digests == [digests[0]] * 2
+    others = json_lines(tmp_path / "a.jsonl", [f"another {number}" for number in range(200)])
+    made = prepared(tmp_path / "out", others, wikitext=tmp_path / "raw")
+    training, held_out = both_sides(tmp_path / "out", made.digest)
+    assert training[:2] == ARTICLES["train"] and held_out[:1] == ARTICLES["validation"]
+    assert len(training) + len(held_out) == 203 and len(held_out) > 20
+
+
+def test_a_directory_that_is_no_wikitext_is_refused_with_what_it_needs(tmp_path: Path) -> None:
+    directory = wikitext_in(tmp_path / "two forms", "raw")
+    for name in ("wiki.train.tokens", "wiki.valid.tokens"):
+        written(directory / name, b" = One = \n")
+    for place in (directory, tmp_path):
+        with pytest.raises(ConfigError, match=r"not a directory with one form of WikiText.*wiki\.valid\.tokens"):
+            prepared(tmp_path / "out", wikitext=place)
 
 
 def test_a_document_stands_on_the_same_side_in_any_other_data(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_every_weight_goes_into_a_payload_and_back(value_bits: int) -> None:
     numbers = sum(layout.chunks * layout.area for layout in outer.layouts)
     assert len(payload) == len(outer.layouts[0].groups) + numbers * value_bits // 8
     squares = np.square(made.values.astype(np.int64)).sum(axis=1)
-    assert np.array_equal(read_squares(payload, outer.forms[0]), squares)
+    assert np.array_equal(read_squares(payload, outer.forms[outer.recipe.k_max][0]), squares)
 
 
 def test_a_contribution_that_no_announcement_can_name_is_refused() -> None:
@@ -249,7 +249,7 @@ def test_a_contribution_of_another_fragment_moves_nothing() -> None:
 @pytest.mark.parametrize(("place", "value", "why"), [(0, 3, "fragment 3 of 3"), (-1, 1, "padding is not zero")])
 def test_a_payload_of_a_fragment_has_one_encoding(place: int, value: int, why: str) -> None:
     outer = Outer(recipe_of("fragments", fragments=3), SHAPES)
-    short = min(range(3), key=lambda fragment: outer.forms[fragment].payload_bytes)
+    short = min(range(3), key=lambda fragment: outer.forms[outer.recipe.k_max][fragment].payload_bytes)
     payload = bytearray(payloads_of(outer, short, 1)[0])
     payload[place] = value
     with pytest.raises(RemoteProtocolError, match=why):
@@ -274,4 +274,76 @@ def test_without_a_transform_a_contribution_is_what_the_weights_moved() -> None:
     state = torch.zeros(outer.state_numbers)
     outer.apply(state, 0, [outer.pack(residual.take(0, recipe), 0)])
     assert torch.allclose(-state, moved, atol=2e-7 * 100)
-    assert unpack(outer.pack(residual.take(1, recipe), 0), outer.forms[0]).values.dtype == np.int16
+    assert unpack(outer.pack(residual.take(1, recipe), 0), outer.forms[outer.recipe.k_max][0]).values.dtype == np.int16
+
+
+# ---------------------------------------------------------------------------------------------------
+# Several k
+
+SEVERAL = RecipeConfig(k=(32, 64, 256), value_bits=3)
+
+
+def one_of_each(outer: Outer, recipe: RecipeConfig, number: int = 0) -> list[bytes]:
+    """Makes a payload with each k."""
+    made = []
+    for k in recipe.ks:
+        own = recipe.model_copy(update={"k": k})
+        fragment = outer.fragment_of(number + 1)
+        made.append(outer.pack(contribution(k, outer.layouts[fragment], own), fragment))
+    return made
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_payload_says_which_k_it_has_and_its_length_follows(fragments: int) -> None:
+    recipe = SEVERAL.model_copy(update={"fragments": fragments})
+    outer, shapes = Outer(recipe, SHAPES), [64, 32, 256]
+    assert [*outer.sizes] == [32, 64, 256]
+    for place, payload in enumerate(one_of_each(outer, recipe)):
+        k = recipe.ks[place]
+        assert (payload[0], len(payload)) == (place, outer.sizes[k])
+        assert outer.unpack(payload).indices.shape[1] == k
+        for other in {0, 1, 2, 3, 255} - {place}:
+            with pytest.raises(RemoteProtocolError, match=r"bytes; this run's have|k of number"):
+                outer.unpack(bytes([other]) + payload[1:])
+    with pytest.raises(RemoteProtocolError, match="k of number None of 3"):
+        outer.unpack(b"")
+    assert outer.payload_bytes == outer.sizes[max(shapes)]
+
+
+def test_contributions_of_different_k_move_the_weights_by_their_mean_in_any_order() -> None:
+    recipe = RecipeConfig(k=(8, 512), value_bits=8, decay=Fraction(1))
+    outer = Outer(recipe, [(128, 64)])
+    residuals = [Residual(outer.layouts, torch.device("cpu")) for _ in range(3)]
+    given = [weights(number, (128, 64)) for number in range(3)]
+    payloads = []
+    for residual, moved, k in zip(residuals, given, (8, 512, 512), strict=True):
+        residual.add(0, [moved], 1.0)
+        residual.k = k
+        payloads.append(outer.pack(residual.take(0, recipe), 0))
+    states = []
+    for order in ((0, 1, 2), (2, 0, 1)):
+        states.append(torch.zeros(outer.state_numbers))
+        counted = outer.apply(states[-1], 0, [payloads[place] for place in order])
+    assert torch.equal(*states)
+    assert counted.scales is not None
+    told = torch.zeros(128, 64)
+    for residual, moved, payload in zip(residuals, given, payloads, strict=True):
+        residual.forget(0, counted.uncounted(payload))
+        left = torch.zeros(128, 64)
+        residual.subtract_from([left], -1.0)
+        told += moved - left
+    share = counted.scales.effective[0]
+    assert 2 < share < 3, "the small one counts as the work in it"
+    assert torch.allclose(states[0].view(128, 64) * share, -told, atol=float(told.abs().max()) * 1e-3)
+
+
+@pytest.mark.parametrize("k", [[32], [], [64, 32], [32, 32], [32, 4097], [0, 32], [True, 3], list(range(1, 10)), "32"])
+def test_a_list_of_k_rises_and_is_short(k: object) -> None:
+    with pytest.raises(ValueError, match="k"):
+        RecipeConfig(k=k)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("more", [{"name": "distro", "chunk": 64}, {"chunk": 8, "k": [8, 64]}])
+def test_a_list_of_k_goes_with_scales_and_without_all_of_a_chunk(more: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"k is a list|more than half"):
+        RecipeConfig(**{"k": [8, 16], **more})  # type: ignore[arg-type]

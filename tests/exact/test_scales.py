@@ -14,7 +14,7 @@ from scipy import fft
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.exact.aggregate import apply_payloads
+from p2ptrain.exact.aggregate import Packed, apply_payloads
 from p2ptrain.exact.codec import Contribution, PayloadFormat, pack
 from p2ptrain.exact.scales import Scales, Sizes
 from p2ptrain.exact.schedule import Terms
@@ -59,7 +59,7 @@ def test_a_third_cannot_change_what_the_others_count(peers: int, extreme: int) -
 def test_small_contributions_shorten_the_step_of_the_others_by_the_work_in_them_alone(slow: int) -> None:
     offered = [one(-8)] * 3 + [one(-9, index=1)] * slow  # half the amplitude, elsewhere: a quarter of the work
     form, moved = PayloadFormat.of(TINY, SIGNS), torch.zeros(8, 8)
-    apply_payloads(TINY, SIGNS, form, [pack(each, form) for each in offered], Terms(Fraction(1)), [moved])
+    apply_payloads(TINY, SIGNS, [Packed(pack(each, form), form) for each in offered], Terms(Fraction(1)), [moved])
     assert fft.dctn(moved.double().numpy(), norm="ortho")[0, 0] == pytest.approx(-(2.0**-8) * 3 / (3 + slow / 4))
 
 
@@ -157,7 +157,7 @@ def test_what_is_cut_from_a_contribution_returns_to_its_authors_residual(bits: i
     offered = [residual.take(0, recipe) for residual in residuals]
     payloads = [pack(each, form) for each in offered]
     flat = [torch.zeros(64, 128), torch.zeros(192, 64)]
-    scales = apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1)), flat)
+    scales, _ = apply_payloads(layout, recipe, [Packed(each, form) for each in payloads], Terms(Fraction(1)), flat)
     assert scales is not None
     assert (scales.cuts[3] > 5).all(), "the large one is cut"
     assert not scales.cuts[:3].any()

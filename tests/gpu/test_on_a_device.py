@@ -18,7 +18,7 @@ import torch
 from p2ptrain.config import DeviceConfig, RecipeConfig, RunConfig
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.exact import aggregate
-from p2ptrain.exact.aggregate import apply_payloads, check_exactness
+from p2ptrain.exact.aggregate import Packed, apply_payloads, check_exactness
 from p2ptrain.exact.codec import PayloadFormat, pack
 from p2ptrain.exact.root import state_root
 from p2ptrain.exact.schedule import Terms
@@ -126,7 +126,7 @@ def test_without_memory_it_leaves_an_update_to_the_cpu_and_the_bits_are_the_same
         views = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
         used.clear()
         with memory_of_bytes(size):
-            apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1, 3)), views)
+            apply_payloads(layout, recipe, [Packed(each, form) for each in payloads], Terms(Fraction(1, 3)), views)
         fits = size == 2**40
         assert used == ({device.type} if fits else {DEVICE.type, "cpu"}), "where there is no memory, the CPU took over"
         roots.append(state_root(flat).hex())
@@ -300,7 +300,7 @@ def test_votes_on_the_device_are_those_of_the_cpu() -> None:
     states = []
     for device in (torch.device("cpu"), DEVICE):
         flat = flat_weights(3).to(device)
-        apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1, 3)), parts(flat))
+        apply_payloads(layout, recipe, [Packed(each, form) for each in payloads], Terms(Fraction(1, 3)), parts(flat))
         states.append(flat.cpu())
     assert torch.equal(*states)
 

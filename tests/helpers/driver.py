@@ -84,11 +84,14 @@ class ChainTrainer:
         self.used: dict[int, list[int]] = {}  # sequences of each round
         self.own_drift = 0.25
         self.drift: float | None = None
+        self.update_norm: float | None = 0.5
         self.live = SimpleNamespace(sequences_per_pass=0, privacy=None, set_sequences_per_pass=lambda count: None)
         self.residual = digest("test residual", seed.to_bytes(8, "little"))
         self.kept: set[int] = set()
         self.made: dict[int, bytes] = {}  # contributions since the start
-        self.outer = SimpleNamespace(payload_bytes=PAYLOAD_BYTES - KEY_BYTES, parameters=len(STATE) // 4)
+        self.outer = SimpleNamespace(
+            sizes={self.run.recipe.k_max: PAYLOAD_BYTES - KEY_BYTES}, parameters=len(STATE) // 4
+        )
         self.can_rebase = False
         self.done: list[tuple[Any, ...]] = []  # what was asked for, in order
         self.returned: list[int] = []
@@ -140,7 +143,7 @@ class ChainTrainer:
         on_step(result)
         return [result]
 
-    def contribute(self, number: int) -> bytes:
+    def contribute(self, number: int, k: int = 0) -> bytes:
         assert number not in self.kept
         self.kept.add(number)
         self.made[number] = Random(self.residual).randbytes(PAYLOAD_BYTES - KEY_BYTES)

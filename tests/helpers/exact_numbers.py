@@ -33,7 +33,7 @@ def contribution(seed: int, layout: Layout, recipe: RecipeConfig) -> Contributio
     if recipe.is_dense:
         return _dense(seed, layout, recipe)
     order = integers(seed, layout.chunks * layout.area).reshape(layout.chunks, layout.area)
-    indices = np.sort(np.argsort(order, axis=1, kind="stable")[:, : recipe.k], axis=1).astype(np.uint16)
+    indices = np.sort(np.argsort(order, axis=1, kind="stable")[:, : recipe.k_max], axis=1).astype(np.uint16)
     drawn = integers(seed + 10**6, indices.size).reshape(indices.shape)
     sizes = (drawn % np.uint64(1 << (recipe.value_bits - 1))).astype(np.int16) + np.int16(1)
     signed = np.where((drawn >> np.uint64(20)) & np.uint64(1) == 1, -sizes, sizes)

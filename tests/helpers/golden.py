@@ -97,6 +97,7 @@ FAMILY: dict[str, dict[str, object]] = {
     "dense 4 bits nesterov": {"value_bits": 4, **_DENSE, **_NESTEROV},
     "dense 8 bits": {"value_bits": 8, **_DENSE},
     "dense 16 bits": {"value_bits": 16, **_DENSE},
+    "several k": {"k": (32, 128), "value_bits": 2},
     "fragments": {"k": 32, "fragments": 2},
     "dense fragments nesterov": {"value_bits": 4, "fragments": 3, **_DENSE, **_NESTEROV},
     "region": {"value_bits": 8, "inner_learning_rate": Fraction(1, 10**6), **_DENSE},
@@ -112,7 +113,10 @@ def family_root(name: str, peers: int, device: torch.device) -> str:
     state[: outer.parameters] = flat_weights(len(name)).to(device)
     for number in range(4):
         fragment = outer.fragment_of(number + 1)
-        offered = [contribution(1000 * number + peer, outer.layouts[fragment], recipe) for peer in range(peers)]
+        own = [recipe.model_copy(update={"k": k}) for k in recipe.ks]
+        offered = [
+            contribution(1000 * number + peer, outer.layouts[fragment], own[peer % len(own)]) for peer in range(peers)
+        ]
         outer.apply(state, number, [outer.pack(each, fragment) for each in offered])
     assert torch.isfinite(state).all()
     return state_root(state).hex()

@@ -18,6 +18,7 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
         "branch": b"b" * 32, "round": number, "applied_at": 1e9 + number, "root": b"r" * 32, "manifest": b"m" * 32,
         "contributors": KEYS[:3], "mine_taken": [number], "views": 1, "train_seconds": 1.5, "collect_seconds": 0.25,
         "agree_seconds": 0.125, "apply_seconds": 0.0625, "bytes_sent": 10, "bytes_received": 20, "loss": 2.5,
+        "swarm_tokens_so_far": 192 * number, "tokens_so_far": 64 * number, "staleness_mean": 0.5, "update_norm": 1.25,
         "steps": 1, "own_drift": None, "tokens": 64, "tokens_per_second": 32.0, "late": 1,
         "refused": {"bad payload": 2},
     }  # fmt: skip

@@ -37,10 +37,9 @@ class WatchedCore:
     def __init__(self, tmp_path: Path, past: SavedRows | None = None, **changes: Any) -> None:
         self.bench = Bench(4, **changes)
         self.figures = Figures(rates=deque([0.0]))
-        outer = SimpleNamespace(payload_bytes=50 - KEY_BYTES)
-        self.worker: Any = SimpleNamespace(
-            figures=self.figures, drift=None, replica=SimpleNamespace(gradient_bytes=4_000, outer=outer)
-        )
+        outer = SimpleNamespace(sizes={256: 50 - KEY_BYTES})
+        replica = SimpleNamespace(gradient_bytes=4_000, outer=outer, update_norm=None)
+        self.worker: Any = SimpleNamespace(figures=self.figures, drift=None, replica=replica)
         self.traffic = {"bytes sent": 100, "bytes received": 200}
         self.persistence = NotedPersistence(tmp_path)
         persistence: Any = self.persistence

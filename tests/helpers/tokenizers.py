@@ -42,11 +42,13 @@ def prepared(
     tokenizer: Tokenizer | None = None,
     held_out: Fraction = Fraction(1, 4),
     embedded: bool = False,
+    wikitext: Path | None = None,
 ) -> DatasetSummary:
     return prepare(
         out,
         files,
         embedded=embedded,
+        wikitext=wikitext,
         how=Reading(tokenizer=tokenizer or BytesTokenizer()),
         held_out=held_out,
         progress=lambda *_: None,

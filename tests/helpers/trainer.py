@@ -32,6 +32,7 @@ FAMILY: dict[str, dict[str, Any]] = {  # what the recipe `local` can be besides
     "sixteen bits": _DENSE | {"value_bits": 16, "decay": 0},
     "diloco": _DENSE | {"value_bits": 4, "decay": 0} | _NESTEROV,
     "all signs": _DENSE | {"value_bits": 1},
+    "several k": _LOCAL | {"k": (16, 64)},
     "fragments": _LOCAL | {"k": 64, "fragments": 3},
     "streaming": _DENSE | {"value_bits": 8, "decay": 0, "fragments": 2} | _NESTEROV,
 }

@@ -10,12 +10,13 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from p2ptrain.address import ADDRESS_CHARACTERS_MAX, parse
 from p2ptrain.core import wire
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import connections as connections_module
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import ADDRESSES_MAX, TELL_SECONDS, Origin
-from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX, Reach, address_range, split
+from p2ptrain.net.addresses import Reach, address_range, split
 from p2ptrain.net.connections import (
     DIAL_SECONDS_MAX,
     FORGOTTEN_AT_ONCE,
@@ -374,10 +375,27 @@ async def test_what_is_no_address_is_neither_kept_nor_told_nor_dialled(place: st
 
 
 def test_the_longest_address_is_taken_and_as_many_as_are_kept_of_a_peer_fit_an_announcement() -> None:
-    host = f"/dns4/{'a' * 253}/udp/65535/quic-v1"
-    longest = f"{host}/p2p/{'1' * 64}/p2p-circuit/p2p/{peer_id_of(A)}"
-    assert split(longest)[0] == A
+    name = ".".join(["a" * 63, "b" * 63, "c" * 63, "d" * 61])
+    longest = f"/dns4/{name}/udp/65535/quic-v1/p2p/{peer_id_of(B)}/p2p-circuit/p2p/{peer_id_of(A)}"
+    assert (len(name), split(longest)[0]) == (253, A)
     assert len(msgspec.msgpack.encode(["x" * ADDRESS_CHARACTERS_MAX] * ADDRESSES_MAX)) <= VALUE_BYTES_MAX
+
+
+@skipping_time
+async def test_an_address_has_one_spelling_and_a_name_that_a_peer_tells_is_not_even_read() -> None:
+    connections = RecordedConnections(Network()).connections
+    end = f"/p2p/{peer_id_of(A)}"
+    for host in ("2001:db8::7", "2001:DB8::7", "2001:0db8:0:0:0:0:0:7"):
+        connections.add(f"/ip6/{host}/tcp/4001{end}")
+    connections.tell(A, [f"/ip6/2001:db8::0:7/tcp/4001{end}"])
+    assert known(connections) == {A: [f"/ip6/2001:db8::7/tcp/4001{end}"]}
+    parse.cache_clear()
+    connections.tell(A, [f"/dns4/{'a.' * 126}a/tcp/1{end}"])
+    connections.add(f"/dns4/node.example.org/tcp/1{end}")
+    assert parse.cache_info().misses == 0
+    connections.add(f"/dns4/Node.example.org/tcp/1{end}", Origin.USER)
+    connections.add(f"/dns4/node.example.org/tcp/2{end}")
+    assert len(connections.known[A].addresses) == 3
 
 
 @skipping_time
@@ -485,10 +503,14 @@ async def test_only_what_was_reached_is_remembered_and_told_to_others() -> None:
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        ("/ip4/203.0.113.7/tcp/4001/p2p/x", "203.0.0.0/16"),
-        ("/ip6/2001:db8:1::7/tcp/4001/p2p/x", "2001:db8::/32"),
-        ("/dns4/node.example.org/tcp/4001/p2p/x", ""),  # names cost nothing
-        ("/ip4/10.1.2.3/tcp/4001/p2p/x/p2p-circuit/p2p/y", ""),  # the relay's range, not the peer's
+        (address(A, "203.0.113.7"), "203.0.0.0/16"),
+        (f"/ip6/2001:db8:1::7/tcp/4001/p2p/{peer_id_of(A)}", "2001:db8::/32"),
+        ("/ip4/203.0.113.7/udp/4001/quic-v1/webtransport", "203.0.0.0/16"),  # p2pd may be reached so, not dialled
+        (f"/dns4/node.example.org/tcp/4001/p2p/{peer_id_of(A)}", ""),  # names cost nothing
+        (
+            f"/ip4/10.1.2.3/tcp/4001/p2p/{peer_id_of(B)}/p2p-circuit/p2p/{peer_id_of(A)}",
+            "",
+        ),  # the relay's range, not the peer's
         ("/ip4/nonsense/tcp/4001", ""),
         ("/ip4", ""),
         ("", ""),

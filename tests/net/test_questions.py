@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
+from p2ptrain.address import ADDRESS_CHARACTERS_MAX
 from p2ptrain.config import CONFIG_BYTES_MAX
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import questions
-from p2ptrain.net.addresses import ADDRESS_CHARACTERS_MAX
 from p2ptrain.net.questions import (
     ANSWER_BYTES_MAX,
     ANSWERS_BYTES_PER_SECOND,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from p2ptrain.core.messages import payload_digest
+from p2ptrain.core.messages import KEY_BYTES, payload_digest
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.node import pacing
@@ -59,7 +59,9 @@ class Life:
 
     async def train(self, number: int) -> None:
         outstanding = frozenset({3}) if number == 4 else NONE_OPEN
-        done = await self.worker.train(Task(number, 0, 1, outstanding))
+        ks = self.trainer.run.recipe.ks
+        done = await self.worker.train(Task(number, 0, 1, outstanding, k=ks[number % len(ks)]))
+        assert len(done.payload) == KEY_BYTES + self.trainer.outer.sizes[ks[number % len(ks)]]
         self.payloads[number] = done.payload
         assert done.name == payload_digest(done.payload)
         assert done.base == number - 1  # also of one that was trained before a restart

@@ -105,6 +105,49 @@ def test_rounds_show_in_words_in_a_table_and_as_charts(browser: Browser, node: D
         assert moved == [3_000, 6_000, 9_000]
 
 
+def test_staleness_tokens_and_the_norm_of_the_update_have_charts(browser: Browser, node: DashboardServer) -> None:
+    node.told.lived = [
+        a_round(number) | {"staleness_mean": number / 2, "update_norm": 3.0 - number} for number in (1, 2)
+    ]
+    with a_page(browser, node.url, draws=True) as page:
+        until_shown(page)
+        until_text(page, "shown", "2 rounds on this page")
+        drawn = {}
+        for name in ("staleness_mean", "update_norm", "tokens_so_far", "swarm_tokens_so_far"):
+            place = page.locator(f"#chart-{name}")
+            place.scroll_into_view_if_needed()
+            page.wait_for_function("(id) => document.getElementById(id).dataset.last === '2'", arg=f"chart-{name}")
+            drawn[name] = place.evaluate("(chart) => [...chart.data[0].y]")
+        assert drawn == {
+            "staleness_mean": [0.5, 1.0],
+            "update_norm": [2.0, 1.0],
+            "tokens_so_far": [512, 1_024],
+            "swarm_tokens_so_far": [1_024, 2_048],
+        }
+        assert text_of(page, "c-staleness_mean") == "Round 2: 1."
+
+
+def test_each_peer_has_its_speed_arrival_and_delay_and_who_is_banned_says_why(
+    browser: Browser, node: DashboardServer
+) -> None:
+    unknown = {name: None for name in PEER if name.startswith(("arrival", "tokens_per", "staleness"))}
+    liar = PEER | unknown | {"peer_id": "12D3KooWliar", "ban": "two for one round", "is_member": False, "points": 0.0}
+    node.told.known = [PEER, liar]
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        until_text(page, "peers", "two for one round")
+        heads = page.locator("#peers thead th").all_inner_texts()
+        first, second = (page.locator("#peers tbody tr").nth(row).locator("th, td").all_inner_texts() for row in (0, 1))
+        shown = dict(zip(heads, zip(first, second, strict=True), strict=True))
+        dash = "–"
+        assert {name: shown[name] for name in ("Tokens/s", "Comes after", "Delay")} == {
+            "Tokens/s": ("512\nmean 499", dash),
+            "Comes after": ("4.50 s\nmean 5.25 s", dash),
+            "Delay": ("1\nmean 0.25", dash),
+        }
+        assert "banned: two for one round" in shown["Standing"][1]
+
+
 def test_a_frame_says_that_the_library_of_its_chart_loads_until_it_is_there(
     browser: Browser, node: DashboardServer
 ) -> None:

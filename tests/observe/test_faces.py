@@ -25,14 +25,14 @@ SET_STATUS = [each for each in OF_STATUS if each.name not in FOLLOW]
 SET_ROUND = [each for each in OF_A_ROUND if each.name not in FOLLOW]
 
 
-def another(value: Any) -> Any:
+def another(value: Any, figure: FigureField) -> Any:
     match value:
         case bool():
             return not value
         case str():
             return "train"
         case dict():
-            return {"late": 70_001}
+            return {(figure.figure.values or ("late",))[0]: 70_001}
         case list() | tuple():
             return []
         case int():
@@ -50,7 +50,7 @@ def changed(told: dict[str, Any], figure: FigureField) -> dict[str, Any]:
     if figure.figure.key:
         place[last] |= {figure.figure.key: 70_001}
     else:
-        place[last] = another(place.get(last))
+        place[last] = another(place.get(last), figure)
     return told
 
 

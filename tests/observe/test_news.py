@@ -36,6 +36,23 @@ def test_who_comes_and_who_goes_is_named() -> None:
     assert text.endswith(f" and 2 more got a seat: {NAMES_MAX + 3} members")
 
 
+def test_who_is_banned_or_kept_away_is_named_with_the_reason_and_once() -> None:
+    news, other = News(), peer_id_of(KEYS[1])
+    assert news.look(state(), [], {KEYS[3]: ""}, {}) == [], "what was before the start is in the peers"
+    bans, away = {KEYS[3]: "", KEYS[0]: "bad payload", KEYS[2]: ""}, {KEYS[1]: {"late": 1, "malformed": 24}}
+    assert news.look(state(), [], bans, away) == [
+        *(
+            (WARNING, f"{peer_id_of(key)} was banned: {why}")
+            for key, why in sorted(
+                {KEYS[0]: "bad payload", KEYS[2]: "why is not known here, since this node was away"}.items()
+            )
+        ),
+        (WARNING, f"{other} is kept away: malformed 24, late 1"),
+    ]
+    assert news.look(state(), [], bans, away) == []
+    assert news.look(state(), [], bans, {}) == [(INFO, f"{other} no longer kept away")]
+
+
 def test_another_branch_is_told_as_trouble() -> None:
     news = News()
     news.look(state(3), [])

@@ -15,10 +15,10 @@ from rich.console import Console
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.observe import progress as module
 from p2ptrain.observe.logs import JsonText
-from p2ptrain.observe.progress import ProgressLine, line_of, lines_of
+from p2ptrain.observe.progress import ProgressLine, line_of, lines_of, peer_lines
 from p2ptrain.observe.schema import Status
 from p2ptrain.visible import count_of, duration
-from tests.helpers.web import told_of
+from tests.helpers.web import PEER, told_of
 
 STATUS: dict[str, Any] = {
     "run_id": "ab" * 32,
@@ -177,6 +177,24 @@ def test_a_terminal_obeys_nothing_that_a_peer_says(
     words = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())  # without rich's own colours
     assert "a peer has nothing: ?cX ?2J ? ?Y [red]Z" in words
     assert "· degraded: ?cX ?2J ? ?Y [red]Z" in words
+
+
+def test_a_peer_is_a_line_with_its_figures_and_who_is_out_is_named_with_the_reason() -> None:
+    unknown = PEER | {name: None for name in PEER if name.startswith(("arrival", "tokens_per", "staleness", "latency"))}
+    away = {"is_connected": False, "is_member": False, "addresses": []}
+    peers = [
+        PEER,
+        unknown | {"peer_id": "new", "is_member": False, "addresses": ["\x9b2J"]},
+        unknown | away | {"peer_id": "liar", "ban": "bad payload", "is_greylisted": True},
+        unknown | away | {"peer_id": "flood", "is_greylisted": True, "observed": {"flooding": 10, "late": 1}},
+    ]
+    assert peer_lines(peers).splitlines() == [
+        f"{PEER['peer_id']}  member     42 ms      498 tokens/s    after 5.2 s   delay 1  {PEER['addresses'][0]}",
+        f"new{' ' * 63}?2J",
+        "liar  banned: bad payload",
+        "flood  kept away: flooding 10, late 1",
+        "2 peers",
+    ]
 
 
 def test_the_owner_of_a_node_is_shown_no_control_character_either() -> None:

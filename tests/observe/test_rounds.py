@@ -46,6 +46,7 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
     watched.figures.loss, watched.figures.tokens, watched.figures.seconds = 2.5, 640, 8.0
     watched.figures.steps, watched.figures.own_drift = 3, 0.02
     watched.figures.gradient_norm, watched.worker.drift = 0.75, 0.001
+    watched.worker.replica.update_norm = 0.375
     watched.round()
     entry = watched.bench.parts.chain.entry(1)
     assert entry is not None
@@ -69,9 +70,13 @@ def test_a_round_is_recorded_with_what_it_took_and_what_it_cost(tmp_path: Path) 
         own_drift=0.02,
         swarm_loss=2.5,
         swarm_tokens=4 * 2_048,
+        swarm_tokens_so_far=4 * 2_048,
+        tokens_so_far=640,
+        staleness_mean=0.0,
+        update_norm=0.375,
         gradient_norm=0.75,
         drift=0.001,
-        compression_ratio=80.0,
+        compression_ratio=round(4_000 * 4 / sum(taken.payload_bytes for taken in entry.manifest.taken), 1),
         tokens=640,
         tokens_per_second=80.0,
         late=0,
@@ -92,6 +97,7 @@ def test_what_is_recorded_of_a_round_is_not_recorded_of_the_next(tmp_path: Path)
     assert (first.round, first.bytes_sent, first.tokens) == (1, 1_000, 640)
     assert (second.round, second.bytes_sent, second.tokens, second.loss) == (2, 0, 0, None)
     assert (second.steps, second.own_drift) == (0, None)
+    assert (second.tokens_so_far, second.swarm_tokens_so_far) == (640, 2 * 4 * 2_048), "these add up"
     assert (second.tokens_per_second, second.seconds) == (0.0, 17.0)
 
 
@@ -182,6 +188,30 @@ def test_contributions_are_counted_by_the_rounds_that_they_waited() -> None:
     assert bench.node.view().staleness == {0: 7, 1: 1}
 
 
+def test_how_soon_and_how_fast_a_peer_contributes_is_kept_with_its_moving_averages(tmp_path: Path) -> None:
+    watched = WatchedCore(tmp_path, agreement={"staleness_rounds_max": 2})
+    bench = watched.bench
+    watched.round()
+    for took in (4.0, 12.0):
+        number, at = bench.state.round + 1, bench.now
+        bench.train(number)
+        offers = [announced(key, number, inline=True, branch=bench.state.branch) for key in (A, B)]
+        stale = {"base_round": number - 2, "base_root": root_of(number - 2)}
+        offers.append(announced(C, number, inline=True, branch=bench.state.branch, **stale))
+        bench.now = at + took
+        for offer in offers:
+            bench.hear_offer(offer)
+        bench.agree((*offers, announced(ME, number, branch=bench.state.branch)), apply=False)
+        watched.apply()
+    assert [each.staleness_mean for each in watched.rounds.last()] == [0.0, 0.25, 0.25]
+    first, later = watched.rounds.peers.by_key[A], watched.rounds.peers.by_key[C]
+    # A round begins when the one before is decided, two seconds before that is applied: the times are 10, 6 and 14.
+    assert (first.arrival_seconds, first.tokens_per_second, first.staleness) == (14.0, 146.3, 0)
+    assert first.arrival_seconds_mean == pytest.approx((7 * (7 * 10.0 + 6.0) / 8 + 14.0) / 8, abs=0.001)
+    assert first.tokens_per_second_mean == pytest.approx((7 * (7 * 204.8 + 341.3) / 8 + 146.3) / 8, abs=0.001)
+    assert (later.staleness, later.staleness_mean) == (1, round(1 / 8 + 7 / 64, 3))
+
+
 def test_contributions_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
     watched = WatchedCore(tmp_path)
     bench = watched.bench
@@ -250,7 +280,7 @@ def test_everyone_connected_or_lately_admitted_has_a_standing() -> None:
     bench.do(ev.Tick(), 1.0)  # nobody else is waited for any longer
     bench.do(ev.MalformedReceived(KEYS[9], "junk"))
     assert bench.node.view().standings() == [
-        PeerView(A, 0.0, False, 1, 0, 0, {}, {}),
+        PeerView(A, 0.0, False, 1, 0, 0, {}, {}, steps=1),
         PeerView(C, 0.05, False, 0, 0, 0, {}, {"silent": 1}),
         PeerView(KEYS[9], 1.0, False, 0, 0, 0, {}, {"malformed": 1}),
     ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +15,21 @@ from typing import Any
 import msgspec
 import pytest
 
+from p2ptrain.config.node import HttpConfig
+from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code, complaint
+from p2ptrain.core.messages import Ballot, Received, Vote, encode, message_digest, signed_bytes
+from p2ptrain.core.reputation import prove
+from p2ptrain.core.tally import Ban
+from p2ptrain.identity import RunSigner
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import Origin
 from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.transport import Stream
 from p2ptrain.observe import build as status
 from p2ptrain.observe.build import rounds_of, traffic_of
-from p2ptrain.observe.http import LINES_KEPT, LINES_WAITING_MAX, LogTail
+from p2ptrain.observe.http import LINES_KEPT, LINES_WAITING_MAX, HttpFace, LogTail
+from p2ptrain.observe.progress import peer_lines
 from p2ptrain.observe.rounds import ROUNDS_KEPT
 from p2ptrain.observe.schema import RoundRecord
 from tests.helpers import web
@@ -155,6 +165,48 @@ async def test_the_daemon_tells_its_owner_the_last_rounds(tmp_path: Path) -> Non
         assert [each["round"] for each in told] == sorted(each["round"] for each in told)
         for wrong in ({}, {"last": 0}, {"last": ROUNDS_KEPT + 1}, {"last": "3"}, {"last": None}):
             assert "1 to" in (await daemon.answer({"do": "rounds", **wrong}))["error"]
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        body = response.read()
+    return json.loads(body) if body.startswith(b"{") else body.decode()
+
+
+@skipping_time
+async def test_peers_over_http_say_how_soon_each_contributes_and_who_is_banned_and_why(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as made:
+        await made.reach(5)
+        first, *others = made.nodes
+        liar, run_id = others[-1], made.run.id
+        running: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        running.set_result(first.daemon)
+        http = await HttpFace.open(HttpConfig(port=0), running)
+        try:
+            told = await asyncio.to_thread(get, f"{http.url}peers")
+            assert {each["peer_id"] for each in told["peers"]} == {node.identity.peer_id for node in others}
+            for each in (*told["peers"], told["me"]):
+                assert (each["ban"], each["staleness"], each["staleness_mean"]) == ("", 0, 0.0)
+                assert 0 < each["arrival_seconds"] < 60 and 0 < each["arrival_seconds_mean"] < 60
+                assert each["tokens_per_second"] > 0 and each["tokens_per_second_mean"] > 0
+            both = [Vote(run_id, 1, 0, Ballot.PREVOTE, which * 32, liar.key) for which in (b"a", b"b")]
+            signer = RunSigner(liar.identity, run_id)
+            lies = prove(*(encode(each, signer.sign(signed_bytes(run_id, each))) for each in both))
+            proof = Received(lies, message_digest(lies), encode(lies), b"")
+            for node in made.nodes[:-1]:
+                node.daemon.driver.intake.give(ev.MessageReceived(others[0].key, proof))
+            await until(lambda: liar.key in first.daemon.driver.node.view().state.banned)
+            await made.reach(made.newest + 2, first, others[0], others[1])
+            told = await asyncio.to_thread(get, f"{http.url}peers")
+            bans = {each["peer_id"]: each["ban"] for each in told["peers"] if each["ban"]}
+            assert bans == {liar.identity.peer_id: Ban.PROVEN.value}
+            banned = (await asyncio.to_thread(get, f"{http.url}status"))["banned"]
+            assert banned == {Ban.PROVEN.value: 1}
+            line = f'p2ptrain_banned_peers{{reason="{Ban.PROVEN.value.replace(" ", "_")}"}} 1.0'
+            assert line in (await asyncio.to_thread(get, f"{http.url}metrics")).splitlines()
+            assert f"{liar.identity.peer_id}  banned: {Ban.PROVEN.value}" in peer_lines(told["peers"])
+        finally:
+            await http.close()
 
 
 LIARS = {"fault_tolerance": {"liars": 1, "crashes": 1, "mode": "byzantine"}, "quorum": 3}

@@ -62,6 +62,8 @@ def test_the_figures_of_a_round_are_its_records() -> None:
     assert found["mine/loss"] == 4.25
     assert (found["round/seconds"], found["round/train_seconds"], found["round/refused"]) == (8.0, 4.0, 3.0)
     assert (found["bytes/sent"], found["bytes/received"], found["round/contributors"]) == (1_000.0, 2_000.0, 2.0)
+    assert (found["mine/tokens_so_far"], found["round/swarm_tokens_so_far"]) == (192.0, 576.0)
+    assert (found["round/update_norm"], found["round/staleness"]) == (1.25, 0.5)
     assert "mine/loss" not in tracked_of(a_round(3, loss=None))
 
 
@@ -84,7 +86,8 @@ def test_figures_of_before_keep_their_names() -> None:
     assert tracked_of(a_round(1)).keys() >= {
         "round/seconds", "round/train_seconds", "round/collect_seconds", "round/agree_seconds", "round/apply_seconds",
         "round/contributors", "round/tries", "round/late", "round/refused", "bytes/sent", "bytes/received",
-        "mine/taken", "mine/tokens", "mine/loss", "mine/tokens_per_second",
+        "mine/taken", "mine/tokens", "mine/loss", "mine/tokens_per_second", "mine/tokens_so_far",
+        "round/swarm_tokens_so_far", "round/update_norm", "round/staleness",
     }  # fmt: skip
     untrained = tracked_of(a_round(1, loss=None, tokens=0, tokens_per_second=0.0))
     assert not {"mine/loss", "mine/tokens_per_second"} & untrained.keys()
@@ -176,6 +179,8 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert set(read.Tags()["scalars"]) == set(tracked_of(rounds[0]))
     found = [(each.step, each.wall_time, each.value) for each in read.Scalars("mine/loss")]
     assert found == [(each.round, each.applied_at, each.loss) for each in rounds] + [(6_000, 1.8e9, 3.5)]
+    assert [each.value for each in read.Scalars("mine/tokens_so_far")] == [64.0 * number for number in range(1, 7)]
+    assert [each.value for each in read.Scalars("round/update_norm")] == [1.25] * 6
 
 
 def test_without_its_package_a_directory_for_tensorboard_is_refused_with_what_to_do(

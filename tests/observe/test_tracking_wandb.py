@@ -70,7 +70,7 @@ def service_of(child: psutil.Process) -> psutil.Process:
         psutil.wait_procs([child], 0.05)
 
 
-def rounds_in(directory: Path) -> list[dict[str, float]]:
+def rounds_in(directory: Path, project: str = f"my-run-{RUN.run_id[:8]}") -> list[dict[str, float]]:
     """Reads the only run in a directory with wandb's own reader."""
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
@@ -87,7 +87,7 @@ def rounds_in(directory: Path) -> list[dict[str, float]]:
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             found.append({name: value for name, value in items.items() if not name.startswith("_")})
         if record.WhichOneof("record_type") == "run":
-            assert record.run.project == f"my-run-{RUN.run_id[:8]}"
+            assert record.run.project == project
             assert {each.key: each.value_json for each in record.run.config.update if each.key != "_wandb"} == {
                 "name": '"my-run"', "run_id": f'"{RUN.run_id}"',
             }  # fmt: skip
@@ -118,15 +118,28 @@ class TestWithWandb:
         ]
         assert made.lost == 0
 
+    @pytest.mark.filterwarnings("default")
+    def test_the_project_is_the_one_that_the_owner_names(self, tmp_path: Path) -> None:
+        made = Tracking(WandbRun(tmp_path, RUN, "our models"))
+        made.note(a_round(1))
+        made.close()
+        (told,) = rounds_in(tmp_path, "our models")
+        assert (told["mine/tokens_so_far"], told["round/update_norm"], told["round/staleness"]) == (64, 1.25, 0.5)
+
     @pytest.mark.timeout(TEST_SECONDS)
     def test_a_real_daemon_has_written_its_rounds_when_it_ends(self, tmp_path: Path) -> None:
         with swarm_in(tmp_path) as swarm:
-            node = swarm.first(P2PTRAIN_TRACKING__WANDB=str(tmp_path / "figures")).start().until_up()
+            node = (
+                swarm.first(P2PTRAIN_TRACKING__WANDB=str(tmp_path / "figures"), P2PTRAIN_TRACKING__WANDB_PROJECT="ours")
+                .start()
+                .until_up()
+            )
             node.until_applied(3)
             node.leave()
             assert "figures" not in node.text, "nothing was lost"
             content = b"".join(path.read_bytes() for path in tmp_path.glob("figures/wandb/offline-run-*/run-*.wandb"))
             assert content.count(b"mine/tokens_per_second") >= 3
+            assert b"ours" in content
 
     def test_neither_the_process_nor_its_service_outlives_a_node_that_is_killed(self, tmp_path: Path) -> None:
         command = [sys.executable, "-c", NODE, str(tmp_path), str(Path(__file__).parent)]

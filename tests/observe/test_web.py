@@ -35,7 +35,7 @@ FIELDS = {
         "since_applied_seconds state_root certified_round loss step tokens tokens_per_second training_seconds "
         "swarm_tokens_per_second contribution_tokens mine device is_paused peers roster quorum fault_tolerance "
         "admitted is_member is_admitted held waiting_for health http loop_lag_seconds uptime_seconds roots "
-        "payload_bytes state_bytes bytes traffic limits queued_frames disk_free_bytes counters observed "
+        "k payload_bytes state_bytes bytes traffic limits queued_frames disk_free_bytes counters observed "
         "troubles same_model held_out_loss held_out_round perplexity swarm_loss gradient_norm drift "
         "compression_ratio text text_round"
     ),

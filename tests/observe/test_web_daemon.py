@@ -28,7 +28,7 @@ MOVING = {
     "loop_lag_seconds", "uptime_seconds", "roots", "bytes", "traffic", "queued_frames",
     "disk_free_bytes", "counters", "observed", "head", "same_model",
     "held_out_loss", "held_out_round", "perplexity", "swarm_loss", "gradient_norm",
-    "drift", "text", "text_round",
+    "drift", "update_norm", "text", "text_round",
 }  # fmt: skip
 
 

@@ -376,7 +376,7 @@ def test_a_recipe_takes_the_memory_that_is_told_of_it(name: str, by: str) -> Non
     need = need_of(run)
     assert sum(each.nbytes for each in own) + saved == need.optimizer
     least = need_of(
-        run.model_copy(update={"recipe": RecipeConfig(name="distro", chunk=run.recipe.chunk, k=run.recipe.k)})
+        run.model_copy(update={"recipe": RecipeConfig(name="distro", chunk=run.recipe.chunk, k=run.recipe.k_max)})
     )
     scaled = need.checkpoint - least.checkpoint
     assert scaled == saved

@@ -329,6 +329,22 @@ def test_a_round_without_contributions_leaves_the_weights(dataset: TokenDataset)
     assert (trainer.root(), trainer.round) == (root, 1)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_norm_of_an_update_is_that_of_how_far_it_moved_the_weights_and_all_replicas_have_it(
+    dataset: TokenDataset, name: str
+) -> None:
+    trainers = [make(dataset, name, chunk=32) for _ in range(3)]  # what votes say of the padding of a chunk, counts too
+    for number in range(3):
+        before = trainers[0].replica.weights.double()
+        swarm_round(trainers, number)
+        found = {each.replica.update_norm for each in trainers}
+        assert len(found) == 1
+        moved = float((trainers[0].replica.weights.double() - before).norm())
+        assert found.pop() == pytest.approx(moved, rel=0.05)
+    trainers[1].adopt(9, [trainers[0].state_bytes()])
+    assert trainers[1].replica.update_norm is None, "that state came from others"
+
+
 def test_rounds_are_applied_one_after_the_other(dataset: TokenDataset) -> None:
     with pytest.raises(AssertionError, match="round 2 cannot follow 0 applied rounds"):
         make(dataset).apply(1, [])

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from p2ptrain.address import parse
 from p2ptrain.net.addresses import relay_of, split
 from p2ptrain.net.tasks import in_daemon_thread
 from p2ptrain.net.transport import TransportError
@@ -36,7 +37,7 @@ QUIC_BYTES = 1_200  # servers ignore shorter packets
 LOST_SECONDS = 60.0  # without a relay before we act: p2pd's other relays give it a slot within seconds
 ASK_SECONDS = 60.0  # between probes of the lost relays
 STARTS_APART_SECONDS = 600.0  # between restarts for this reason: each breaks all our connections
-FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
+FAMILIES = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}  # dns: any
 
 
 async def relays_to_use(addresses: Iterable[str]) -> list[str]:
@@ -110,19 +111,21 @@ async def _answering(addresses: list[str]) -> list[str]:
 def _is_no_relay(address: str) -> bool:
     """True for a peer behind a relay, and for an invalid address (peers can send us those)."""
     try:
-        return split(address)[1].endswith("/p2p-circuit")
+        split(address)
     except TransportError:
         return True
+    return bool(parse(address).relay_id)
 
 
 async def _answers(address: str) -> bool:
-    _, route = split(address)
-    _, kind, host, transport, port, *_ = route.split("/")
+    asked = parse(address)
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            numbers = await _numbers_of(host, FAMILIES.get(kind, socket.AF_UNSPEC)) if "dns" in kind else [host]
-            attempt = _tcp_answers if transport == "tcp" else _quic_answers
-            tries = [asyncio.create_task(attempt(number, int(port))) for number in numbers]
+            is_name = isinstance(asked.host, str)
+            family = FAMILIES.get(asked.family, socket.AF_UNSPEC)
+            numbers = await _numbers_of(str(asked.host), family) if is_name else [str(asked.host)]
+            attempt = _tcp_answers if asked.transport == "tcp" else _quic_answers
+            tries = [asyncio.create_task(attempt(number, asked.port)) for number in numbers]
             try:
                 for each in asyncio.as_completed(tries):
                     if await each:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
+from p2ptrain.address import AddressError, from_bytes, to_bytes
 from p2ptrain.identity import id_bytes_of
 from p2ptrain.net.addresses import reason
 from p2ptrain.net.frames import read_message, write_message
@@ -22,11 +25,10 @@ from p2ptrain.net.transport import TransportError, in_time
 
 with parts_of_hivemind():
     from hivemind.proto import p2pd_pb2 as pb
-    from hivemind.utils.multiaddr import Multiaddr
-    from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 CONTROL_SECONDS = 15  # for p2pd to answer or to reach a peer
 RESPONSE_BYTES_MAX = 2**22  # from p2pd, which we trust: a list of 512 connections takes 50 KB
+SOCKET = bytes.fromhex("9003")  # the code of a Unix socket in a multiaddr, a varint: 400
 TAG, TAG_WEIGHT = "p2ptrain", 1_000  # the tags of gossipsub and the DHT weigh less than 100
 
 Ends: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -116,7 +118,7 @@ class P2pdControl:
 
     async def bring_streams(self, protocol: str) -> None:
         """Makes p2pd connect to our socket for each stream that a peer opens for this protocol."""
-        ours = in_bytes(f"/unix{self._sockets.streams}")
+        ours = socket_in_bytes(self._sockets.streams)
         content = pb.StreamHandlerRequest(addr=ours, proto=[protocol], balanced=False)
         await self._ask(pb.Request.STREAM_HANDLER, streamHandler=content)
 
@@ -137,17 +139,24 @@ async def read_opening(reader: asyncio.StreamReader) -> tuple[bytes, str]:
 
 def in_bytes(route: str) -> bytes:
     try:
-        return Multiaddr(route).to_bytes()  # type: ignore[no-any-return]  # hivemind has no types
-    except MultiaddrError as error:
+        return to_bytes(route)
+    except AddressError as error:
         raise TransportError(f"not an address: {error}") from error
 
 
+def socket_in_bytes(path: Path) -> bytes:
+    """Writes the multiaddr of a socket, as go-libp2p does: multiaddr would leave out the first slash of the path."""
+    name = os.fsencode(path)
+    assert len(name) < 2**7, "Linux has no longer ones, and the length is a varint"
+    return SOCKET + bytes([len(name)]) + name
+
+
 def _texts(raw: Iterable[bytes]) -> list[str]:
-    """Returns addresses as text, without the kinds that hivemind does not know."""
+    """Returns addresses as text, without the kinds that multiaddr does not know."""
     found = []
     for each in raw:
         try:
-            found.append(str(Multiaddr(each)))
-        except (MultiaddrError, ValueError, LookupError, TypeError, OverflowError) as error:
+            found.append(from_bytes(each))
+        except AddressError as error:
             logger.debug("an address of an unknown kind: %s", error)
     return found

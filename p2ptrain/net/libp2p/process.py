@@ -30,6 +30,7 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
+from p2ptrain.address import parse
 from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import ConfigError, PortTakenError
 from p2ptrain.net.libp2p.unary import CONTROL_BYTES_MAX
@@ -46,7 +47,6 @@ TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # wor
 USUAL = ("Control socket:", "Peer ID:", "Peer Addrs:", "/ip4/", "/ip6/", "/dns", "/p2p/")
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # above the high mark p2pd prunes down to the low one
 CONNECTIONS_GRACE_SECONDS = 20  # a new connection is not pruned this long
-LISTEN = re.compile(r"/ip([46])/([0-9A-Fa-f.:]+)/(tcp|udp)/([0-9]+)(/quic-v1)?")
 REQUEST = (  # SIGKILL, when the other end of the standard input closes
     "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid()); fcntl.fcntl(0, fcntl.F_SETSIG, 9);"
     "fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)"
@@ -237,32 +237,32 @@ class Ports:
         self._held.clear()
 
     def _take(self, address: str, gives_way: bool) -> str:
-        match = LISTEN.fullmatch(address)
-        assert match, "NetworkConfig accepts no other"
-        family, kind = (socket.AF_INET, socket.AF_INET6)[match[1] == "6"], match[3]
+        wanted = parse(address)
+        is_tcp, is_six = wanted.transport == "tcp", wanted.family == "ip6"
         with ExitStack() as stack:
-            taken = stack.enter_context(
-                socket.socket(family, socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM)
-            )
+            family, kind = (socket.AF_INET, socket.AF_INET6)[is_six], (socket.SOCK_DGRAM, socket.SOCK_STREAM)[is_tcp]
+            taken = stack.enter_context(socket.socket(family, kind))
             try:
-                if match[1] == "6":
+                if is_six:
                     taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as p2pd does
-                if kind == "tcp":
+                if is_tcp:
                     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore old connections in TIME_WAIT
-                taken.bind((match[2], int(match[4])))
-            except (OSError, OverflowError) as error:
+                taken.bind((str(wanted.host), wanted.port))
+            except OSError as error:
                 if gives_way and getattr(error, "errno", 0) == errno.EADDRINUSE:
-                    other = self._take(f"/ip{match[1]}/{match[2]}/{kind}/0{match[5] or ''}", gives_way=False)
-                    logger.info("port %s is taken, perhaps by another node: this node listens on %s", match[4], other)
+                    other = self._take(wanted.at_port(0), gives_way=False)
+                    logger.info(
+                        "port %s is taken, perhaps by another node: this node listens on %s", wanted.port, other
+                    )
                     return other
                 raise _cannot_listen(address, error) from error
             port = taken.getsockname()[1]
-            if kind == "tcp":
+            if is_tcp:
                 taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or another test would succeed
                 taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 stack.pop_all()
                 self._held.append(taken)
-        return f"/ip{match[1]}/{match[2]}/{kind}/{port}{match[5] or ''}"
+        return wanted.at_port(port)
 
 
 def _cannot_listen(address: str, error: Exception) -> ConfigError:

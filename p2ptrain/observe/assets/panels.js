@@ -123,6 +123,7 @@ export function showTraffic(status) {
 
 function standing(peer) {
   const tags = [];
+  if (peer.ban) tags.push(["tag bad", `banned: ${words.cut(peer.ban)}`]);
   if (peer.is_greylisted) tags.push(["tag bad", "kept away"]);
   if (peer.is_member) tags.push(["tag member", "votes"]);
   else if (peer.is_admitted) tags.push(["tag", "contributes"]);
@@ -135,6 +136,11 @@ function cell(kind, text, why = "") {
   const found = make("td", kind, text);
   if (why) found.append(make("span", "why", why));
   return found;
+}
+
+/** The last value, and the moving average below it. */
+function averaged(last, mean, written) {
+  return last === null || mean === null ? cell("number wide", words.NONE) : cell("number wide", written(last), `mean ${written(mean)}`);
 }
 
 function rowOf(peer) {
@@ -153,6 +159,9 @@ function rowOf(peer) {
   row.append(
     head, place, kind,
     cell("number wide", peer.latency_seconds === null ? words.NONE : words.delay(peer.latency_seconds)),
+    averaged(peer.tokens_per_second, peer.tokens_per_second_mean, words.short),
+    averaged(peer.arrival_seconds, peer.arrival_seconds_mean, (number) => `${words.seconds(number)} s`),
+    averaged(peer.staleness, peer.staleness_mean, (number) => write(number, "")),
     cell("number wide", words.count(peer.offered)),
     cell("number wide", words.count(peer.applied)),
     cell("number wide", words.count(peer.late)),

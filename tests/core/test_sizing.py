@@ -1,0 +1,63 @@
+"""The size of a contribution follows what its line carries, and leaves a size alone that came too late."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from p2ptrain.core.sizing import AGAIN_ROUNDS, AGAIN_ROUNDS_MAX, GROW_ROUNDS, Sizing
+
+KS = (32, 64, 128, 256)
+
+
+def after(sizing: Sizing, rounds: int, carried: int) -> list[int]:
+    """Returns the size of each round on a line that carries contributions of at most `carried`."""
+    found = []
+    for _ in range(rounds):
+        found.append(sizing.k)
+        (sizing.taken_in_time if sizing.k <= carried else sizing.came_late)()
+    return found
+
+
+def test_it_grows_from_the_smallest_to_the_largest_within_a_few_rounds() -> None:
+    assert after(Sizing(KS), 8, carried=256) == [32, 32, 64, 64, 128, 128, 256, 256]
+    assert GROW_ROUNDS == 2
+
+
+def test_one_k_stays() -> None:
+    assert set(after(Sizing((64,)), 5, carried=32)) == {64}
+
+
+@pytest.mark.parametrize("carried", KS)
+def test_nearly_all_contributions_come_in_time_and_have_the_size_that_the_line_carries(
+    carried: int,
+) -> None:
+    found = after(Sizing(KS), 200, carried)
+    assert sum(k <= carried for k in found) >= 190
+    assert found.count(carried) >= 180
+
+
+def test_a_size_that_came_late_is_tried_after_more_rounds_each_time() -> None:
+    found = after(Sizing((32, 64)), 4 * AGAIN_ROUNDS_MAX, carried=32)
+    tried = [number for number, k in enumerate(found) if k == 64]
+    waited = [later - earlier - 1 for earlier, later in itertools.pairwise(tried)]
+    assert waited == [min(AGAIN_ROUNDS * 2**n, AGAIN_ROUNDS_MAX) for n in range(len(waited))]
+    assert waited[-1] == AGAIN_ROUNDS_MAX
+
+
+def test_it_follows_a_line_that_changes() -> None:
+    sizing = Sizing(KS)
+    after(sizing, 100, carried=256)
+    assert after(sizing, 10, carried=64)[-1] == 64
+    assert after(sizing, 50, carried=256)[-1] == 256
+
+
+def test_a_line_that_fails_now_and_then_costs_the_size_little() -> None:
+    sizing, rng = Sizing(KS), random.Random(1)
+    found = []
+    for _ in range(1_000):
+        found.append(sizing.k)
+        (sizing.came_late if rng.random() < 0.02 else sizing.taken_in_time)()
+    assert sum(found) / len(found) > 128
