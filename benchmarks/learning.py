@@ -50,7 +50,7 @@ from rivals import RIVALS, DeMoWithFloats, LocalRival
 from simulated import FullySynchronised, RadialSwarm, Swarm, SwarmOfSpeeds, TwoLevelSwarm
 
 from p2ptrain.config import ModelConfig, PrivacyConfig, RecipeConfig
-from p2ptrain.data.assignment import shard
+from p2ptrain.data.assignment import shard, shard_in_window
 from p2ptrain.data.corpus import Reading, documents, embedded_sources
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.packing import PLAIN, Packing
@@ -118,7 +118,8 @@ def run(setting: Setting) -> dict[str, Any]:
             return [torch.from_numpy(dataset.batch(draw, length)) for draw in draws]
         count = setting.sequences * setting.local_steps
         seed = RUN_SEED + setting.seed
-        found = shard(seed, round_number, peer, setting.peers, count, dataset.sequences(length))
+        share = round_number, peer, setting.peers, count, dataset.sequences(length)
+        found = shard_in_window(seed, *share, setting.window) if setting.window else shard(seed, *share)
         steps = list(torch.split(torch.from_numpy(dataset.batch(found, length)), setting.sequences))
         return steps[: setting.steps_of[peer]] if setting.steps_of else steps
 

@@ -53,6 +53,7 @@ class Setting:
     region_late: int = 0  # of these, until a round of the world is taken in
     regional: tuple[tuple[str, Any], ...] = ()  # what a region's recipe has otherwise
     steps_of: tuple[int, ...] = ()  # of a round's steps, how many each peer takes; empty: all
+    window: int = 0  # sequences of a peer's window of the data; 0: they are drawn from all
     half_state: bool = False  # residual and momentum in bf16
     documents: str = ""  # together or apart, in a corpus of short ones
     noise: str = ""  # of DP-SGD, in which each peer has data of its own; 0: none, on as much data
@@ -83,6 +84,7 @@ class Setting:
             name,
             "one round late" * bool(self.delay),
             "some slow" * bool(self.steps_of or self.speeds),
+            f"windows of {self.window} sequences" * bool(self.window),
             "bf16" * self.half_state,
         ]
         parts += [f"documents {self.documents}" * bool(self.documents), f"noise {self.noise}" * bool(self.noise)]

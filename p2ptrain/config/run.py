@@ -71,9 +71,20 @@ class DataConfig(Section):
     source: Literal["shared", "own"] = Field(
         "shared", description="own: each node trains on what its owner prepared, and only held-out data is shared"
     )
+    assignment: Literal["drawn", "window", "capability"] = Field(
+        "drawn",
+        description="which part of the data a node trains on: drawn from all of it; window: drawn from a part that it "
+        "keeps for many rounds; capability: drawn, and as much as it has lately trained on",
+    )
     documents: Literal["together", "apart"] = Field(
         "together", description="apart: documents in one sequence do not see each other, and positions restart"
     )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.source == "own" and self.assignment != "drawn":
+            raise SettingError(f'assignment = "{self.assignment}" shares data out that all have', 'set "drawn"')
+        return self
 
 
 class StateConfig(Section):

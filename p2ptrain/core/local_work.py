@@ -271,8 +271,8 @@ class LocalWork:
         place, unsettled = state.place[context.me], tuple(sorted(self.outstanding))  # everything agreed on is applied
         is_due = context.run.eval.is_due(state.round)
         looks = is_due, is_due and context.me in drawn(state)
-        places, k = len(state.admitted), self.sizing.k
-        context.emit(Train(number, self.applied_round, place, places, unsettled, *looks, k))
+        places, k, slots = len(state.admitted), self.sizing.k, state.slots_of(context.me, number, context.run)
+        context.emit(Train(number, self.applied_round, place, places, unsettled, *looks, k, slots))
 
     def _lets_pass(self, number: int) -> bool:
         """Whether to skip a round, because a training that begins now would end too late; never twice in a row."""

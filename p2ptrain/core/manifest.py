@@ -252,7 +252,7 @@ def _oldest_of_each(candidates: Iterable[Announcement]) -> tuple[Taken, ...]:
         if offer.author not in oldest or offer.round < oldest[offer.author].round:
             oldest[offer.author] = offer
     return tuple(
-        Taken(offer.author, offer.round, offer.base_round, offer.payload, offer.payload_bytes)
+        Taken(offer.author, offer.round, offer.base_round, offer.payload, offer.payload_bytes, offer.steps)
         for _, offer in sorted(oldest.items())
     )
 

@@ -18,9 +18,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2ptrain.config import RunConfig
-from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, Announcement, Digest, Key, Number
+from p2ptrain.core.messages import ADMITTED_MAX, NUMBER_MAX, SEATS_MAX, Announcement, Digest, Key, Number
 from p2ptrain.core.roster import Roster, roster_of
 from p2ptrain.digest import digest
+from p2ptrain.slots import Slots
 
 if TYPE_CHECKING:
     from p2ptrain.core.manifest import Manifest
@@ -41,6 +42,7 @@ class Admitted(Struct, frozen=True, array_like=True):
     since: Number  # the round that admitted it
     taken: Number  # contributions taken since it was last without a seat
     absent: Number  # rounds in a row unheard (members), or with nothing taken (others)
+    steps: Number = 0  # by capability: of its last contributions, the most of them fading; 0: none known, so all
 
 
 class Taken(Struct, frozen=True, array_like=True):
@@ -51,6 +53,7 @@ class Taken(Struct, frozen=True, array_like=True):
     base_round: Number
     payload: Digest
     payload_bytes: Number
+    steps: Number  # a claim: local steps behind it
 
 
 Uses = Annotated[int, Meta(ge=0, le=USES_MAX)]
@@ -70,6 +73,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
     spent: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=SPENT_MAX)]  # (bearer, last round) of each use
     root_round: Number  # the round of the newest certified root
     root: Digest
+    assigned: Number  # by capability: local steps that all rounds so far have given out data for
 
     @cached_property
     def digest(self) -> bytes:
@@ -113,6 +117,15 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             and (offer.author, offer.round) not in self.taken
         )
 
+    def slots_of(self, key: bytes, round_number: int, run: RunConfig) -> Slots | None:
+        """Returns what a key trains on in a later round, if nothing changes until then; None if its place says it."""
+        if run.data.assignment != "capability":
+            return None
+        each, place = run.recipe.round_sequences // run.recipe.local_steps, self.place[key]
+        steps = [entry.steps or run.recipe.local_steps for entry in self.admitted]
+        start = self.assigned + (round_number - self.round - 1) * sum(steps)
+        return Slots(start * each, sum(steps) * each, sum(steps[:place]) * each, steps[place] * each)
+
     def after(self, manifest: Manifest, run: RunConfig) -> AgreedState:
         """Returns the state after a manifest."""
         assert manifest.state == self.digest, "a manifest applies to the state that it names"
@@ -135,10 +148,16 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             spent=tuple(sorted(entry for entry in spent if entry[1] > manifest.round)),
             root_round=manifest.root_round,
             root=manifest.root,
+            assigned=self._assigned_after(run),
         )
 
+    def _assigned_after(self, run: RunConfig) -> int:
+        if run.data.assignment != "capability":
+            return 0
+        return (self.assigned + sum(entry.steps or run.recipe.local_steps for entry in self.admitted)) % NUMBER_MAX
+
     def _admitted_after(self, manifest: Manifest, members: tuple[bytes, ...], run: RunConfig) -> tuple[Admitted, ...]:
-        taken = {taken.author for taken in manifest.taken}
+        taken = {taken.author: taken.steps for taken in manifest.taken}
         unheard = set(self.roster.in_seats(manifest.absent) or ())
         unseated = set(manifest.unseated)
         gone = {*manifest.leaves, *manifest.banned}
@@ -155,8 +174,9 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             if not member and run.admission.policy == "open" and absent > patience:
                 continue
             count = 0 if key in unseated else entry.taken + (key in taken)
-            if count != entry.taken or absent != entry.absent:
-                entry = Admitted(key, entry.since, count, absent)  # noqa: PLW2901
+            steps = _steps_after(entry.steps, taken.get(key, 0), run)
+            if (count, absent, steps) != (entry.taken, entry.absent, entry.steps):
+                entry = Admitted(key, entry.since, count, absent, steps)  # noqa: PLW2901
             entries.append(entry)
         over = len(entries) - run.admission.contributors_max
         if over > 0:
@@ -176,7 +196,8 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             head=branch,
             members=members,
             admitted=tuple(
-                Admitted(entry.key, entry.since, entry.taken if entry.key in kept else 0, 0) for entry in self.admitted
+                Admitted(entry.key, entry.since, entry.taken if entry.key in kept else 0, 0, entry.steps)
+                for entry in self.admitted
             ),
         )
 
@@ -210,7 +231,20 @@ def genesis(run_id: bytes, members: tuple[bytes, ...], root: bytes) -> AgreedSta
         spent=(),
         root_round=0,
         root=root,
+        assigned=0,
     )
+
+
+def _steps_after(before: int, taken: int, run: RunConfig) -> int:
+    """Returns what is known of a key's steps after a round that took a contribution of so many; 0: it took none.
+
+    One slow round changes little, and who is not in time any more has less and less data kept for it.
+    """
+    if run.data.assignment != "capability":
+        return 0
+    recipe = run.recipe
+    least, faded = recipe.local_steps_min or recipe.local_steps, 3 * (before or recipe.local_steps) // 4
+    return max(min(taken, recipe.local_steps), faded, least)
 
 
 def _changed(keys: tuple[bytes, ...], add: tuple[bytes, ...], drop: tuple[bytes, ...]) -> tuple[bytes, ...]:

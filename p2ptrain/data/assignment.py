@@ -2,8 +2,17 @@
 
 There is no scheduler. Each pass over the data is a pseudo-random permutation of all sequences, rounds
 take consecutive slots of it, and within a round each place has its own slots. So members never overlap
-in a round, a pass of a fixed roster repeats nothing, and any node computes any other's shard from three
+in a round, a pass of a fixed roster repeats nothing, and any node computes any other's shard from a few agreed
 integers, without a table and in time that depends only on the shard.
+
+A run chooses one of three policies (`data.assignment`):
+
+    drawn       every place has as many slots, and they lie anywhere in the data
+    window      every place has as many slots, and for many rounds all of them lie in one window of the data, so that a
+                node that cannot keep the whole set fetches each piece once a pass; windows are drawn, and sequences
+                are drawn within them
+    capability  as drawn, but a place has slots in proportion to the steps that its node has lately taken, counted
+                on in the agreed state (p2ptrain/slots.py)
 
 The permutation is a keyed, format-preserving one: a Feistel network over the smallest power of two that
 holds all positions, walked along its cycle until it lands on a position that exists (Black and Rogaway,
@@ -22,12 +31,16 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.digest import digest
+from p2ptrain.slots import Slots
 
 Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need four; narrow halves mix worse, and eight take microseconds
 SEQUENCES_MAX = 2**62  # positions stay int64
+# What a place trains on at a time by window: little of a disk, and, times the number of places, what a round's
+# sequences are drawn from. A guess.
+WINDOW_PIECES = 64
 
 
 def shard(seed: int, round_number: int, place: int, places: int, count: int, sequences: int) -> Positions:
@@ -44,7 +57,42 @@ def shard(seed: int, round_number: int, place: int, places: int, count: int, seq
     pass_number, round_of_pass = divmod(round_number, rounds_per_pass)
     first = round_of_pass * per_round + place * count
     slots = (np.arange(count, dtype=np.int64) + first) % sequences
-    return permute(slots, sequences, _round_keys(seed, pass_number))
+    return permute(slots, sequences, _keys("assignment keys", seed, pass_number))
+
+
+def shard_in_window(
+    seed: int, round_number: int, place: int, places: int, count: int, sequences: int, window: int
+) -> Positions:
+    """Returns what `shard` does, by window: of `window` sequences at most, if a round needs no more.  # [count]
+
+    A pass consists of turns of many rounds, and in each turn every place has a window of its own. A pass's windows
+    begin anywhere and follow one another; those of its last turn, which is shorter, come last. With less data than one
+    round needs, this is `shard`.
+    """
+    assert window > 0, f"a window of {window} sequences"
+    rounds, longest = sequences // (places * count), max(1, window // count)  # of a pass, and of a turn
+    if not rounds:
+        return shard(seed, round_number, place, places, count, sequences)
+    pass_number, round_of_pass = divmod(round_number, rounds)
+    turn, round_of_turn = divmod(round_of_pass, longest)
+    before, length, windows = 0, longest, rounds // longest * places
+    if turn == rounds // longest:
+        before, length, windows, turn = windows, rounds % longest, places, 0
+    keys, size = _keys("assignment keys", seed, pass_number), length * count
+    start, number = permute(np.array([0]), sequences, keys), permute(np.array([turn * places + place]), windows, keys)
+    slots = np.arange(count, dtype=np.int64) + round_of_turn * count
+    inside = permute(slots, size, _keys("window keys", seed, pass_number, before + int(number[0])))
+    return (start + before * longest * count + number * size + inside) % sequences
+
+
+def shard_of_slots(seed: int, slots: Slots, sequences: int) -> Positions:
+    """Returns the sequences at some slots of a round, by capability.  # [slots.size]
+
+    Passes follow one another without a gap. The round in which one ends takes the rest from that pass's first slots, so
+    that its members do not overlap.
+    """
+    chosen = (np.arange(slots.size, dtype=np.int64) + (slots.start + slots.first) % sequences) % sequences
+    return permute(chosen, sequences, _keys("assignment keys", seed, slots.start // sequences))
 
 
 def permute(slots: Positions, size: int, keys: Words) -> Positions:
@@ -75,8 +123,8 @@ def _scatter(words: Words, key: np.uint64) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def _round_keys(seed: int, pass_number: int) -> Words:  # [FEISTEL_ROUNDS]
-    """Derives one pass's keys by BLAKE3, so that neighbouring seeds and passes have unrelated keys."""
-    name = seed.to_bytes(8, "little") + pass_number.to_bytes(8, "little")
-    halves = [digest("assignment keys", name, bytes([half])) for half in range(FEISTEL_ROUNDS // 4)]
+def _keys(domain: str, *numbers: int) -> Words:  # [FEISTEL_ROUNDS]
+    """Derives a permutation's keys by BLAKE3, so that those of neighbouring seeds and passes are unrelated."""
+    name = b"".join(number.to_bytes(8, "little") for number in numbers)
+    halves = [digest(domain, name, bytes([half])) for half in range(FEISTEL_ROUNDS // 4)]
     return np.frombuffer(b"".join(halves), dtype="<u8").astype(np.uint64)

@@ -202,6 +202,10 @@ class TokenDataset:
         """Number of training sequences of `length`."""
         return _sequences(self.manifest.training, length)
 
+    def sequences_in(self, pieces: int, length: int) -> int:
+        """Number of training sequences of `length` that so many pieces hold; one at least."""
+        return max(1, pieces * (PIECE_BYTES // self._type.itemsize) // length)
+
     def held_out_sequences(self, length: int) -> int:
         return _sequences(self.manifest.held_out, length)
 

@@ -40,6 +40,7 @@ from p2ptrain.models.adapters import FrozenBase
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.node.pacing import NAP_SECONDS, Pacing
 from p2ptrain.node.work import Base, Done, Fetch, Figures, StoppedError, Task, Upstream
+from p2ptrain.slots import Slots
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.learner import Learner
 from p2ptrain.train.live import StepResult, mean_loss
@@ -90,8 +91,8 @@ class _Diary:
         repeated = self.repeated.get(task.round)
         if repeated is None:
             return None
-        entry, is_same = repeated.entry, (task.place, task.places, round_number)
-        return repeated if (entry.place, entry.places, repeated.done.base) == is_same else None
+        entry, is_same = repeated.entry, (task.place, task.places, task.slots, round_number)
+        return repeated if (entry.place, entry.places, entry.slots, repeated.done.base) == is_same else None
 
     def next_number(self) -> int:
         self.trained += 1
@@ -224,8 +225,8 @@ class LocalWorker:
     def complaints(self) -> list[Complaint]:
         return []
 
-    def positions(self, number: int, place: int, places: int) -> Positions:
-        return self.learner.positions_for(number, place, places)
+    def positions(self, number: int, place: int, places: int, slots: Slots | None = None) -> Positions:
+        return self.learner.positions_for(number, place, places, slots)
 
     def set_threads(self, count: int) -> None:
         self.threads = count
@@ -309,7 +310,7 @@ class LocalWorker:
         outstanding, threads = tuple(sorted(task.outstanding)), torch.get_num_threads()
         return Trained(
             diary.next_number(), task.round, base, task.place, task.places, outstanding, payload, threads, sequences,
-            steps, self._applied_after, tail.hex(), task.k,
+            steps, self._applied_after, tail.hex(), task.k, task.slots,
         )  # fmt: skip
 
     def _steps(self, task: Task, before: Trained | None, shifted: Shifted = lambda weights: None) -> bytes:
@@ -320,7 +321,7 @@ class LocalWorker:
         self.figures.begin()
         on_step = partial(self._on_step, task.round, before)
         try:
-            results = self.learner.train(task.round, task.place, task.places, on_step, shifted)
+            results = self.learner.train(task.round, task.place, task.places, on_step, shifted, task.slots)
         except TrainingError:
             self.figures.fail()
             raise
@@ -365,7 +366,7 @@ class LocalWorker:
         async with diary.turn:
             await diary.end_middle()
             while (each := diary.due(self.replica.round)) is not None and (is_applying or not each.applied_after):
-                await fetch(each.round, each.place, each.places)
+                await fetch(each.round, each.place, each.places, each.slots)
                 begun, adopted = asyncio.get_running_loop().create_future(), self.replica.adopted
                 if diary.due(self.replica.round) is not each:
                     return  # another state was adopted
@@ -383,7 +384,7 @@ class LocalWorker:
         learner.catch_up()
         _use_threads(each.threads)
         learner.live.set_sequences_per_pass(each.sequences_per_pass)
-        task = Task(each.round, each.place, each.places, frozenset(each.outstanding), k=each.k)
+        task = Task(each.round, each.place, each.places, frozenset(each.outstanding), k=each.k, slots=each.slots)
         try:
             self._refuse_another_state()
             if each.payload == FAILED and each.steps:
@@ -417,7 +418,7 @@ class LocalWorker:
         self.figures.begin()
         self.learner.restore_all_but(task.outstanding)
         with suppress(_FailedAgainError):
-            self.learner.train(task.round, task.place, task.places, on_step)
+            self.learner.train(task.round, task.place, task.places, on_step, slots=task.slots)
 
     def _await_round(self) -> None:
         """Takes in the next round, once the replica has it."""

@@ -298,6 +298,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     disk: Durability = Durability()
     # With local steps, `training.seconds` are for all of them.
     recipe: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "distro"})
+    data: dict[str, Any] = {}
     agreement: dict[str, Any] = {}
     admission: dict[str, Any] = {}
     admission_keys: Nodes = []  # nodes whose keys are in `admission.keys`: those that may invite, or the allowlist
@@ -308,7 +309,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         """The run's config. Nodes have different keys with each seed."""
         keys = [node_key(seed, index).hex() for index in self.pick(self.admission_keys)]
         admission = {**self.admission, "keys": keys} if keys else self.admission
-        sections = {"recipe": self.recipe, "agreement": self.agreement, "admission": admission}
+        sections = {"recipe": self.recipe, "data": self.data, "agreement": self.agreement, "admission": admission}
         return RunConfig.model_validate({"name": "simulated", **sections})
 
     @cached_property

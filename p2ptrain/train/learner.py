@@ -31,7 +31,7 @@ from torch import Tensor
 
 from p2ptrain.capacity import cores, return_large_blocks
 from p2ptrain.config import DeviceConfig, RunConfig
-from p2ptrain.data.assignment import Positions, shard
+from p2ptrain.data.assignment import WINDOW_PIECES, Positions, shard, shard_in_window, shard_of_slots
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.run_data import check_data, check_tokens, packing_of
 from p2ptrain.digest import digest
@@ -43,6 +43,7 @@ from p2ptrain.exact.shortage import told
 from p2ptrain.models.kinds import build, first_model
 from p2ptrain.models.plugins import blamed_in_run
 from p2ptrain.models.sample import SampleRequest, sample
+from p2ptrain.slots import Slots
 from p2ptrain.train.evaluate import evaluate
 from p2ptrain.train.live import LiveModel, StepResult
 from p2ptrain.train.memory import find_device
@@ -131,13 +132,19 @@ class Learner:
         """Norm of what the last round's local steps moved, over that of the weights; None without local steps."""
         return self.recipe.drift
 
-    def positions_for(self, round_number: int, place: int, places: int) -> Positions:
-        """Returns the sequences that `train` uses, in its order."""
-        count = self.run.recipe.round_sequences
+    def positions_for(self, round_number: int, place: int, places: int, slots: Slots | None = None) -> Positions:
+        """Returns the sequences that `train` uses, in its order. A node that takes more steps than its slots last for
+        uses them again."""
+        count, length, seed = self.run.recipe.round_sequences, self.run.model.sequence_length, self._data_seed
         if self.run.data.source == "own":
             return self.own.positions(self.run, round_number, count) if self.own else np.empty(0, np.int64)
-        sequences = self.dataset.sequences(self.run.model.sequence_length)
-        return shard(self._data_seed, round_number, place, places, count, sequences)
+        sequences = self.dataset.sequences(length)
+        if slots is not None:
+            return np.resize(shard_of_slots(seed, slots, sequences), count)
+        if self.run.data.assignment == "window":
+            window = self.dataset.sequences_in(WINDOW_PIECES, length)
+            return shard_in_window(seed, round_number, place, places, count, sequences, window)
+        return shard(seed, round_number, place, places, count, sequences)
 
     # -----------------------------------------------------------------------------------------------
     # The replica's weights
@@ -201,15 +208,17 @@ class Learner:
         places: int,
         on_step: Callable[[StepResult], bool | None] = lambda result: None,
         shifted: Callable[[Tensor], Tensor | None] = lambda weights: None,
+        slots: Slots | None = None,
     ) -> list[StepResult]:
         """Takes the round's local steps as the node at `place` of `places` in the roster.
 
         `on_step` is called after each; if it returns False, that was the last one. `shifted` returns what to add to the
-        agreed weights before the first, [parameters], which so becomes a part of what is contributed.
+        agreed weights before the first, [parameters], which so becomes a part of what is contributed. `slots` say what
+        to train on where the place does not.
         """
         recipe, length = self.run.recipe, self.run.model.sequence_length
         each = recipe.passes_per_step * recipe.sequences_per_pass
-        positions, privacy = self.positions_for(round_number, place, places), self.live.privacy
+        positions, privacy = self.positions_for(round_number, place, places, slots), self.live.privacy
         self._trained = None
         if privacy is not None:
             privacy.spend(recipe.local_steps)

@@ -144,7 +144,7 @@ IN_A_RUN = {
     "[recipe]\nlerning_rate = 3": "FILE: recipe.lerning_rate: unknown key. Did you mean learning_rate?",
     "[recipe]\npolicy = 3": "FILE: recipe.policy: unknown key. It belongs in [admission]",
     "[recipe]\nseed = 3": "FILE: recipe.seed: unknown key. It belongs in the top of the file",
-    "[data]\nzzz = 3": "FILE: data.zzz: unknown key. Known here: manifest, source, documents",
+    "[data]\nzzz = 3": "FILE: data.zzz: unknown key. Known here: manifest, source, assignment, documents",
     "k = 3": "FILE: k: unknown key. It belongs in [recipe]",
     "[modle]": "FILE: modle: unknown key. Did you mean model?",
     "[http]": "FILE: http: unknown key. It belongs in the other kind of config, that of a node",

@@ -34,7 +34,7 @@ def say(bench: Bench, author: bytes, held_out: int, number: int = 1, **changes: 
 def test_three_members_are_drawn_by_the_last_manifest_and_all_if_there_are_fewer() -> None:
     run, state = run_of(), genesis(RUN, KEYS[:SIZE], ROOT0)
     everyone, sets = set(), []
-    for _ in range(12):
+    for _ in range(24):
         chosen = drawn(state)
         assert len(set(chosen)) == DRAWN
         assert set(chosen) <= set(state.members)

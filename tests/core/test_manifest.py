@@ -349,12 +349,12 @@ def test_the_manifest_is_a_part_of_the_protocol() -> None:
     offer = Announcement(bytes(32), 1, 0, b"\7" * 32, b"\5" * 32, 99, 1, 2, 0, members[2])
     named = quorum(state, held=names(offer), requests=(b"\4" * 16,), heard=b"\x07")
     manifest = decide(state, named, (offer,), {b"\4" * 16: Request(join=Join(b"\6" * 32, b"\3" * 32, 1, 9))})
-    taken = [[members[2], 1, 0, b"\5" * 32, 99]]
+    taken = [[members[2], 1, 0, b"\5" * 32, 99, 1]]
     joins = [[b"\6" * 32, b"\3" * 32, 1, 9]]
     where = [bytes(32), 1, bytes(32), state.digest, 0, b"\7" * 32]
     plain = [*where, taken, [], [], joins, [], [], b"\x08", [], []]
     assert manifest.digest == digest("manifest", msgspec.msgpack.encode(plain))
-    assert manifest.digest.hex() == "0f52ca9b9130098403330f4ceb26f6c90057b8ba8eec5b30fd78db5e6b776910"
+    assert manifest.digest.hex() == "c5af39fa2db6999626abaf31338df3f897955165602588652c40801bc6f1b8d1"
 
 
 # ---------------------------------------------------------------------------------------------------

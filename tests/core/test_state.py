@@ -15,6 +15,7 @@ from p2ptrain.core.messages import Announcement
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import BANS_MAX, UNSEATED_ABSENCES, WINDOW_MAX, Admitted, AgreedState, Taken, genesis
 from p2ptrain.digest import digest
+from p2ptrain.slots import Slots
 from tests.helpers.core import KEYS, ROOT0, RUN, announced, root_of, run_of
 
 MEMBERS, NEWCOMER, LATECOMER = KEYS[:4], KEYS[8], KEYS[9]
@@ -39,7 +40,7 @@ def manifest(state: AgreedState, **changes: Any) -> Manifest:
 def taking(state: AgreedState, *authors: bytes, number: int | None = None, base: int | None = None) -> Manifest:
     """The next manifest, with these authors' contributions for its own round or another."""
     of = state.round + 1 if number is None else number
-    taken = tuple(Taken(author, of, of - 1 if base is None else base, PAYLOAD, 1) for author in sorted(authors))
+    taken = tuple(Taken(author, of, of - 1 if base is None else base, PAYLOAD, 1, 1) for author in sorted(authors))
     return manifest(state, taken=taken)
 
 
@@ -74,6 +75,7 @@ def test_a_run_begins_like_this() -> None:
         spent=(),
         root_round=0,
         root=ROOT0,
+        assigned=0,
     )
 
 
@@ -121,6 +123,7 @@ def test_every_part_of_the_state_is_in_its_digest() -> None:
         "spent": ((NO_BEARER, 1),),
         "root_round": 1,
         "root": BRANCH,
+        "assigned": 1,
     }
     assert list(others) == list(AgreedState.__struct_fields__)
     digests = {msgspec.structs.replace(state, **{name: value}).digest for name, value in others.items()}
@@ -177,7 +180,7 @@ def test_each_author_and_round_is_taken_once_ever(staleness: int, data: st.DataO
             base = data.draw(st.integers(0, of - 1))
             if state.may_take(offer(of, base, author), staleness):
                 assert (author, of) not in ever
-                chosen.append(Taken(author, of, base, PAYLOAD, 1))
+                chosen.append(Taken(author, of, base, PAYLOAD, 1, 1))
                 ever.add((author, of))
         state = after(state, run, taken=tuple(chosen))
         assert state.window == tuple(sorted(state.window))
@@ -434,11 +437,87 @@ def test_the_state_is_a_part_of_the_protocol() -> None:
         state, joins=(Join(b"\5" * 32, b"\3" * 32, 1, 9),), banned=(keys[1],), unseated=(keys[1],), absent=b"\1"
     )
     members = [keys[0], keys[2], keys[3]]
-    admitted = [[keys[0], 0, 1, 1], [keys[2], 0, 1, 0], [keys[3], 0, 0, 0], [b"\5" * 32, 2, 0, 0]]
+    admitted = [[keys[0], 0, 1, 1, 0], [keys[2], 0, 1, 0, 0], [keys[3], 0, 0, 0, 0], [b"\5" * 32, 2, 0, 0, 0]]
     window, spent = [[keys[0], 1], [keys[2], 1]], [[b"\3" * 32, 9]]
-    plain = [bytes(32), 2, state.head, members, admitted, [keys[1]], window, [1], spent, 0, b"\7" * 32]
+    plain = [bytes(32), 2, state.head, members, admitted, [keys[1]], window, [1], spent, 0, b"\7" * 32, 0]
     assert state.digest == digest("agreed state", msgspec.msgpack.encode(plain))
     assert (state.head.hex(), state.digest.hex()) == (
-        "29f95d90bf5e940e5496d6ee4d5927322940d03024d32651a8a1ac9f2606d89c",
-        "363a5f86d321154f9bfdf62d29818495cc5e2809012775a3a1fd7b0a958f5346",
+        "d724dfd2fb00cadbbc8baba2a25c74164a441e7cd385e2ba3e8e56e653d67507",
+        "90098401c1f3578f308d6f54ca37aba4b561e25c58f5cc28e8317d26cfa80689",
     )
+
+
+# ---------------------------------------------------------------------------------------------------
+# By capability
+
+TEN_STEPS = {"local_steps": 10, "passes_per_step": 2, "sequences_per_pass": 3}
+BY_CAPABILITY = run_of(data={"assignment": "capability"}, recipe=TEN_STEPS)
+
+
+def stepping(state: AgreedState, *steps: int, run: RunConfig = BY_CAPABILITY) -> AgreedState:
+    """The state after a round in which the members contributed so many steps; 0: nothing."""
+    number = state.round + 1
+    pairs = zip(MEMBERS, steps, strict=False)
+    taken = tuple(Taken(key, number, state.round, PAYLOAD, 1, each) for key, each in pairs if each)
+    return state.after(manifest(state, taken=taken), run)
+
+
+def shares_of(state: AgreedState) -> list[tuple[int, int]]:
+    """Returns where each member's slots of the next round begin, and how many there are, in steps."""
+    found = [each for key in state.members if (each := state.slots_of(key, state.round + 1, BY_CAPABILITY))]
+    assert len(found) == len(state.members)
+    assert {each.total for each in found} == {sum(each.size for each in found)}
+    return [((each.start + each.first) // 6, each.size // 6) for each in found]
+
+
+def test_members_get_data_for_as_many_steps_as_they_took_one_after_the_other() -> None:
+    state = start()
+    assert shares_of(state) == [(0, 10), (10, 10), (20, 10), (30, 10)]
+    state = stepping(state, 10, 7, 9, 12)
+    assert [entry.steps for entry in state.admitted] == [10, 7, 9, 10]  # at most what a round has
+    assert shares_of(state) == [(40, 10), (50, 7), (57, 9), (66, 10)]
+    assert state.slots_of(MEMBERS[1], 3, BY_CAPABILITY) == Slots((40 + 36) * 6, 36 * 6, 10 * 6, 7 * 6)  # a round ahead
+    state = stepping(state, 10, 10, 9, 10)
+    assert shares_of(state) == [(76, 10), (86, 10), (96, 9), (105, 10)]
+
+
+def test_one_slow_round_changes_little_and_who_is_away_gets_less_each_round() -> None:
+    state, fading = start(), []
+    for _ in range(8):
+        state = stepping(state, 10, 1, 0)
+        fading.append(tuple(entry.steps for entry in state.admitted))
+    assert fading[0] == (10, 7, 7, 7)
+    assert fading[-1] == (10, 1, 1, 1)
+    assert fading == sorted(fading, reverse=True)
+    assert [entry.steps for entry in stepping(state, 10, 10, 0).admitted] == [10, 10, 1, 1]
+
+
+def test_nobody_gets_less_than_the_fewest_steps_of_a_round() -> None:
+    for least, kept in ((4, 4), (0, 10)):  # 0: always all
+        run = run_of(data={"assignment": "capability"}, recipe=TEN_STEPS | {"local_steps_min": least})
+        state = start()
+        for _ in range(9):
+            state = stepping(state, 10, 1, run=run)
+        assert [entry.steps for entry in state.admitted] == [10, kept, kept, kept]
+
+
+def test_a_newcomer_gets_all_steps_and_a_branch_keeps_what_is_known() -> None:
+    state = stepping(start(), 10, 7, 9, 10)
+    joined = state.after(manifest(state, joins=(Join(NEWCOMER, NO_BEARER, 1, 0),)), BY_CAPABILITY)
+    slots = joined.slots_of(NEWCOMER, 3, BY_CAPABILITY)
+    assert slots is not None and slots.size == 60
+    apart = state.regrouped(BRANCH, MEMBERS[:2])
+    assert [entry.steps for entry in apart.admitted] == [10, 7, 9, 10]
+    assert apart.assigned == state.assigned == 40
+
+
+def test_other_policies_keep_no_account_of_steps() -> None:
+    state = stepping(start(), 10, 1, run=OPEN)
+    assert (state.assigned, {entry.steps for entry in state.admitted}) == (0, {0})
+    assert state.slots_of(MEMBERS[0], 2, OPEN) is None
+
+
+def test_the_account_of_steps_stays_a_number_that_can_be_encoded() -> None:
+    state = stepping(msgspec.structs.replace(start(), assigned=2**48 - 1), 10)
+    assert state.assigned == 39
+    assert _DECODER.decode(msgspec.msgpack.encode(state)) == state

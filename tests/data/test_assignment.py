@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.data.assignment import shard
+from p2ptrain.data.assignment import shard, shard_in_window, shard_of_slots
 from p2ptrain.digest import digest
+from p2ptrain.slots import Slots
 
 MASK = 2**64 - 1
 
@@ -155,3 +156,128 @@ def test_a_shard_is_a_pure_function_of_integers() -> None:
     np.random.seed(0)
     assert first.dtype == np.int64
     assert shard(1, 2, 3, 4, 5, 6_000).tolist() == first.tolist()
+
+
+# ---------------------------------------------------------------------------------------------------
+# By window
+
+
+def by_place(seed: int, number: int, places: int, count: int, sequences: int, window: int) -> list[list[int]]:
+    """Returns the sequences of each place in a round."""
+    shares = [shard_in_window(seed, number, place, places, count, sequences, window) for place in range(places)]
+    return [each.tolist() for each in shares]
+
+
+windowed = given(
+    seed=st.integers(0, 2**63 - 1),
+    pass_number=st.integers(0, 100),
+    places=st.integers(1, 12),
+    count=st.integers(1, 20),
+    sequences=st.integers(1, 2_000),
+    window=st.integers(1, 400),
+)
+
+
+@windowed
+@settings(deadline=None, max_examples=60)
+def test_a_pass_by_window_repeats_nothing_and_uses_as_much_as_one_that_is_drawn(
+    seed: int, pass_number: int, places: int, count: int, sequences: int, window: int
+) -> None:
+    rounds = sequences // (places * count)
+    numbers = range(pass_number * rounds, (pass_number + 1) * rounds)
+    used = [
+        position
+        for number in numbers
+        for share in by_place(seed, number, places, count, sequences, window)
+        for position in share
+    ]
+    assert len(set(used)) == len(used) == rounds * places * count
+    assert all(0 <= position < sequences for position in used)
+
+
+@windowed
+@settings(deadline=None, max_examples=60)
+def test_a_place_stays_in_its_window_for_a_turn(
+    seed: int, pass_number: int, places: int, count: int, sequences: int, window: int
+) -> None:
+    rounds, turn = sequences // (places * count), max(1, window // count)
+    for begin in range(0, rounds, turn):
+        numbers = range(pass_number * rounds + begin, pass_number * rounds + min(begin + turn, rounds))
+        shares = [by_place(seed, number, places, count, sequences, window)[0] for number in numbers]
+        used = sorted(position for share in shares for position in share)
+        gaps = np.diff([*used, used[0] + sequences])
+        assert sequences - gaps.max() + 1 == len(used)  # one run of positions, perhaps over the end of the data
+        assert len(used) <= max(window, count)
+
+
+def test_a_window_is_shuffled_and_the_next_pass_has_others() -> None:
+    shares = by_place(1, 0, places=4, count=100, sequences=100_000, window=1_000)
+    for share in shares:
+        assert 800 < max(share) - min(share) < 1_000
+        assert (np.abs(np.diff(share)) == 1).sum() < 5
+    later = by_place(1, 250, places=4, count=100, sequences=100_000, window=1_000)
+    assert not {position for share in shares for position in share} & {
+        position for share in later for position in share
+    }
+
+
+def test_too_little_data_for_a_round_is_shared_as_if_drawn() -> None:
+    for place in range(4):
+        assert shard_in_window(3, 7, place, 4, 5, 19, 8).tolist() == shard(3, 7, place, 4, 5, 19).tolist()
+
+
+def test_windows_are_the_committed_ones() -> None:
+    assert shard_in_window(7, 0, 0, 3, 4, 1_000, 100).tolist() == [205, 150, 230, 148]
+    assert shard_in_window(7, 80, 2, 3, 4, 1_000, 100).tolist() == [672, 677, 693, 697]
+    assert shard_in_window(2**63 - 1, 10**6, 255, 256, 4, 2**62, 2**20).tolist() == [
+        308601409884391246,
+        308601409883736015,
+        308601409884240039,
+        308601409884584541,
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------
+# By capability
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    pass_number=st.integers(0, 2**20),
+    shares=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    rounds=st.integers(1, 20),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_pass_by_capability_uses_all_data_once(seed: int, pass_number: int, shares: list[int], rounds: int) -> None:
+    total = sum(shares)
+    sequences = rounds * total
+    firsts = np.cumsum([0, *shares[:-1]]).tolist()
+    starts = [pass_number * sequences + number * total for number in range(rounds)]
+    used = [
+        position
+        for start in starts
+        for first, share in zip(firsts, shares, strict=True)
+        for position in shard_of_slots(seed, Slots(start, total, first, share), sequences).tolist()
+    ]
+    assert sorted(used) == list(range(sequences))
+
+
+@given(
+    start=st.integers(0, 2**60), shares=st.lists(st.integers(1, 12), min_size=1, max_size=12), more=st.integers(0, 50)
+)
+@settings(deadline=None, max_examples=60)
+def test_members_do_not_overlap_in_the_round_in_which_a_pass_ends(start: int, shares: list[int], more: int) -> None:
+    total = sum(shares)
+    firsts = np.cumsum([0, *shares[:-1]]).tolist()
+    parts = [
+        shard_of_slots(5, Slots(start, total, first, share), total + more)
+        for first, share in zip(firsts, shares, strict=True)
+    ]
+    assert len(set(np.concatenate(parts).tolist())) == total
+
+
+def test_slots_of_equal_members_are_those_that_are_drawn() -> None:
+    for number in range(12):
+        slots = Slots(number * 20, 20, 5, 5)
+        assert shard_of_slots(9, slots, 200).tolist() == shard(9, number, 1, 4, 5, 200).tolist()
+    assert Slots(40, 20, 5, 5).next == Slots(60, 20, 5, 5)

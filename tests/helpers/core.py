@@ -159,10 +159,12 @@ def run_of(
     admission: dict[str, Any] | None = None,
     recipe: dict[str, Any] | None = None,
     every_rounds: int = 0,
+    data: dict[str, Any] | None = None,
 ) -> RunConfig:
     """`every_rounds`: between measurements of the held-out loss."""
     sections = {"agreement": agreement or {}, "admission": admission or {}, "recipe": recipe or {"name": "distro"}}
-    return RunConfig.model_validate({"name": "test", **sections, "eval": {"every_rounds": every_rounds}})
+    others = {"eval": {"every_rounds": every_rounds}, "data": data or {}}
+    return RunConfig.model_validate({"name": "test", **sections, **others})
 
 
 class Bench:

@@ -26,7 +26,7 @@ from p2ptrain.core.manifest import Manifest as RoundManifest
 from p2ptrain.core.messages import KEY_BYTES, Hello, content_of, payload_digest
 from p2ptrain.core.state import AgreedState, Taken, genesis
 from p2ptrain.daemon.assembly import Workshop
-from p2ptrain.data.assignment import Positions, shard
+from p2ptrain.data.assignment import Positions, shard, shard_in_window, shard_of_slots
 from p2ptrain.data.dataset import DatasetIndex, Split, TokenDataset, TokenizerName, manifest_digest, piece_digest
 from p2ptrain.data.dataset import store_manifest as store_data_manifest
 from p2ptrain.digest import digest, leaf_digests, merkle_root
@@ -47,6 +47,7 @@ from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.node.strangers import messages_of_strangers
 from p2ptrain.node.work import Worker
+from p2ptrain.slots import Slots
 from p2ptrain.store.store import Store
 from p2ptrain.train.live import StepResult
 from p2ptrain.train.saved_state import Capture
@@ -58,6 +59,7 @@ from tests.helpers.net import at, until
 T = TypeVar("T")
 PAYLOAD_BYTES = 1_000  # with the author's key
 SEQUENCE = 256  # tokens, as in a run that says nothing else
+WINDOW = 10  # sequences
 STATE_BYTES = 2**20 + 64  # two pieces
 STATE = Random(0).randbytes(STATE_BYTES)
 DATA = Random(1).randbytes(20_000)
@@ -72,13 +74,14 @@ class ChainTrainer:
     """A fake learner, and its own replica: its state hashes all applied payloads, its residual all that was trained and
     restored."""
 
-    def __init__(self, dataset: TokenDataset | None = None, seed: int = 0) -> None:
+    def __init__(self, dataset: TokenDataset | None = None, seed: int = 0, run: RunConfig | None = None) -> None:
         self.dataset = self.trained_on = dataset
         self.replica = self
         self.lock, self.weights, self.adopted = RLock(), torch.zeros(1), 0
         self.round, self.state = 0, STATE
         self.device = torch.device("cpu")
-        self.run = RunConfig(name="chain", recipe=RecipeConfig(name="distro"))
+        self.run = run or RunConfig(name="chain", recipe=RecipeConfig(name="distro"))
+        self.used: dict[int, list[int]] = {}  # sequences of each round
         self.own_drift = 0.25
         self.drift: float | None = None
         self.update_norm: float | None = 0.5
@@ -105,9 +108,13 @@ class ChainTrainer:
     def kept_rounds(self) -> tuple[int, ...]:
         return tuple(sorted(self.kept))
 
-    def positions_for(self, number: int, place: int, places: int) -> Positions:
+    def positions_for(self, number: int, place: int, places: int, slots: Slots | None = None) -> Positions:
         if self.dataset is None:
             return np.zeros(0, dtype=np.int64)
+        if slots is not None:
+            return shard_of_slots(0, slots, self.dataset.sequences(SEQUENCE))
+        if self.run.data.assignment == "window":
+            return shard_in_window(0, number, place, places, 2, self.dataset.sequences(SEQUENCE), WINDOW)
         return shard(0, number, place, places, 2, self.dataset.sequences(SEQUENCE))
 
     # A learner's part
@@ -122,9 +129,12 @@ class ChainTrainer:
         places: int,
         on_step: Callable[[StepResult], object],
         shifted: Callable[[Any], Any] = lambda weights: None,
+        slots: Slots | None = None,
     ) -> list[StepResult]:
         if self.dataset is not None:
-            self.dataset.batch(self.positions_for(number, place, places), SEQUENCE)  # DataError if it is not here
+            positions = self.positions_for(number, place, places, slots)
+            self.used[number] = positions.tolist()
+            self.dataset.batch(positions, SEQUENCE)  # DataError if it is not here
         self.done.append(("train", number, place, places))
         shifted(self.weights)
         words = (each.to_bytes(8, "little") for each in (number, place, places))
@@ -479,7 +489,7 @@ def a_dataset(directory: Path, data: bytes = DATA, is_whole: bool = True) -> Tok
 def a_manifest(state: AgreedState, number: int, payloads: Sequence[bytes], **changes: Any) -> RoundManifest:
     """Makes a manifest with the fields that a driver reads."""
     taken = tuple(
-        Taken(author, number, number - 1, payload_digest(payload), len(payload))
+        Taken(author, number, number - 1, payload_digest(payload), len(payload), 1)
         for author, payload in zip(KEYS, payloads, strict=False)
     )
     fields: dict[str, Any] = {"round": number, "taken": taken} | changes

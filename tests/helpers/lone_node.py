@@ -24,6 +24,7 @@ from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
 from p2ptrain.node.work import Base
 from p2ptrain.observe.build import complaints_of
+from p2ptrain.slots import Slots
 from p2ptrain.train.live import StepResult
 from tests.helpers.driver import SEQUENCE, STATE, ChainTrainer, loop_workshop, root_of
 from tests.helpers.memory_network import Network
@@ -44,11 +45,17 @@ class WatchedTrainer(ChainTrainer):
         self.bits: dict[int, Bits] = {}
 
     def train(
-        self, number: int, place: int, places: int, on_step: Callable[[StepResult], object], shifted: Any = None
+        self,
+        number: int,
+        place: int,
+        places: int,
+        on_step: Callable[[StepResult], object],
+        shifted: Any = None,
+        slots: Slots | None = None,
     ) -> list[StepResult]:
-        results = super().train(number, place, places, on_step)
+        results = super().train(number, place, places, on_step, slots=slots)
         assert self.dataset is not None
-        batch = self.dataset.batch(self.positions_for(number, place, places), SEQUENCE)
+        batch = self.dataset.batch(self.positions_for(number, place, places, slots), SEQUENCE)
         self.residual = digest("test data", self.residual, batch.tobytes())
         return results
 

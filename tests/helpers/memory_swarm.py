@@ -77,7 +77,7 @@ class Member:
             limits=LimitsConfig(upload_bytes_per_second=10**9, download_bytes_per_second=2 * 10**9),
         )
         dataset = a_dataset(self.directory / "data", is_whole=is_founder)
-        trainer = ChainTrainer(dataset, seed=self.number)
+        trainer = ChainTrainer(dataset, seed=self.number, run=swarm.run)
 
         async def opened(launch: Launch, note: Note) -> Workshop:
             self.workshop = loop_workshop(trainer, note, self.key)
@@ -117,7 +117,7 @@ class Member:
 class MemorySwarm:
     """The founders of a run, and the nodes that join later."""
 
-    def __init__(self, directory: Path, **agreement: Any) -> None:
+    def __init__(self, directory: Path, sections: dict[str, Any], **agreement: Any) -> None:
         self.directory = directory
         self.network = Network(seed=1, latency_seconds=0.02, loss=0.02)
         self.nodes: list[Member] = []
@@ -128,6 +128,7 @@ class MemorySwarm:
             "recipe": {"name": "distro"},
             "agreement": {"inline_bytes_max": 0, "stall_seconds": 600, **agreement},
             "admission": {"probation_rounds": 1},
+            **sections,
         }
         self.run = RunConfig.model_validate(raw).sealed(
             manifest=manifest_digest(dataset.manifest_bytes()),
@@ -166,9 +167,11 @@ class MemorySwarm:
 
 
 @asynccontextmanager
-async def swarm(tmp_path: Path, outputs: Outputs | None = None, **agreement: Any) -> AsyncIterator[MemorySwarm]:
-    """Runs a swarm; `outputs` are the first node's."""
-    made = MemorySwarm(tmp_path, **agreement)
+async def swarm(
+    tmp_path: Path, outputs: Outputs | None = None, sections: dict[str, Any] | None = None, **agreement: Any
+) -> AsyncIterator[MemorySwarm]:
+    """Runs a swarm; `outputs` are the first node's, `sections` of the run's config."""
+    made = MemorySwarm(tmp_path, sections or {}, **agreement)
     made.nodes[0].outputs = outputs
     try:
         for node in made.nodes:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from p2ptrain.core import events as ev
@@ -16,6 +17,7 @@ from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.node.trainings import DATA_SECONDS
+from p2ptrain.slots import Slots
 from p2ptrain.store.diary import Trained
 from tests.helpers.blobs import BlobNode, MemoryBlob
 from tests.helpers.driver import PEER, SEQUENCE, DriverBench, a_manifest, bench, doing, of_kind, root_of
@@ -74,6 +76,21 @@ async def test_the_next_rounds_data_are_fetched_while_this_one_trains(tmp_path: 
         doing(each, ev.Train(2, 0, PLACE, PLACES))
         await until(lambda: len(of_kind(each, ev.TrainingFinished)) == 2)
         assert [done[1] for done in each.trainer.done if done[0] == "train"] == [1, 2]
+
+
+@skipping_time
+async def test_the_slots_of_the_next_round_are_fetched_ahead_by_capability(tmp_path: Path, whole: TokenDataset) -> None:
+    async with joined(tmp_path, whole, 2 * ROUND_PIECES) as (each, data):
+        server, slots = await each.serve(PEER), Slots(600, 8, 2, ROUND_PIECES)
+        used = [each.trainer.positions_for(1, PLACE, PLACES, at).tolist() for at in (slots, slots.next)]
+        give(server, whole, [bytes.fromhex(name) for name in whole.manifest.training.pieces])
+        doing(each, ev.Train(1, 0, PLACE, PLACES, slots=slots))
+        await until(lambda: bool(of_kind(each, ev.TrainingFinished)))
+        ahead = each.driver.trainings.ahead
+        assert ahead is not None
+        await ahead
+        assert each.trainer.used == {1: used[0]}
+        assert data.missing(np.array(used[0] + used[1]), SEQUENCE) == []
 
 
 @skipping_time

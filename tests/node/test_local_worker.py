@@ -22,6 +22,7 @@ from p2ptrain.node.local_worker import FAILED, LearnerThread, LocalWorker
 from p2ptrain.node.pacing import Pacing
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import Task
+from p2ptrain.slots import Slots
 from p2ptrain.store.diary import Diary, Trained
 from tests.helpers.trainer import FAMILY, RECIPES, Trainer, embedded, make
 
@@ -34,7 +35,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     return embedded(tmp_path_factory.mktemp("corpus") / "data")
 
 
-async def fetch(number: int, place: int, places: int) -> None:
+async def fetch(number: int, place: int, places: int, slots: Slots | None) -> None:
     """All data is here."""
 
 
@@ -119,6 +120,27 @@ async def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
     assert caplog.text == ""
     for life in (whole, again):
         life.close()
+
+
+async def test_a_training_by_capability_is_repeated_on_the_same_sequences(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
+    life, again, slots = Life(dataset, "local"), Life(dataset, "local"), Slots(200, 80, 8, 8)
+    done = await life.worker.train(Task(1, 0, 1, slots=slots))
+    for each in life.diary:
+        Diary(tmp_path / "diary.jsonl").note(each)
+    fetched: list[object] = []
+
+    async def fetching(*asked: object) -> None:
+        fetched.append(asked)
+
+    again.worker.repeat_all(Diary(tmp_path / "diary.jsonl").after(0), 1)
+    await again.worker.repeat(fetching)
+    assert fetched == [(1, 0, 1, slots)]
+    assert await again.worker.train(Task(1, 0, 1, slots=slots)) == done
+    assert again.diary == []
+    for each in (life, again):
+        each.close()
 
 
 class LateLife(Life):
@@ -231,7 +253,7 @@ async def test_a_state_that_is_adopted_while_a_training_is_repeated_ends_its_wai
     before = [] if has_begun else [asyncio.ensure_future(again.thread.run(gate.wait))]
     asked = asyncio.Event()
 
-    async def fetching(*_: int) -> None:
+    async def fetching(*_: object) -> None:
         asked.set()  # its job is given to the thread before anything else runs
 
     repeating = asyncio.ensure_future(again.worker.repeat(fetching, is_applying=True))

@@ -166,3 +166,22 @@ async def test_all_stop_at_once_and_go_on_where_they_were(tmp_path: Path) -> Non
             await node.start()
         await made.reach(stood + 4)
         made.compare(stood + 4)
+
+
+@pytest.mark.parametrize("assignment", ["drawn", "window", "capability"])
+@skipping_time
+async def test_members_train_on_different_sequences_by_every_policy(tmp_path: Path, assignment: str) -> None:
+    recipe = {"local_steps": 6, "sequences_per_pass": 1}  # of which the fake trainer takes one
+    async with swarm(tmp_path, sections={"data": {"assignment": assignment}, "recipe": recipe}) as made:
+        await made.reach(12)
+        made.compare(12)
+        trainers = [node.workshop.replica.chain for node in made.nodes]
+        for number in range(1, 13):
+            used = [position for each in trainers for position in each.used.get(number, ())]
+            assert used and len(set(used)) == len(used)
+        state = made.nodes[0].daemon.driver.node.view().state
+        if assignment == "capability":
+            assert {entry.steps for entry in state.admitted} == {1}
+            assert state.assigned >= 4 * state.round
+        else:
+            assert (state.assigned, {entry.steps for entry in state.admitted}) == (0, {0})

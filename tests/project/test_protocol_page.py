@@ -17,11 +17,12 @@ from msgspec import Struct
 
 from p2ptrain.core import history, manifest, messages, state
 from p2ptrain.core.messages import Ballot, Vote, signed_bytes
-from p2ptrain.data.assignment import shard
+from p2ptrain.data.assignment import shard, shard_in_window, shard_of_slots
 from p2ptrain.data.masking import Masking
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.exact.codec import Contribution, PayloadFormat, index_widths, pack
 from p2ptrain.exact.transform import COSINES
+from p2ptrain.slots import Slots
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 KINDS = {
@@ -88,11 +89,14 @@ def test_digests_and_signed_bytes_are_as_told() -> None:
     assert signed_bytes(b"r" * 32, vote) == b"p2ptrain 2 vote\0" + b"r" * 32 + told_digest("message vote", body)
 
 
-def told_shard(seed: int, number: int, place: int, places: int, count: int, sequences: int) -> list[int]:
-    passed, x = divmod(number, max(1, sequences // (places * count)))
-    words = [told_digest("assignment keys", u64(seed), u64(passed), bytes([half])) for half in range(2)]
-    keys = np.frombuffer(b"".join(words), "<u8").tolist()
-    bits = max(2, (sequences - 1).bit_length())
+def told_keys(domain: str, *numbers: int) -> list[int]:
+    words = [told_digest(domain, *map(u64, numbers), bytes([half])) for half in range(2)]
+    keys: list[int] = np.frombuffer(b"".join(words), "<u8").tolist()
+    return keys
+
+
+def told_permutation(word: int, size: int, keys: list[int]) -> int:
+    bits = max(2, (size - 1).bit_length())
     low_bits = bits // 2
 
     def mix(z: int) -> int:
@@ -100,16 +104,31 @@ def told_shard(seed: int, number: int, place: int, places: int, count: int, sequ
         z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
         return z ^ z >> 31
 
-    def permuted(word: int) -> int:
-        low, high = word % 2**low_bits, word >> low_bits
-        for k0, k1 in zip(keys[::2], keys[1::2], strict=True):
-            low ^= mix(high ^ k0) % 2**low_bits
-            high ^= mix(low ^ k1) % 2 ** (bits - low_bits)
-        found = high << low_bits | low
-        return found if found < sequences else permuted(found)
+    low, high = word % 2**low_bits, word >> low_bits
+    for k0, k1 in zip(keys[::2], keys[1::2], strict=True):
+        low ^= mix(high ^ k0) % 2**low_bits
+        high ^= mix(low ^ k1) % 2 ** (bits - low_bits)
+    found = high << low_bits | low
+    return found if found < size else told_permutation(found, size, keys)
 
-    first = x * places * count + place * count
-    return [permuted((first + i) % sequences) for i in range(count)]
+
+def told_shard(seed: int, number: int, place: int, places: int, count: int, sequences: int) -> list[int]:
+    passed, x = divmod(number, max(1, sequences // (places * count)))
+    keys, first = told_keys("assignment keys", seed, passed), x * places * count + place * count
+    return [told_permutation((first + i) % sequences, sequences, keys) for i in range(count)]
+
+
+def told_window(seed: int, r: int, g: int, G: int, n: int, Q: int, W: int) -> list[int]:  # noqa: N803
+    P, R = Q // (G * n), max(1, W // n)  # noqa: N806
+    passed, x = divmod(r, P)
+    turn, y = divmod(x, R)
+    T = P // R  # noqa: N806
+    d, t, v, V = (0, R, turn * G + g, T * G) if turn < T else (T * G, P % R, g, G)  # noqa: N806
+    keys = told_keys("assignment keys", seed, passed)
+    o = told_permutation(v, V, keys)
+    inner = told_keys("window keys", seed, passed, d + o)
+    start = told_permutation(0, Q, keys) + d * R * n + o * t * n
+    return [(start + told_permutation(y * n + i, t * n, inner)) % Q for i in range(n)]
 
 
 @pytest.mark.parametrize("sequences", [3, 1_000, 4_097])
@@ -130,6 +149,24 @@ def test_masks_are_as_told(number: int | None) -> None:
         told.append((read, t) if a < 2**32 * 150 // 1000 else (t, -1))
     drawn = Masking(5, 256, 256, 0).draw(np.array([tokens]), np.array([place]), number)[0]
     assert list(map(tuple, drawn.T.tolist())) == told
+
+
+@pytest.mark.parametrize("window", [3, 70, 10_000])
+def test_a_shard_by_window_is_as_told(window: int) -> None:
+    for number in (1, 101, 12_345):  # of 102 a pass, so that the second is in a last turn
+        assert shard_in_window(11, number, 2, 5, 8, 4_097, window).tolist() == told_window(
+            11, number, 2, 5, 8, 4_097, window
+        )
+
+
+def test_a_shard_by_capability_is_as_told() -> None:
+    """With the c of three keys, of which ours is the second, in a round of ten steps of three sequences."""
+    assigned, steps, m, Q, ahead = 1_234, (10, 4, 7), 3, 1_000, 1  # noqa: N806
+    first = m * (assigned + ahead * sum(steps) + steps[0])
+    keys = told_keys("assignment keys", 11, (first - m * steps[0]) // Q)
+    told = [told_permutation((first + i) % Q, Q, keys) for i in range(m * steps[1])]
+    slots = Slots(m * (assigned + sum(steps)), m * sum(steps), m * steps[0], m * steps[1])
+    assert shard_of_slots(11, slots, Q).tolist() == told
 
 
 def test_a_payload_is_as_told() -> None:

@@ -100,7 +100,7 @@ async def test_what_the_world_has_agreed_on_becomes_part_of_the_next_contributio
 
 
 async def test_a_killed_node_repeats_what_it_had_contributed_with_its_tail(node: RegionNode, tmp_path: Path) -> None:
-    async def fetch(number: int, place: int, places: int) -> None: ...
+    async def fetch(*_: object) -> None: ...
 
     node.hear()
     await node.apply(1, await node.train(1))

@@ -411,3 +411,28 @@ def test_nothing_but_the_history_grows_with_the_rounds() -> None:
 
     few, many = sizes(150), sizes(300)
     assert {name for name in few if many[name] > few[name] + 8} == {"history"}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Data
+
+
+@pytest.mark.parametrize("assignment", ["drawn", "window", "capability"])
+def test_a_slow_member_gets_less_data_by_capability_alone(assignment: str) -> None:
+    shares: dict[bytes, int] = {}
+
+    def prepare(cluster: Cluster) -> None:
+        def note(node: Any, event: object, effects: Any, local: object) -> None:
+            for effect in effects or ():
+                if isinstance(effect, ev.Train) and effect.slots is not None:
+                    shares[node.key] = effect.slots.size
+
+        cluster.watch.observers.append(note)
+
+    training = {"seconds": 10.0, "spread": 0.0, "slow": [{"nodes": [3], "times": 5.0}]}
+    recipe = {"local_steps": 10, "sequences_per_pass": 2}
+    slow = scenario(4, rounds=20, seconds=900.0, training=training, recipe=recipe, data={"assignment": assignment})
+    outcome = simulate(slow, 1, standard(), prepare)
+    assert outcome.failures == []
+    found = [shares.get(node.key) for node in outcome.cluster.nodes]
+    assert found == ([20, 20, 20, 4] if assignment == "capability" else [None] * 4)

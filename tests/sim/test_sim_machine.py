@@ -286,7 +286,7 @@ def test_the_same_manifest_makes_another_state_of_another_state() -> None:
 def test_applying_without_a_payload_is_caught() -> None:
     cluster, _ = scripted()
     name, _ = cluster.payloads.make(cluster.nodes[1], 1, 0)
-    apply = ev.Apply(manifest(cluster, [Taken(cluster.nodes[1].key, 1, 0, name, 40)]))
+    apply = ev.Apply(manifest(cluster, [Taken(cluster.nodes[1].key, 1, 0, name, 40, 1)]))
     with pytest.raises(Violation, match="node 0 applies round 1 and lacks a payload"):
         do(cluster, 0, apply)
 

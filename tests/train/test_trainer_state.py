@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from p2ptrain.config.run import DataConfig
+from p2ptrain.data.assignment import WINDOW_PIECES, shard, shard_in_window, shard_of_slots
 from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.exact import replica
+from p2ptrain.slots import Slots
 from p2ptrain.train import learner
 from p2ptrain.train.learner import EVALUATED_SEQUENCES
 from tests.helpers.trainer import FAMILY, ONE_THREAD, RECIPES, Trainer, embedded, make, swarm_round
@@ -220,6 +223,18 @@ def test_positions_are_those_that_are_trained_on(dataset: TokenDataset, monkeypa
     assert used == trainer.positions_for(7, 1, 3).tolist()
     assert len(used) == 3 * 2 * 4
     assert not set(used) & set(trainer.positions_for(7, 0, 3).tolist())
+
+
+def test_a_learner_reads_what_the_runs_policy_assigns(dataset: TokenDataset) -> None:
+    drawn = make(dataset, "local", seed=1, local_steps=3)
+    run = drawn.run.model_copy(update={"data": DataConfig(assignment="window")})
+    window, length, count = Trainer(run, ONE_THREAD, dataset), run.model.sequence_length, run.recipe.round_sequences
+    sequences = dataset.sequences(length)
+    assert drawn.positions_for(7, 1, 3).tolist() == shard(1, 7, 1, 3, count, sequences).tolist()
+    most = dataset.sequences_in(WINDOW_PIECES, length)
+    assert window.positions_for(7, 1, 3).tolist() == shard_in_window(1, 7, 1, 3, count, sequences, most).tolist()
+    slots = Slots(40, 20, 8, 4)  # fewer than three steps of four sequences need
+    assert drawn.positions_for(7, 1, 3, slots).tolist() == 3 * shard_of_slots(1, slots, sequences).tolist()
 
 
 def test_a_node_trains_and_evaluates_with_just_the_pieces_that_it_asked_for(

@@ -1,0 +1,21 @@
+"""The slots of a round that a node trains on, in a run that shares data out by the members' capability.
+
+The agreed state counts the slots that all rounds have given out; a slot is the place of a sequence in the order of
+the pass (data/assignment.py). A node's slots follow those of the nodes before it in the order of their keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Slots(NamedTuple):
+    start: int  # slots that earlier rounds gave out
+    total: int  # of this round
+    first: int  # within the round
+    size: int
+
+    @property
+    def next(self) -> Slots:
+        """The slots of the next round, if nothing changes until then."""
+        return self._replace(start=self.start + self.total)
