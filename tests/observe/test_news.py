@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.core.complaints import MEANINGS, Code, Complaint, complaint
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.identity import peer_id_of
-from p2ptrain.observe.news import DROPS_SECONDS, LOOKS, NAMES_MAX, DropLog, News
+from p2ptrain.observe.news import DROPS_SECONDS, LOOKS, NAMES_MAX, DropLog, News, OverlapLog
 from tests.helpers.core import KEYS, ROOT0, RUN
 from tests.helpers.web import every_complaint
 
@@ -34,6 +34,14 @@ def test_who_comes_and_who_goes_is_named() -> None:
     assert news.look(state(1), []) == [(INFO, f"{', '.join(sorted(ids[1:3]))} lost a seat or left: 1 member")]
     [(_, text)] = news.look(state(NAMES_MAX + 3), [])
     assert text.endswith(f" and 2 more got a seat: {NAMES_MAX + 3} members")
+
+
+def test_it_is_told_when_training_begins_to_go_on_while_rounds_are_agreed_on_and_when_it_waits_again() -> None:
+    overlaps = OverlapLog()
+    told = [overlaps.look(is_on) for is_on in (False, False, True, True, False)]
+    begun = "exchange takes long: from now on training goes on while a round is agreed on"
+    assert told == [[], [], [(INFO, begun)], [], [(INFO, "exchange is fast again: training waits for each round")]]
+    assert OverlapLog().look(True) == [], "a run that always overlaps has no news of it"
 
 
 def test_another_branch_is_told_as_trouble() -> None:
