@@ -5,7 +5,7 @@
 
 Each node is `p2ptrain start` or `p2ptrain join` in a process of its own with its own p2pd, training on one thread.
 `apply`: four nodes, 1M parameters: from the last announcement of a round to the last node that has applied it, and
-where that time goes. `overlap`: the same with `overlap_rounds = 1`, and the share of time in which a node trains.
+where that time goes, without overlap. `overlap`: the same with it, and the share of time in which a node trains.
 `join`: a fourth node joins three, from the start of its process to the first manifest that takes a contribution of its;
 three times. `bytes`: four nodes with payloads of 1 MB, and with tiny ones. `sizes`: tiny models, from 4 to 24 nodes:
 bytes, pace and memory a node. `slow`: one of four nodes is ten times slower (`p2ptrain limit --percent 10`) in a run
@@ -478,9 +478,9 @@ def main() -> None:
         print(f"-- {part}", flush=True)
         match part:
             case "apply":
-                found[part] = measure_rounds(arguments, "")
+                found[part] = measure_rounds(arguments, "overlap_rounds = 0")
             case "overlap":
-                found[part] = measure_rounds(arguments, "overlap_rounds = 1\nstaleness_rounds_max = 1")
+                found[part] = measure_rounds(arguments, "overlap_rounds = 1")
             case "join":
                 found[part] = join(arguments)
             case "bytes":

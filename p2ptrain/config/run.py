@@ -25,7 +25,7 @@ from p2ptrain.config.fields import (
     Section,
 )
 from p2ptrain.config.model import ModelConfig
-from p2ptrain.config.recipe import RecipeConfig
+from p2ptrain.config.recipe import RECIPES, RecipeConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError, SettingError
 
@@ -102,13 +102,17 @@ class AgreementConfig(Section):
     """The rules by which rounds are agreed on and closed."""
 
     staleness_rounds_max: int = Field(
-        0,
+        1,
         ge=0,
         le=64,
-        description="non-empty manifests that may lie between a contribution's base and the round that takes it",
+        description="non-empty manifests that may lie between a contribution's base and the round that takes it; "
+        "with overlap_rounds = 0, 0 by default",
     )
-    overlap_rounds: int = Field(
-        0, ge=0, le=1, description="1: train while the last round is agreed on; costs some loss"
+    overlap_rounds: Literal["auto", 0, 1] = Field(
+        "auto",
+        description="1: train while the last round is agreed on, which costs some loss; auto: each node does so where "
+        "exchange takes more than a tenth of a round; 0: never, as by default with fragments, a plug-in, distro or "
+        "demo, and in a region",
     )
     inline_bytes_max: int = Field(
         16_384, ge=0, le=262_144, description="payloads up to this size ride along with the announcement; in bytes"
@@ -132,9 +136,24 @@ class AgreementConfig(Section):
         256, ge=1, le=65_536, description="rounds whose manifests and payloads are kept for others"
     )
 
+    @property
+    def overlap_rounds_max(self) -> int:
+        """How many rounds ahead of the next one a node may announce a contribution."""
+        return int(self.overlap_rounds != 0)
+
     def is_inline(self, payload_bytes: int) -> bool:
         """Whether a payload of this size rides along with its announcement."""
         return payload_bytes <= self.inline_bytes_max
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_one_another(cls, data: object) -> object:
+        """Without overlap contributions need not be late by default, and without late ones there is no overlap."""
+        if isinstance(data, dict) and data.get("overlap_rounds") == 0:
+            return {"staleness_rounds_max": 0, **data}
+        if isinstance(data, dict) and data.get("staleness_rounds_max") == 0:
+            return {"overlap_rounds": 0, **data}
+        return data
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -142,9 +161,9 @@ class AgreementConfig(Section):
             raise SettingError(
                 f"view_seconds = {self.view_seconds} is above view_seconds_max = {self.view_seconds_max}", "lower it"
             )
-        if self.overlap_rounds and not self.staleness_rounds_max:
+        if self.overlap_rounds_max and not self.staleness_rounds_max:
             raise SettingError(
-                "overlap_rounds = 1 makes every contribution one round old", "set staleness_rounds_max to 1 or more"
+                "with overlap_rounds contributions are one round old", "set staleness_rounds_max to 1 or more"
             )
         return self
 
@@ -233,6 +252,23 @@ class RunConfig(Section):
     admission: AdmissionConfig = AdmissionConfig()
     eval: EvalConfig = EvalConfig()
     world: WorldConfig = WorldConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_overlap(cls, data: object) -> object:
+        """By default nodes overlap only where steps can go on from weights that change between them."""
+        if not isinstance(data, dict) or not isinstance(agreement := data.get("agreement", {}), dict):
+            return data
+
+        def said(section: str, key: str) -> Any:
+            found = data.get(section)
+            return found.get(key) if isinstance(found, dict) else getattr(found, key, None)
+
+        name, fragments = said("recipe", "name"), said("recipe", "fragments")
+        has_gradient = isinstance(name, str) and name in RECIPES and RECIPES[name].kind == "gradient"
+        if has_gradient or fragments not in (None, 1) or said("recipe", "plugin") or said("world", "run"):
+            return {**data, "agreement": {"overlap_rounds": 0, **agreement}}
+        return data
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

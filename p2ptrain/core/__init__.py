@@ -18,8 +18,9 @@ messages to them.
   (joins, leaves, evidence); `questions` asks for messages by name, `repair` for lost ones.
 - The past: `history` and `chain` keep certified rounds, `catchup` follows the history of peers that are ahead,
   `regroup` goes on without a quorum, `trust` waits for a head that a person vouches for.
-- This node: `voice` is what it has said and may not contradict, `local_work` decides when to train and apply,
-  `membership` asks to be admitted and leaves, `journal` folds the saved records into a state to start from.
+- This node: `voice` is what it has said and may not contradict, `local_work` decides when to train and apply, `overlap`
+  whether to train on while a round is agreed on, `membership` asks to be admitted and leaves, `journal` folds the saved
+  records into a state to start from.
 - Others: `admission` (who comes and goes), `reputation` (misbehaviour); for display `tally` (what became of
   contributions) and `claims` (what members report).
 - To the outside: `view` is what may be seen of a node, `complaints` are its problems as data.

@@ -106,6 +106,9 @@ class Collecting:
         """How much longer than otherwise the round has lasted until now."""
         return 0.0 if self.over_since is None else self.context.now - self.over_since
 
+    def waits_for(self, author: bytes) -> bool:
+        return author in self.waiting or author in self.unseated or author in self.newcomers
+
     def heard_late(self, author: bytes) -> None:
         """Waits for an author's next contribution if its last one missed its round only narrowly."""
         if self.usual_at is None or self.pools.offers.has_from(author, self.state):

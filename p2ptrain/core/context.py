@@ -29,7 +29,7 @@ class Context:
         self.effects: list[Effect] = []
         self.counters: Counter[str] = Counter()
         self.reputation = Reputation()
-        self.voice = Voice(run.agreement.overlap_rounds, self.emit, self.publish)
+        self.voice = Voice(run.agreement.overlap_rounds_max, self.emit, self.publish)
         self.peers: dict[bytes, None] = {}  # connected, in the order in which they came
         self.heard_at: dict[bytes, float] = {}  # by member: its last message about the current round
         self.published_at = 0.0

@@ -110,6 +110,7 @@ class Started(Struct, frozen=True, tag=True):
     forgetful: bool = False
     claim: bytes = b""  # to an invitation (admission.py), for a run that wants one
     trust: bytes = b""  # adopt only a history with this head (trust.py); only before the first history is adopted
+    can_overlap: bool = True  # whoever trains can go on from weights that change between two steps (overlap.py)
 
 
 class MessageReceived(Struct, frozen=True, tag=True):

@@ -196,7 +196,7 @@ class Inbox:
         """Takes in an announcement, if its contribution may be taken now or soon."""
         message = read(received, Announcement)
         author, state = message.author, self.here.state
-        overlap = self.context.run.agreement.overlap_rounds
+        overlap = self.context.run.agreement.overlap_rounds_max
         if author not in state.place:
             self._useless(sender)
             return
@@ -232,13 +232,16 @@ class Inbox:
             self.context.heard_at[message.author] = self.context.now
         if verdict is Verdict.CONFLICT:
             self._accuse(self.pools.offers.conflicting(received), received)
+        is_ripe = message.round <= self.here.number
+        if is_ripe and verdict is Verdict.NEW:
+            self.here.offer_announced(message.author)
         if payload_good is not None and payloads.came_along(message, payload_good):
             self.payload_came(message.payload, received.name)
         known = payloads.checked(message)
         if known is None:
             payloads.want(message.payload, message.payload_bytes, message.author)
         else:
-            self.payload_checked(message, known, message.round <= self.here.number)
+            self.payload_checked(message, known, is_ripe)
 
     def _tally(self, author: bytes, verdict: Verdict) -> None:
         tallies = self.pools.tallies

@@ -1,9 +1,9 @@
 """Local work: decides when to train and what to apply, and checks this node's state against the certified one.
 
 Training waits for the newest applied state, and for the last contribution to be taken or to expire: one is on offer at
-a time, two with overlap, and the next rounds are left to these. If only contributions from the newest state count, a
-training that begins late ends late, and so would the next one and all after it: such a node skips the round, and begins
-the next one together with the others.
+a time, two with overlap (overlap.py), and the next rounds are left to these. If only contributions from the newest
+state count, a training that begins late ends late, and so would the next one and all after it: such a node skips the
+round, and begins the next one together with the others.
 
 Certified rounds are applied in order, each once all its payloads are here. Every manifest carries the newest root that
 q - f members attest; a node with a different root for that round has computed something wrong. It stops contributing
@@ -22,6 +22,7 @@ from p2ptrain.core.events import Apply, CatchUp, NoteWrongState, Pace, Return, T
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Received, read
+from p2ptrain.core.overlap import Overlap
 from p2ptrain.core.pace import pace_of
 from p2ptrain.core.pools import Pools
 from p2ptrain.core.round import Round
@@ -55,8 +56,17 @@ class Training:
 class LocalWork:
     """This node's training and applying."""
 
-    def __init__(self, context: Context, pools: Pools, chain: Chain, applied_round: int, applied_root: bytes) -> None:
+    def __init__(
+        self,
+        context: Context,
+        pools: Pools,
+        chain: Chain,
+        applied_round: int,
+        applied_root: bytes,
+        can_overlap: bool = True,
+    ) -> None:
         self.context, self.pools, self.chain = context, pools, chain
+        self.overlap = Overlap(context.run.agreement.overlap_rounds, can_overlap)
         self.applied_round = applied_round
         self.roots = {applied_round: applied_root} if applied_root else {}  # our own, by round
         self.applying: Manifest | None = None
@@ -195,6 +205,18 @@ class LocalWork:
         self.applied_round = number
         self._remember(number, root)
         self._check_root()
+        self._look_at_exchange(manifest)
+
+    def _look_at_exchange(self, manifest: Manifest) -> None:
+        """Decides anew whether to overlap, after a round was applied; one of this node alone has no exchange."""
+        context = self.context
+        took = self.pools.exchange.applied(manifest.round, context.now)
+        if took is None or not manifest.taken:
+            return
+        if all(taken.author == context.me for taken in manifest.taken):
+            took = replace(took, seconds=0.0)
+        if self.overlap.look(took):
+            context.counters["overlap begun" if self.overlap.is_on else "overlap ended"] += 1
 
     def _remember(self, number: int, root: bytes) -> None:
         self.roots[number] = root
@@ -254,7 +276,7 @@ class LocalWork:
     def _train(self) -> None:
         self.look_at = None
         state, context = self.chain.state, self.context
-        overlap = context.run.agreement.overlap_rounds
+        overlap = int(self.overlap.is_on)
         is_free = self.training is None and not context.is_stopping and len(self.outstanding) <= overlap
         if not is_free or self.applying is not None or not self.is_current or context.me not in state.place:
             return
@@ -350,7 +372,7 @@ class LocalWork:
             self.pools.claims.hear(announcement)
         may = is_mine_to_say and (
             state.may_take(announcement, self.pools.offers.staleness)
-            or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds
+            or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds_max
         )
         if not may:
             context.counters["contributions too late"] += 1
@@ -367,6 +389,8 @@ class LocalWork:
         self.pools.offers.add(received)
         self.pools.tallies.of(context.me).offered += 1
         self.pools.arrivals.note(context.me, event.round, context.now, event.steps)
+        if event.round <= here.number:
+            here.offer_announced(context.me)
         context.voice.publish_once(received, payloads=(event.payload,))
         here.offer_held(context.me)
 

@@ -59,7 +59,9 @@ class Participant:
         self.chain = Chain.restored(saved, context.run_id, context.run.agreement.history_rounds)
         is_forgetful = event.forgetful and self.chain.state.members != (context.me,)
         said = context.voice.restore(saved, context.signer, is_forgetful)
-        self.work = LocalWork(context, self.pools, self.chain, saved.applied_round, saved.applied_root)
+        self.work = LocalWork(
+            context, self.pools, self.chain, saved.applied_round, saved.applied_root, event.can_overlap
+        )
         self.repair = Repair(context)
         self.catching_up = CatchingUp(context, self.chain, lambda: self.regrouping, saved.halted)
         self.membership = Membership(context, self.pools.requests, event.claim)

@@ -10,6 +10,7 @@ from p2ptrain.core.context import Context
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.newcomers import NewcomerTime
 from p2ptrain.core.offers import Offers
+from p2ptrain.core.overlap import Exchange
 from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.requests import Requests
 from p2ptrain.core.state import AgreedState
@@ -25,6 +26,7 @@ class Pools:
         self.requests = Requests(context)
         self.arrivals = Arrivals()
         self.newcomers = NewcomerTime()
+        self.exchange = Exchange()
         self.tallies = Tallies()  # counts of contributions, only shown
         self.claims = Claims(context.run)  # only shown, too
 
@@ -53,5 +55,8 @@ class Pools:
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Returns the size and bound of each buffer."""
-        pools = (self.offers, self.payloads, self.requests, self.arrivals, self.tallies, self.claims)
+        pools = (
+            *(self.offers, self.payloads, self.requests, self.arrivals, self.exchange),
+            *(self.tallies, self.claims),
+        )
         return {name: limit for pool in pools for name, limit in pool.limits().items()}

@@ -90,6 +90,7 @@ class Round:
             (float(agreement.view_seconds), float(agreement.view_seconds_max)),
         )
         self.pools.arrivals.begin(self.number, context.now)
+        self.pools.exchange.heard(self.number, context.now)
         self.collecting = Collecting(context, pools, state)
 
     # -----------------------------------------------------------------------------------------------
@@ -99,6 +100,11 @@ class Round:
         """Waits for an author's next contribution if its last one missed its round only narrowly."""
         if self.closed_at is None:
             self.collecting.heard_late(author)
+
+    def offer_announced(self, author: bytes) -> None:
+        """Notes that a contribution is announced that this round may take."""
+        if self.closed_at is None and (author == self.context.me or self.collecting.waits_for(author)):
+            self.pools.exchange.heard(self.number, self.context.now)
 
     def offer_held(self, author: bytes) -> None:
         """Notes that a good contribution is here that this round may take."""

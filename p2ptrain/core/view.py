@@ -141,6 +141,16 @@ class NodeView:
         return self._node.work.applied_round
 
     @property
+    def is_overlapping(self) -> bool:
+        """Whether the node trains on while a round is agreed on."""
+        return self._node.work.overlap.is_on
+
+    @property
+    def exchange_share(self) -> float | None:
+        """The share of a round that exchange takes, or would take without overlap; None: no round was timed."""
+        return self._node.work.overlap.share
+
+    @property
     def roots(self) -> dict[int, bytes]:
         """The node's own state roots of the last rounds."""
         return dict(self._node.work.roots)

@@ -34,7 +34,7 @@ from p2ptrain.node.notify import SystemdNotifier, notify
 from p2ptrain.node.owner import carry_out
 from p2ptrain.node.work import StoppedError
 from p2ptrain.observe.build import complaints_of, limits_of, peers_of, rounds_of, status_of
-from p2ptrain.observe.news import DropLog, News
+from p2ptrain.observe.news import DropLog, News, OverlapLog
 from p2ptrain.observe.progress import ProgressLine, line_of
 from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
 from p2ptrain.observe.schema import RoundRecord, Rounds
@@ -244,7 +244,7 @@ async def live(daemon: Daemon, progress: ProgressLine) -> str:
 
 
 async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
-    news, drops, notifier = News(), DropLog(), SystemdNotifier()
+    news, overlaps, drops, notifier = News(), OverlapLog(), DropLog(), SystemdNotifier()
     driver, transport = daemon.driver, daemon.edges.transport
     await driver.has_begun.wait()
     while True:
@@ -252,9 +252,9 @@ async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
         with transport.boundary.contain("the node's status"):  # it quotes peers
             dropped = driver.intake.counters["events dropped"] + transport.counters().get("gossip dropped", 0)
             lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
-            complaints = complaints_of(daemon)
-            view = driver.node.view()
-            for level, text in [*news.look(view.state, complaints, view.bans, view.kept_away), *lost]:
+            view, complaints = driver.node.view(), complaints_of(daemon)
+            told = [*news.look(view.state, complaints, view.bans, view.kept_away), *overlaps.look(view.is_overlapping)]
+            for level, text in [*told, *lost]:
                 log.log(level, "%s", text)
             progress.tell()
             notifier.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))

@@ -11,6 +11,7 @@ from p2ptrain.node.consent import exchanged_bytes
 from p2ptrain.train.memory import need_of
 
 SHARE_WANTED = 0.05  # the share of a round's time that the exchange should take at most
+SHARE_WANTED_BESIDE = 1 / 3  # where nodes train meanwhile: half as long as training, so that votes have room; a guess
 
 
 def judge_exchange(
@@ -29,24 +30,27 @@ def judge_exchange(
     tokens = recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length  # tokens in a step
     received = exchanged_bytes(need_of(run), nodes)
     training = recipe.local_steps * tokens / tokens_per_second
-    rate = received / training * (1 / SHARE_WANTED - 1)  # the rate at which the share is as wanted
+    overlaps = run.agreement.overlap_rounds != 0
+    wanted = SHARE_WANTED_BESIDE if overlaps else SHARE_WANTED
+    rate = received / training * (1 / wanted - 1)  # the rate at which the share is as wanted
     text = f"the contributions of {nodes - 1} others come to {mega(received)} in {training:.1f} s of training"
     if not bytes_per_second:
-        return Diagnosis(
-            "exchange", "good", f"{text}: under 5 % of the time at {mega(math.ceil(rate))}/s or more, both ways"
-        )
+        needed = f"under {wanted:.0%} of the time at {mega(math.ceil(rate))}/s or more, both ways"
+        return Diagnosis("exchange", "good", f"{text}: {needed}")
     share = received / (received + training * bytes_per_second)
     text += f", {share:.0%} of the time at {mega(int(bytes_per_second))}/s{slower}"
+    if overlaps:
+        text += ", in which nodes train on"
     if not upload:
         text += f"; as much is sent, and the upload is not measured: it needs {mega(math.ceil(rate))}/s"
-    if share <= SHARE_WANTED:
+    if share <= wanted:
         return Diagnosis("exchange", "good", text)
     factor = rate / bytes_per_second
     if recipe.spec.kind == "local":
         key, value = "local_steps", math.ceil(recipe.local_steps * factor)
     else:
         key, value = "passes_per_step", math.ceil(recipe.passes_per_step * factor)
-    fix = f"5 % takes a run with {key} = {value}"
+    fix = f"{wanted:.0%} takes a run with {key} = {value}"
     key = "value_bits" if recipe.is_dense else "k"  # a dense payload can shrink only in bits
     if fewer := _largest(run, key, need_of(run).payload / factor):
         fix += f", or {key} = {fewer}"

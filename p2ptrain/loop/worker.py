@@ -47,6 +47,7 @@ class ScriptWorker:
     """Has a script take the steps."""
 
     privacy: Privacy | None = None
+    can_overlap = False  # a script goes on from the weights that it has
     upstream: Upstream | None = None
 
     def __init__(self, thread: LearnerThread, me: bytes, memory: Memory, *, reads_data: bool = True) -> None:

@@ -195,6 +195,7 @@ class LocalWorker:
     def __init__(self, thread: LearnerThread, me: bytes, note: Note) -> None:
         self.learner, self._thread, self._me, self._note = thread.learner, thread, me, note
         self.replica, self.figures = thread.learner.replica, Figures()
+        self.can_overlap = thread.learner.can_rebase
         self.threads, self._k_max = thread.threads, 0
         self.pacing = Pacing(thread.learner.run.recipe)
         self._diary = _Diary()

@@ -154,6 +154,7 @@ class Worker(Protocol):
     replica: Replica  # whose weights its steps go on from
     figures: Figures
     reads_data: bool  # whether trainings need the run's
+    can_overlap: bool  # whether its steps go on from weights that are applied between two of them
 
     @property
     def threads(self) -> int:

@@ -74,6 +74,8 @@ def status_of(daemon: Running) -> Status:
     swarm = None if speed is None else records.swarm_tokens_per_second  # the others' scripts have loaders, too
     return Status(
         **copied(view, "phase", "view", "applied_round", "is_member", "is_admitted", "held", "waiting_for", "observed"),
+        is_overlapping=view.is_overlapping,
+        exchange_share=None if view.exchange_share is None else round(view.exchange_share, 4),
         **copied(figures, "loss", "gradient_norm", "step", "tokens"),
         **copied(records, "mine", "contribution_tokens"),
         **copied(driver.trainings.progress, "text", "text_round"),

@@ -1,4 +1,4 @@
-"""Log lines about changes since the last look: members, branches, complaints, and messages that were dropped."""
+"""Log lines about changes since the last look: members, branches, complaints, overlap, and dropped messages."""
 
 from __future__ import annotations
 
@@ -82,6 +82,20 @@ class News:
         for code in [code for code in Code if code in self._told and code not in self._looks]:
             self._told.remove(code)
             yield logging.INFO, MEANINGS[code].ended
+
+
+class OverlapLog:
+    """Logs when training begins to go on while rounds are agreed on, and when it waits for them again."""
+
+    def __init__(self) -> None:
+        self._was_on: bool | None = None
+
+    def look(self, is_on: bool) -> list[Line]:
+        was_on, self._was_on = self._was_on, is_on
+        if was_on is None or is_on == was_on:
+            return []
+        begun = "exchange takes long: from now on training goes on while a round is agreed on"
+        return [(logging.INFO, begun if is_on else "exchange is fast again: training waits for each round")]
 
 
 class DropLog:

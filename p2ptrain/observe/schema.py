@@ -211,6 +211,15 @@ class Status(Answer, LearningFigures):
         ge=0, description="time since then; null: none since this start"
     )
     state_root: str = Field(description="digest of the weights after the applied round, hex; empty: none yet")
+    is_overlapping: Annotated[bool, Figure("trains while rounds are agreed on", "is")] = Field(
+        description="training does not wait for the last round to be agreed on (agreement.overlap_rounds)"
+    )
+    exchange_share: Annotated[float | None, Figure("exchange, of a round's time", "share")] = Field(
+        ge=0,
+        description="the time from the announcement of the last contribution that a round waited for until it is "
+        "applied, over the time of a round in which training waits for that; the median of the last rounds; null: none "
+        "was timed",
+    )
     certified_round: Annotated[Count, Figure("certified round")] = Field(
         description="the newest round whose state root the roster has certified"
     )

@@ -26,6 +26,7 @@ class RegionWorker:
     """Wraps a worker whose run is a region; `contribute` passes a movement on to the world's run."""
 
     reads_data = True
+    can_overlap = False
 
     def __init__(
         self, inner: LocalWorker, region: Region, world_run: str, contribute: Callable[[Tensor], None]

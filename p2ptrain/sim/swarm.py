@@ -193,7 +193,7 @@ class _Draw:
         staleness = self._choice(0, 0, 1, 4, 12)
         return {
             "staleness_rounds_max": staleness,
-            "overlap_rounds": self._choice(0, 0, 1) if staleness else 0,
+            "overlap_rounds": self._choice(0, 1, "auto") if staleness else 0,
             "on_quorum_loss": self._choice("halt", "regroup"),
             "stall_seconds": self._choice(20, 60, 120),
             "idle_round_seconds": self._choice(5, 60),

@@ -227,8 +227,9 @@ IN_A_RUN = {
     '[recipe]\nname = "demo"\nk = 512': "FILE: admission.contributors_max = 1024 could leave exact arithmetic with "
     "recipe.k = 512 and value_bits = 3. Set at most 512, or fewer of those",
     "[agreement]\nview_seconds = 70": "FILE: agreement: view_seconds = 70 is above view_seconds_max = 60. Lower it",
-    "[agreement]\noverlap_rounds = 1": "FILE: agreement: overlap_rounds = 1 makes every contribution one round old. "
-    "Set staleness_rounds_max to 1 or more",
+    "[agreement]\noverlap_rounds = 1\nstaleness_rounds_max = 0": "FILE: agreement: with overlap_rounds contributions "
+    "are one round old. Set staleness_rounds_max to 1 or more",
+    "[agreement]\noverlap_rounds = 2": 'FILE: agreement.overlap_rounds: 2 is not valid. Choose "auto", 0 or 1',
 }
 
 

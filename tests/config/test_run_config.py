@@ -313,3 +313,29 @@ def test_each_inner_optimizer_has_a_rate_of_its_own() -> None:
     rates = {inner: RecipeConfig(name="local", inner=inner).inner_learning_rate for inner in ("muon", "adamw")}
     assert rates == {"muon": Fraction(1, 100), "adamw": Fraction(3, 1000)}
     assert RecipeConfig(inner="adamw", inner_learning_rate=Fraction(1, 7)).inner_learning_rate == Fraction(1, 7)
+
+
+@pytest.mark.parametrize(
+    ("said", "overlap", "late"),
+    [
+        ({}, "auto", 1),
+        ({"agreement": {"overlap_rounds": 1}}, 1, 1),
+        ({"agreement": {"overlap_rounds": 0}}, 0, 0),
+        ({"agreement": {"staleness_rounds_max": 0}}, 0, 0),
+        ({"agreement": {"staleness_rounds_max": 8}}, "auto", 8),
+        ({"agreement": {"overlap_rounds": 0, "staleness_rounds_max": 8}}, 0, 8),
+        ({"recipe": {"fragments": 2}}, 0, 0),
+        ({"recipe": RecipeConfig(fragments=2)}, 0, 0),
+        ({"recipe": {"plugin": "p2ptrain-digits 0.1.0"}}, 0, 0),
+        ({"recipe": {"name": "demo"}}, 0, 0),
+        ({"recipe": {"name": "demo"}, "agreement": {"overlap_rounds": "auto"}}, "auto", 1),
+        ({"recipe": {"name": "distro"}, "agreement": {"staleness_rounds_max": 4}}, 0, 4),
+        ({"world": {"run": KEY}, "recipe": {"transform": "none", "k": 4096, "value_bits": 4}}, 0, 0),
+    ],
+)
+def test_nodes_may_overlap_by_default_where_steps_can_go_on_from_other_weights(
+    said: dict[str, Any], overlap: int | str, late: int
+) -> None:
+    agreement = RunConfig(name="a", **said).agreement
+    assert (agreement.overlap_rounds, agreement.staleness_rounds_max) == (overlap, late)
+    assert agreement.overlap_rounds_max == (overlap != 0)

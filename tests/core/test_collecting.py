@@ -11,6 +11,8 @@ from p2ptrain.core.state import Admitted
 from tests.helpers.core import KEYS, Bench, announced
 
 LOCAL = {"name": "local"}
+# A contribution counts in its own round alone: one that is late is not on offer in the next.
+IN_TIME = {"overlap_rounds": 0}
 TRAINED = 10.0  # seconds, of everyone
 
 
@@ -134,7 +136,7 @@ def rounds_with(bench: Bench, late: bytes, seconds: float, rounds: int = 4) -> l
 
 
 def with_stranger(size: int) -> tuple[Bench, bytes]:
-    bench, stranger = Bench(size, recipe=LOCAL, start=False), KEYS[15]
+    bench, stranger = Bench(size, recipe=LOCAL, agreement=IN_TIME, start=False), KEYS[15]
     bench.genesis = replace(bench.genesis, admitted=(*bench.genesis.admitted, Admitted(stranger, 0, 0, 0)))
     bench.start()
     return bench, stranger
@@ -148,12 +150,12 @@ def test_a_key_without_a_seat_that_always_comes_last_makes_no_round_longer(secon
 
 @pytest.mark.parametrize(("seconds", "length"), [(12.4, TRAINED), (11.9, TRAINED), (11.2, 11.2)])
 def test_a_member_that_always_comes_last_makes_rounds_an_eighth_longer_at_most(seconds: float, length: float) -> None:
-    bench = Bench(7, recipe=LOCAL)
+    bench = Bench(7, recipe=LOCAL, agreement=IN_TIME)
     assert rounds_with(bench, bench.others[0], seconds) == pytest.approx([length] * 3, abs=0.02)
 
 
 def test_who_is_late_and_brings_more_than_the_wait_costs_is_waited_for() -> None:
-    bench = Bench(4, recipe=LOCAL)
+    bench = Bench(4, recipe=LOCAL, agreement=IN_TIME)
     assert rounds_with(bench, bench.others[0], 12.4) == pytest.approx([12.4] * 3, abs=0.02)
 
 

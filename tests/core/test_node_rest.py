@@ -23,6 +23,13 @@ SWARMS: dict[str, dict[str, Any]] = {
     "loss": {"nodes": 5, "rounds": 12, "links": {"loss": 0.1, "duplicate": 0.1, "reorder": 0.1}},
     "long rounds": {"nodes": 4, "rounds": 4, "training": {"seconds": 100}},
     "overlap": {"nodes": 4, "rounds": 12, "agreement": {"overlap_rounds": 1, "staleness_rounds_max": 2}},
+    "overlap by itself": {
+        "nodes": 4,
+        "rounds": 16,
+        "links": {"line": "satellite"},
+        "agreement": {"overlap_rounds": "auto"},
+        "fault": [{"kind": "crash", "at": 12, "nodes": [1], "until": 20}],
+    },
     "large payloads": {"nodes": 4, "rounds": 6, "training": {"payload_bytes": 200_000}, "links": {"loss": 0.1}},
     "joins": {"nodes": 4, "rounds": 12, "fault": [{"kind": "join", "at": 5, "count": 2}]},
     "leaves": {"nodes": 5, "rounds": 12, "fault": [{"kind": "leave", "at": 5, "nodes": [1]}]},

@@ -75,8 +75,8 @@ def bounded(number: int) -> int:
 class Anyone(RuleBasedStateMachine):
     """The node under test; the rules are everything that may happen to it."""
 
-    @initialize(overlap=st.integers(0, 1), halts=st.booleans(), me=st.sampled_from((0, 1, 5)))
-    def begin(self, overlap: int, halts: bool, me: int) -> None:
+    @initialize(overlap=st.sampled_from((0, 1, "auto")), halts=st.booleans(), me=st.sampled_from((0, 1, 5)))
+    def begin(self, overlap: int | str, halts: bool, me: int) -> None:
         agreement = AGREEMENT | {"overlap_rounds": overlap, "on_quorum_loss": "halt" if halts else "regroup"}
         self.bench = Bench(4, me=me, agreement=agreement, start=False)
         self.disk = MemoryStore(self.bench.genesis, 4)

@@ -1,4 +1,4 @@
-"""What doctor says of the exchange of contributions: its share of the time, and settings that keep it under 5 %."""
+"""What doctor says of the exchange of contributions: its share of the time, and settings that keep it low."""
 
 from __future__ import annotations
 
@@ -17,10 +17,19 @@ def run_of(**recipe: object) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    "recipe", [{"name": "local", "k": 256, "local_steps": 10}, {"name": "distro", "k": 32}, {"name": "demo", "k": 8}]
+    ("recipe", "wanted"),
+    [
+        ({"name": "local", "k": 256, "local_steps": 10}, 1 / 3),
+        ({"name": "distro", "k": 32}, 0.05),
+        ({"name": "demo", "k": 8}, 0.05),
+    ],
+    ids=["local", "distro", "demo"],
 )
 @pytest.mark.parametrize("rate", [10_000, 125_000, 2_500_000, 10**9])
-def test_the_settings_that_are_told_keep_the_exchange_under_five_percent(recipe: dict[str, object], rate: int) -> None:
+def test_the_settings_that_are_told_keep_the_exchange_as_short_as_is_wanted(
+    recipe: dict[str, object], wanted: float, rate: int
+) -> None:
+    """Where nodes train meanwhile, it may take half as long as training."""
     run, nodes, pace = run_of(**recipe), 8, 2_000.0
     found = judge_exchange(run, nodes, pace, rate)
 
@@ -30,15 +39,16 @@ def test_the_settings_that_are_told_keep_the_exchange_under_five_percent(recipe:
         return received / (received + seconds)
 
     assert f"{share(run):.0%} of the time" in found.result
-    assert found.level == ("good" if share(run) <= 0.05 else "warning")
+    assert ("in which nodes train on" in found.result) is (wanted > 0.05)
+    assert found.level == ("good" if share(run) <= wanted else "warning")
     settings = dict(re.findall(r"(\w+) = (\d+)", found.fix))
     assert bool(settings) == (found.level == "warning")
     for key, value in settings.items():
         changed = run.model_copy(update={"recipe": run.recipe.model_copy(update={key: int(value)})})
-        assert share(changed) <= 0.05, key
+        assert share(changed) <= wanted, key
         if key != "k":
             less = run.model_copy(update={"recipe": run.recipe.model_copy(update={key: int(value) - 1})})
-            assert share(less) > 0.05, "and no more than it takes"
+            assert share(less) > wanted, "and no more than it takes"
 
 
 @pytest.mark.parametrize(("download", "upload"), [(10**8, 20_000), (20_000, 10**8), (0, 20_000)])

@@ -96,7 +96,7 @@ def make(
 ) -> Trainer:
     """Makes a trainer; is_late: contributions may be one round late."""
     recipe = RecipeConfig(**({"name": name, "sequences_per_pass": 4} | (RECIPES | FAMILY)[name] | changes))
-    agreement = AgreementConfig(staleness_rounds_max=1, overlap_rounds=1) if is_late else AgreementConfig()
+    agreement = AgreementConfig(overlap_rounds=1) if is_late else AgreementConfig(overlap_rounds=0)
     run = RunConfig(name="test", seed=seed, model=ModelConfig(**TINY), recipe=recipe, agreement=agreement)
     return Trainer(run, ONE_THREAD.model_copy(update={"half_state": half_state}), dataset)
 

@@ -102,6 +102,8 @@ STATUS: dict[str, Any] = {
     "world_round": None,
     "device": "cpu",
     "is_paused": False,
+    "is_overlapping": True,
+    "exchange_share": 0.2345,
     "peers": [OTHER],
     "roster": [ME, OTHER],
     "quorum": 2,

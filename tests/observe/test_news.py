@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.core.complaints import MEANINGS, Code, Complaint, complaint
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.identity import peer_id_of
-from p2ptrain.observe.news import DROPS_SECONDS, LOOKS, NAMES_MAX, DropLog, News
+from p2ptrain.observe.news import DROPS_SECONDS, LOOKS, NAMES_MAX, DropLog, News, OverlapLog
 from tests.helpers.core import KEYS, ROOT0, RUN
 from tests.helpers.web import every_complaint
 
@@ -51,6 +51,14 @@ def test_who_is_banned_or_kept_away_is_named_with_the_reason_and_once() -> None:
     ]
     assert news.look(state(), [], bans, away) == []
     assert news.look(state(), [], bans, {}) == [(INFO, f"{other} no longer kept away")]
+
+
+def test_it_is_told_when_training_begins_to_go_on_while_rounds_are_agreed_on_and_when_it_waits_again() -> None:
+    overlaps = OverlapLog()
+    told = [overlaps.look(is_on) for is_on in (False, False, True, True, False)]
+    begun = "exchange takes long: from now on training goes on while a round is agreed on"
+    assert told == [[], [], [(INFO, begun)], [], [(INFO, "exchange is fast again: training waits for each round")]]
+    assert OverlapLog().look(True) == [], "a run that always overlaps has no news of it"
 
 
 def test_another_branch_is_told_as_trouble() -> None:

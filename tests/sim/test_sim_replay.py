@@ -49,8 +49,10 @@ def test_a_log_is_played_again_with_the_same_effects(lines: list[bytes], tmp_pat
     assert replay(saved(tmp_path, lines)) == Replayed(len(lines) - starts, starts, "")
 
 
-@pytest.mark.parametrize(("name", "index"), [("partition-regroup", 12), ("joins", 8), ("liar-fork", 0)])
-def test_newcomers_and_losers_of_a_branch_are_played_again(name: str, index: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "index"), [("partition-regroup", 12), ("joins", 8), ("liar-fork", 0), ("overlap-by-itself", 3)]
+)
+def test_newcomers_losers_of_a_branch_and_who_overlaps_are_played_again(name: str, index: int, tmp_path: Path) -> None:
     count = len(write(tmp_path / "events.jsonl", name, index))
     assert replay(tmp_path / "events.jsonl") == Replayed(count - 1, 1, "")
 
