@@ -29,7 +29,8 @@ class Sizing:
 
     @property
     def k(self) -> int:
-        return self._ks[self._at]
+        """The next contribution's; 0: the run leaves no choice."""
+        return self._ks[self._at] if len(self._ks) > 1 else 0
 
     def taken_in_time(self) -> None:
         """Notes that a round has taken the contribution that was made for it."""

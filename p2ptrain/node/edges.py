@@ -235,10 +235,12 @@ class PayloadFetches:
         for size in (payload_bytes,) if payload_bytes else sorted(self._replica.payload_sizes):
             try:
                 with self._boundary.guard("the fetch of a lost payload"):
-                    self._edges.persistence.put(name, await self._edges.fetching.payload(name, size, sources, ignore))
-                return
+                    payload = await self._edges.fetching.payload(name, size, sources, ignore)
             except (FetchError, TransportError) as error:
                 log.warning("%s; trying again", error)
+            else:
+                self._edges.persistence.put(name, payload)
+                return
         await asyncio.sleep(DISK_SECONDS)
 
     async def agreed(self, taken: Taken, adopted: int) -> bytes | None:

@@ -26,8 +26,8 @@ def test_it_grows_from_the_smallest_to_the_largest_within_a_few_rounds() -> None
     assert GROW_ROUNDS == 2
 
 
-def test_one_k_stays() -> None:
-    assert set(after(Sizing((64,)), 5, carried=32)) == {64}
+def test_one_k_leaves_no_choice() -> None:
+    assert set(after(Sizing((64,)), 20, carried=32)) == {0}
 
 
 @pytest.mark.parametrize("carried", KS)

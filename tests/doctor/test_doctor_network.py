@@ -24,6 +24,10 @@ from tests.helpers.net import key, skipping_time
 
 A, B, C = key(1), key(2), key(3)
 ROUTER, MINE, HOME = "203.0.113.7", "198.51.100.9", "192.168.1.5"
+OWN_ID, OTHER_ID = (
+    "12D3KooWM87ULyCQ4p5uagyH3ypi1uA1kM2paeTuzQhvQtzAb3C9",
+    "12D3KooWQdmF9Sfk1q4Mn2yYtcg7XnQ1LQTwXSQbP9nCH7jLoMpy",
+)
 
 
 def sight(seen_at: str = "", offset: float = 0.0, uncertain: float = 0.01) -> PeerAnswer:
@@ -231,10 +235,10 @@ def test_the_kind_of_nat_follows_from_where_peers_see_us(answers: list[PeerAnswe
 @pytest.mark.parametrize(
     ("told", "answers", "level"),
     [
-        (["/ip4/8.8.8.8/tcp/4001/p2p/x"], [], "good"),
-        (["/dns4/node.example.org/tcp/4001/p2p/x"], [], "good"),
-        (["/ip4/8.8.8.8/tcp/4001/p2p/y/p2p-circuit/p2p/x"], [], "warning"),
-        (["/ip4/192.168.1.5/tcp/4001/p2p/x"], [at(MINE)], "warning"),  # the daemon knows better
+        ([f"/ip4/8.8.8.8/tcp/4001/p2p/{OWN_ID}"], [], "good"),
+        ([f"/dns4/node.example.org/tcp/4001/p2p/{OWN_ID}"], [], "good"),
+        ([f"/ip4/8.8.8.8/tcp/4001/p2p/{OTHER_ID}/p2p-circuit/p2p/{OWN_ID}"], [], "warning"),
+        ([f"/ip4/192.168.1.5/tcp/4001/p2p/{OWN_ID}"], [at(MINE)], "warning"),  # the daemon knows better
         ([], [], "warning"),
         (None, [], "warning"),
         (None, [at(MINE)], "warning"),  # nobody has tried yet

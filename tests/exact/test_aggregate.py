@@ -97,15 +97,13 @@ def test_the_norm_of_an_update_is_how_far_it_moves_the_weights_and_the_same_ever
     recipe = RecipeConfig(chunk=16, k=32, name=name, outer=outer, value_bits=3 if name == "demo" else 1)
     layout = Layout([(640, 96), (16, 16), (48,), (320, 320)], 16)
     form = PayloadFormat.of(layout, recipe)
-    payloads = [pack(contribution(peer, layout, recipe), form) for peer in range(5)]
+    payloads = [Packed(pack(contribution(peer, layout, recipe), form), form) for peer in range(5)]
     norms, threads = [], torch.get_num_threads()
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             flat = [torch.zeros(shape) for shape in layout.shapes]
-            _, norm = apply_payloads(
-                layout, recipe, form, payloads[count:] + payloads[:count], Terms(Fraction(1, 3)), flat
-            )
+            _, norm = apply_payloads(layout, recipe, payloads[count:] + payloads[:count], Terms(Fraction(1, 3)), flat)
             norms.append(norm)
     finally:
         torch.set_num_threads(threads)
@@ -118,13 +116,13 @@ def test_a_momentum_is_no_part_of_the_updates_norm_and_without_contributions_it_
     recipe = RecipeConfig(momentum=Fraction(9, 10), nesterov=True)
     layout = Layout.of([(128, 128)], recipe)
     form = PayloadFormat.of(layout, recipe)
-    payloads = [pack(contribution(peer, layout, recipe), form) for peer in range(2)]
+    payloads = [Packed(pack(contribution(peer, layout, recipe), form), form) for peer in range(2)]
     flat, carried = [torch.zeros(128, 128)], [torch.full((128, 128), 5.0)]
-    _, norm = apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1)), flat, carried)
+    _, norm = apply_payloads(layout, recipe, payloads, Terms(Fraction(1)), flat, carried)
     plain = [torch.zeros(128, 128)]
-    _, alone = apply_payloads(layout, recipe, form, payloads, Terms(Fraction(1)), plain, [torch.zeros(128, 128)])
+    _, alone = apply_payloads(layout, recipe, payloads, Terms(Fraction(1)), plain, [torch.zeros(128, 128)])
     assert norm == alone == pytest.approx(float(plain[0].norm()) / 1.9, rel=0.02)
-    assert apply_payloads(layout, recipe, form, [], Terms(Fraction(1)), flat, carried) == (None, 0.0)
+    assert apply_payloads(layout, recipe, [], Terms(Fraction(1)), flat, carried) == (None, 0.0)
 
 
 @pytest.mark.parametrize("outer", ["normalised", "mean", "sign"])

@@ -375,7 +375,8 @@ def test_the_command_orders_limits_and_tells_what_holds(
     orders = []
     held = {
         "upload_bytes_per_second": 0, "download_bytes_per_second": 5_000, "memory_bytes": 10**9,
-        "hours": "22:00-07:00", "device_percent": 25, "threads": 3, "on_battery": "pause", "on_gpu_busy": "ignore",
+        "hours": "22:00-07:00", "device_percent": 25, "k_max": 0, "threads": 3, "on_battery": "pause",
+        "on_gpu_busy": "ignore",
     }  # fmt: skip
 
     def ask(directory: Path, order: dict[str, Any]) -> dict[str, Any]:
@@ -393,6 +394,7 @@ def test_the_command_orders_limits_and_tells_what_holds(
         "memory    1,000,000,000 bytes",
         "hours     22:00-07:00",
         "percent   25 percent",
+        "k         no limit",
         "battery   pause",
         "gpu       ignore",
         "threads   3",

@@ -83,7 +83,7 @@ async def test_limits_change_at_once_and_what_is_not_named_stays(tmp_path: Path)
         edges = daemon.edges
         rates = {"upload_bytes_per_second": 10**9, "download_bytes_per_second": 2 * 10**9}
         rest: dict[str, Any] = {"memory_bytes": 0, "hours": "", "device_percent": 100, "on_battery": "pause"}
-        rest["on_gpu_busy"] = "ignore"
+        rest |= {"k_max": 0, "on_gpu_busy": "ignore"}
         rest["threads"] = threads = daemon.driver.worker.threads
         first = rates | rest
         assert await daemon.answer({"do": "limit"}) == first == made.nodes[0].status["limits"]

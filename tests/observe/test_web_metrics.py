@@ -45,7 +45,8 @@ async def test_the_metrics_are_the_status() -> None:
         "held_contributions": 2, "root_mismatches": 2, "roster_members": 2, "quorum_members": 2, "admitted_peers": 3,
         "connected_peers": 1, "is_member": 1, "is_admitted": 1, "loss_nats": 2.5, "tokens": 4_000,
         "trainings_not_finite": 6, "damaged_files": 3,
-        "training_seconds": 32.5, "k": 256, "payload_bytes": 1_000, "state_bytes": 40_000, "is_paused": 0,
+        "training_seconds": 32.5, "numbers_per_chunk": 256,
+        "payload_bytes": 1_000, "state_bytes": 40_000, "is_paused": 0,
         "event_loop_lag_seconds": 0.0123, "queued_frames": 12, "disk_free_bytes": 5e9,
         "uptime_seconds": 99.5, "http_watchers": 0, "http_connections": 1,
     }.items():  # fmt: skip
