@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Slots(NamedTuple):
+class PassSlots(NamedTuple):
     start: int  # slots that earlier rounds gave out
     total: int  # of this round
     first: int  # within the round
     size: int
 
     @property
-    def next(self) -> Slots:
+    def next(self) -> PassSlots:
         """The slots of the next round, if nothing changes until then."""
         return self._replace(start=self.start + self.total)

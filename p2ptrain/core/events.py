@@ -18,7 +18,7 @@ from p2ptrain.core.history import BranchStart, Entry, History, Step
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Received
 from p2ptrain.core.state import AgreedState
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 
 # ---------------------------------------------------------------------------------------------------
 # Records: state that survives a restart
@@ -276,7 +276,7 @@ class Train(Struct, frozen=True, tag=True):
     samples: bool = False  # after that, write a line of text with the weights after `base_round`
     evaluates: bool = False  # before it, measure their held-out loss
     k: int = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
-    slots: Slots | None = None  # the data share, where the place does not say it
+    slots: PassSlots | None = None  # the data share, where the place does not say it
 
 
 class Pace(Struct, frozen=True, tag=True):

@@ -21,7 +21,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core.messages import ADMITTED_MAX, NUMBER_MAX, SEATS_MAX, Announcement, Digest, Key, Number
 from p2ptrain.core.roster import Roster, roster_of
 from p2ptrain.digest import digest
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 
 if TYPE_CHECKING:
     from p2ptrain.core.manifest import Manifest
@@ -117,14 +117,14 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             and (offer.author, offer.round) not in self.taken
         )
 
-    def slots_of(self, key: bytes, round_number: int, run: RunConfig) -> Slots | None:
+    def slots_of(self, key: bytes, round_number: int, run: RunConfig) -> PassSlots | None:
         """Returns what a key trains on in a later round, if nothing changes until then; None if its place says it."""
         if run.data.assignment != "capability":
             return None
         each, place = run.recipe.round_sequences // run.recipe.local_steps, self.place[key]
         steps = [entry.steps or run.recipe.local_steps for entry in self.admitted]
         start = self.assigned + (round_number - self.round - 1) * sum(steps)
-        return Slots(start * each, sum(steps) * each, sum(steps[:place]) * each, steps[place] * each)
+        return PassSlots(start * each, sum(steps) * each, sum(steps[:place]) * each, steps[place] * each)
 
     def after(self, manifest: Manifest, run: RunConfig) -> AgreedState:
         """Returns the state after a manifest."""

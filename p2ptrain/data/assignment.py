@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.digest import digest
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 
 Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -85,7 +85,7 @@ def shard_in_window(
     return (start + before * longest * count + number * size + inside) % sequences
 
 
-def shard_of_slots(seed: int, slots: Slots, sequences: int) -> Positions:
+def shard_of_slots(seed: int, slots: PassSlots, sequences: int) -> Positions:
     """Returns the sequences at some slots of a round, by capability.  # [slots.size]
 
     Passes follow one another without a gap. The round in which one ends takes the rest from that pass's first slots, so

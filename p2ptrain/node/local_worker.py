@@ -40,7 +40,7 @@ from p2ptrain.models.adapters import FrozenBase
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.node.pacing import NAP_SECONDS, Pacing
 from p2ptrain.node.work import Base, Done, Fetch, Figures, StoppedError, Task, Upstream
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.learner import Learner
 from p2ptrain.train.live import StepResult, mean_loss
@@ -226,7 +226,7 @@ class LocalWorker:
     def complaints(self) -> list[Complaint]:
         return []
 
-    def positions(self, number: int, place: int, places: int, slots: Slots | None = None) -> Positions:
+    def positions(self, number: int, place: int, places: int, slots: PassSlots | None = None) -> Positions:
         return self.learner.positions_for(number, place, places, slots)
 
     def set_threads(self, count: int) -> None:

@@ -20,7 +20,7 @@ from p2ptrain.node.intake import Spawn
 from p2ptrain.node.limits import Pauses
 from p2ptrain.node.model_progress import ModelProgress
 from p2ptrain.node.work import StoppedError, Task, Worker
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 
 DATA_SECONDS = 120.0  # to fetch a round's training data
 
@@ -76,7 +76,7 @@ class Trainings:
             await self.progress.write(effect)
 
     async def _fetch_data(
-        self, fetch: FetchPositions, number: int, place: int, places: int, slots: Slots | None
+        self, fetch: FetchPositions, number: int, place: int, places: int, slots: PassSlots | None
     ) -> None:
         if self._is_data_shared and self._worker.reads_data:
             async with asyncio.timeout(DATA_SECONDS):
@@ -100,7 +100,7 @@ class Trainings:
         except (DataError, FetchError, TransportError, TimeoutError) as error:  # the next training tells
             log.debug("no data ahead of round %d: %s", effect.round + 1, error)
 
-    async def fetch_again(self, number: int, place: int, places: int, slots: Slots | None = None) -> None:
+    async def fetch_again(self, number: int, place: int, places: int, slots: PassSlots | None = None) -> None:
         """Fetches the data of a training that is repeated after a restart; some of it may have had to go since."""
         try:
             await self._fetch_data(self._edges.fetching.data, number, place, places, slots)

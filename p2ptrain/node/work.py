@@ -20,7 +20,7 @@ from p2ptrain.errors import P2ptrainError
 from p2ptrain.exact.outer import Uncounted
 from p2ptrain.exact.replica import Replica
 from p2ptrain.models.sample import SampleRequest
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.private import Privacy
 from p2ptrain.train.saved_state import Capture
@@ -28,7 +28,7 @@ from p2ptrain.train.saved_state import Capture
 RATES_KEPT = 16  # rounds over which tokens per second are averaged
 
 # Fetches the data of a round, a place, a number of places and slots.
-Fetch = Callable[[int, int, int, Slots | None], Awaitable[None]]
+Fetch = Callable[[int, int, int, PassSlots | None], Awaitable[None]]
 
 
 class StoppedError(P2ptrainError):
@@ -56,7 +56,7 @@ class Task:
     outstanding: frozenset[int] = frozenset()  # earlier rounds whose contributions may still be taken
     shift: Shift | None = None
     k: int = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
-    slots: Slots | None = None  # of the data, where the place does not say them
+    slots: PassSlots | None = None  # of the data, where the place does not say them
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Worker(Protocol):
     def complaints(self) -> list[Complaint]:
         """Lists the problems of whoever takes the steps."""
 
-    def positions(self, number: int, place: int, places: int, slots: Slots | None = None) -> Positions:
+    def positions(self, number: int, place: int, places: int, slots: PassSlots | None = None) -> Positions:
         """Returns the sequences of a round."""
 
     async def train(self, task: Task) -> Done:

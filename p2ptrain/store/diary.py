@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
 from p2ptrain.files import read, sync, trouble, write_all, write_atomically
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 from p2ptrain.store.formats import refuse_newer
 
 ENTRIES_MAX = 1_024  # trainings; beyond it, the older half is dropped
@@ -51,7 +51,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     applied_after: Count = 0  # if a round was applied during the training: the steps before it, else 0
     tail: Annotated[str, Meta(pattern=r"\A([0-9a-f]{18})?\Z")] = ""  # the contribution's tail, in a region
     k: Count = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
-    slots: Slots | None = None  # what it trained on, where the place does not say it
+    slots: PassSlots | None = None  # what it trained on, where the place does not say it
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):

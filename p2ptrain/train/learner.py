@@ -43,7 +43,7 @@ from p2ptrain.exact.shortage import told
 from p2ptrain.models.kinds import build, first_model
 from p2ptrain.models.plugins import blamed_in_run
 from p2ptrain.models.sample import SampleRequest, sample
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 from p2ptrain.train.evaluate import evaluate
 from p2ptrain.train.live import LiveModel, StepResult
 from p2ptrain.train.memory import find_device
@@ -132,7 +132,7 @@ class Learner:
         """Norm of what the last round's local steps moved, over that of the weights; None without local steps."""
         return self.recipe.drift
 
-    def positions_for(self, round_number: int, place: int, places: int, slots: Slots | None = None) -> Positions:
+    def positions_for(self, round_number: int, place: int, places: int, slots: PassSlots | None = None) -> Positions:
         """Returns the sequences that `train` uses, in its order. A node that takes more steps than its slots last for
         uses them again."""
         count, length, seed = self.run.recipe.round_sequences, self.run.model.sequence_length, self._data_seed
@@ -208,7 +208,7 @@ class Learner:
         places: int,
         on_step: Callable[[StepResult], bool | None] = lambda result: None,
         shifted: Callable[[Tensor], Tensor | None] = lambda weights: None,
-        slots: Slots | None = None,
+        slots: PassSlots | None = None,
     ) -> list[StepResult]:
         """Takes the round's local steps as the node at `place` of `places` in the roster.
 

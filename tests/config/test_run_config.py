@@ -113,7 +113,7 @@ def test_the_canonical_encoding_is_golden() -> None:
     kept = (ROOT / "tests" / "golden" / "run_config.json").read_bytes()
     run = RunConfig.from_canonical(kept)
     assert run.canonical() == kept
-    assert run.run_id == "38aac314e9b1c0e89ae7544fe399af08dd58d3b1a1c63b38eb0222317269ab3b"
+    assert run.run_id == "1beb7eab5605d0306bce62d2e459c661b8ca999bb3988f77eacb73d1bc51d25c"
 
 
 def test_a_config_without_one_of_the_keys_is_refused() -> None:

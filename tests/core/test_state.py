@@ -15,7 +15,7 @@ from p2ptrain.core.messages import Announcement
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import BANS_MAX, UNSEATED_ABSENCES, WINDOW_MAX, Admitted, AgreedState, Taken, genesis
 from p2ptrain.digest import digest
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 from tests.helpers.core import KEYS, ROOT0, RUN, announced, root_of, run_of
 
 MEMBERS, NEWCOMER, LATECOMER = KEYS[:4], KEYS[8], KEYS[9]
@@ -476,7 +476,9 @@ def test_members_get_data_for_as_many_steps_as_they_took_one_after_the_other() -
     state = stepping(state, 10, 7, 9, 12)
     assert [entry.steps for entry in state.admitted] == [10, 7, 9, 10]  # at most what a round has
     assert shares_of(state) == [(40, 10), (50, 7), (57, 9), (66, 10)]
-    assert state.slots_of(MEMBERS[1], 3, BY_CAPABILITY) == Slots((40 + 36) * 6, 36 * 6, 10 * 6, 7 * 6)  # a round ahead
+    assert state.slots_of(MEMBERS[1], 3, BY_CAPABILITY) == PassSlots(
+        (40 + 36) * 6, 36 * 6, 10 * 6, 7 * 6
+    )  # a round ahead
     state = stepping(state, 10, 10, 9, 10)
     assert shares_of(state) == [(76, 10), (86, 10), (96, 9), (105, 10)]
 

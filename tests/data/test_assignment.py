@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.data.assignment import shard, shard_in_window, shard_of_slots
 from p2ptrain.digest import digest
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 
 MASK = 2**64 - 1
 
@@ -257,7 +257,7 @@ def test_a_pass_by_capability_uses_all_data_once(seed: int, pass_number: int, sh
         position
         for start in starts
         for first, share in zip(firsts, shares, strict=True)
-        for position in shard_of_slots(seed, Slots(start, total, first, share), sequences).tolist()
+        for position in shard_of_slots(seed, PassSlots(start, total, first, share), sequences).tolist()
     ]
     assert sorted(used) == list(range(sequences))
 
@@ -270,7 +270,7 @@ def test_members_do_not_overlap_in_the_round_in_which_a_pass_ends(start: int, sh
     total = sum(shares)
     firsts = np.cumsum([0, *shares[:-1]]).tolist()
     parts = [
-        shard_of_slots(5, Slots(start, total, first, share), total + more)
+        shard_of_slots(5, PassSlots(start, total, first, share), total + more)
         for first, share in zip(firsts, shares, strict=True)
     ]
     assert len(set(np.concatenate(parts).tolist())) == total
@@ -278,6 +278,6 @@ def test_members_do_not_overlap_in_the_round_in_which_a_pass_ends(start: int, sh
 
 def test_slots_of_equal_members_are_those_that_are_drawn() -> None:
     for number in range(12):
-        slots = Slots(number * 20, 20, 5, 5)
+        slots = PassSlots(number * 20, 20, 5, 5)
         assert shard_of_slots(9, slots, 200).tolist() == shard(9, number, 1, 4, 5, 200).tolist()
-    assert Slots(40, 20, 5, 5).next == Slots(60, 20, 5, 5)
+    assert PassSlots(40, 20, 5, 5).next == PassSlots(60, 20, 5, 5)

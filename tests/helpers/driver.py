@@ -47,7 +47,7 @@ from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.node.strangers import messages_of_strangers
 from p2ptrain.node.work import Worker
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 from p2ptrain.store.store import Store
 from p2ptrain.train.live import StepResult
 from p2ptrain.train.saved_state import Capture
@@ -108,7 +108,7 @@ class ChainTrainer:
     def kept_rounds(self) -> tuple[int, ...]:
         return tuple(sorted(self.kept))
 
-    def positions_for(self, number: int, place: int, places: int, slots: Slots | None = None) -> Positions:
+    def positions_for(self, number: int, place: int, places: int, slots: PassSlots | None = None) -> Positions:
         if self.dataset is None:
             return np.zeros(0, dtype=np.int64)
         if slots is not None:
@@ -129,7 +129,7 @@ class ChainTrainer:
         places: int,
         on_step: Callable[[StepResult], object],
         shifted: Callable[[Any], Any] = lambda weights: None,
-        slots: Slots | None = None,
+        slots: PassSlots | None = None,
     ) -> list[StepResult]:
         if self.dataset is not None:
             positions = self.positions_for(number, place, places, slots)

@@ -24,7 +24,7 @@ from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
 from p2ptrain.node.work import Base
 from p2ptrain.observe.build import complaints_of
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 from p2ptrain.train.live import StepResult
 from tests.helpers.driver import SEQUENCE, STATE, ChainTrainer, loop_workshop, root_of
 from tests.helpers.memory_network import Network
@@ -51,7 +51,7 @@ class WatchedTrainer(ChainTrainer):
         places: int,
         on_step: Callable[[StepResult], object],
         shifted: Any = None,
-        slots: Slots | None = None,
+        slots: PassSlots | None = None,
     ) -> list[StepResult]:
         results = super().train(number, place, places, on_step, slots=slots)
         assert self.dataset is not None

@@ -67,8 +67,8 @@ def some_records(count: int = 40) -> tuple[AgreedState, list[ev.Record]]:
     return base, records[:-10] + rare + records[-10:]
 
 
-def folded(base: AgreedState, records: list[ev.Record], kept: int = KEPT) -> Journal:
-    journal = Journal(base, kept)
+def folded(base: AgreedState, records: list[ev.Record], kept: int = KEPT, staleness: int = 0) -> Journal:
+    journal = Journal(base, kept, staleness)
     for record in records:
         journal.write(record, read_own(record.envelope) if isinstance(record, ev.Said) else None)
     return journal

@@ -56,7 +56,7 @@ def test_what_strangers_ask_and_say_is_not_kept_on_the_disk(tmp_path: Path) -> N
 
     @skipping_time
     async def test() -> None:
-        made = MemorySwarm(tmp_path)
+        made = MemorySwarm(tmp_path, {})
         node = made.nodes[0]
         await node.start()
         edges = node.daemon.edges

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from p2ptrain.config import ModelConfig, RunConfig, load_run_config
+from p2ptrain.config import AgreementConfig, ModelConfig, RunConfig, load_run_config
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, DeviceError
 from p2ptrain.models import plugins
@@ -347,7 +347,9 @@ def test_what_a_recipe_plugin_has_packed_is_applied_as_others_read_it(dataset: T
 
 @pytest.mark.usefixtures("example")
 def test_what_a_recipe_plugin_needs_more_of_is_counted() -> None:
-    ours, theirs = (need_of(run_of(ModelConfig(**TINY), **more)) for more in ({}, {"plugin": RECIPE}))
+    in_time = AgreementConfig(staleness_rounds_max=0, overlap_rounds=0)  # as is the default with a plug-in
+    runs = (run_of(ModelConfig(**TINY), **more) for more in ({}, {"plugin": RECIPE}))
+    ours, theirs = (need_of(run.model_copy(update={"agreement": in_time})) for run in runs)
     assert theirs.optimizer == ours.optimizer + ours.state
     assert theirs.checkpoint == ours.checkpoint + ours.state
 

@@ -17,7 +17,7 @@ from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.node.trainings import DATA_SECONDS
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 from p2ptrain.store.diary import Trained
 from tests.helpers.blobs import BlobNode, MemoryBlob
 from tests.helpers.driver import PEER, SEQUENCE, DriverBench, a_manifest, bench, doing, of_kind, root_of
@@ -81,7 +81,7 @@ async def test_the_next_rounds_data_are_fetched_while_this_one_trains(tmp_path: 
 @skipping_time
 async def test_the_slots_of_the_next_round_are_fetched_ahead_by_capability(tmp_path: Path, whole: TokenDataset) -> None:
     async with joined(tmp_path, whole, 2 * ROUND_PIECES) as (each, data):
-        server, slots = await each.serve(PEER), Slots(600, 8, 2, ROUND_PIECES)
+        server, slots = await each.serve(PEER), PassSlots(600, 8, 2, ROUND_PIECES)
         used = [each.trainer.positions_for(1, PLACE, PLACES, at).tolist() for at in (slots, slots.next)]
         give(server, whole, [bytes.fromhex(name) for name in whole.manifest.training.pieces])
         doing(each, ev.Train(1, 0, PLACE, PLACES, slots=slots))

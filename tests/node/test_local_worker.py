@@ -22,7 +22,7 @@ from p2ptrain.node.local_worker import FAILED, LearnerThread, LocalWorker
 from p2ptrain.node.pacing import Pacing
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import Task
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 from p2ptrain.store.diary import Diary, Trained
 from tests.helpers.trainer import FAMILY, RECIPES, Trainer, embedded, make
 
@@ -35,7 +35,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     return embedded(tmp_path_factory.mktemp("corpus") / "data")
 
 
-async def fetch(number: int, place: int, places: int, slots: Slots | None) -> None:
+async def fetch(number: int, place: int, places: int, slots: PassSlots | None) -> None:
     """All data is here."""
 
 
@@ -125,7 +125,7 @@ async def test_a_node_that_was_killed_goes_on_with_the_bits_of_one_that_was_not(
 async def test_a_training_by_capability_is_repeated_on_the_same_sequences(
     dataset: TokenDataset, tmp_path: Path
 ) -> None:
-    life, again, slots = Life(dataset, "local"), Life(dataset, "local"), Slots(200, 80, 8, 8)
+    life, again, slots = Life(dataset, "local"), Life(dataset, "local"), PassSlots(200, 80, 8, 8)
     done = await life.worker.train(Task(1, 0, 1, slots=slots))
     for each in life.diary:
         Diary(tmp_path / "diary.jsonl").note(each)

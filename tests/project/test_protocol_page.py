@@ -22,7 +22,7 @@ from p2ptrain.data.masking import Masking
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.exact.codec import Contribution, PayloadFormat, index_widths, pack
 from p2ptrain.exact.transform import COSINES
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 KINDS = {
@@ -165,7 +165,7 @@ def test_a_shard_by_capability_is_as_told() -> None:
     first = m * (assigned + ahead * sum(steps) + steps[0])
     keys = told_keys("assignment keys", 11, (first - m * steps[0]) // Q)
     told = [told_permutation((first + i) % Q, Q, keys) for i in range(m * steps[1])]
-    slots = Slots(m * (assigned + sum(steps)), m * sum(steps), m * steps[0], m * steps[1])
+    slots = PassSlots(m * (assigned + sum(steps)), m * sum(steps), m * steps[0], m * steps[1])
     assert shard_of_slots(11, slots, Q).tolist() == told
 
 

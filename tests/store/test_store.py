@@ -24,6 +24,8 @@ from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.store import Store
 from tests.helpers.store import ME, Power, folded, named_run, opened, some_records
 
+STALENESS = named_run().agreement.staleness_rounds_max
+
 
 def content_of(number: int) -> bytes:
     return Random(number).randbytes(100)
@@ -249,7 +251,7 @@ def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         assert not store.is_forgetful
         assert store.newest_checkpoint() == made
-        expected = folded(base, records, named_run().agreement.history_rounds)
+        expected = folded(base, records, named_run().agreement.history_rounds, STALENESS)
         assert store.journal == expected
         assert store.saved(made) == expected.saved_at(state.round, root)
         assert len(expected.payloads) >= 20
@@ -270,7 +272,7 @@ def test_words_do_not_go_to_the_log_before_their_payloads(tmp_path: Path, monkey
             patch.setattr(os, "fsync", fail_with(errno.ENOSPC))
             with pytest.raises(DiskError):
                 store.write([said])
-        assert store.journal == folded(base, [], store.journal.kept)
+        assert store.journal == folded(base, [], store.journal.kept, STALENESS)
         assert store.log.size == store.log.path.stat().st_size
 
 
@@ -384,7 +386,7 @@ def test_wherever_the_power_is_cut_what_was_said_has_its_payloads(tmp_path: Path
                 done = at + 5
         power.disk_after(after)
         with opened(after) as store:
-            assert store.journal in [folded(base, records[:count], kept) for count in range(done, done + 6)]
+            assert store.journal in [folded(base, records[:count], kept, STALENESS) for count in range(done, done + 6)]
             words = {name for _, said in store.journal.said for name in said.payloads}
             assert [name for name in sorted(words) if store.payloads.get(name) is None] == []
         if not power.is_off:

@@ -16,7 +16,7 @@ from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.exact import replica
-from p2ptrain.slots import Slots
+from p2ptrain.slots import PassSlots
 from p2ptrain.train import learner
 from p2ptrain.train.learner import EVALUATED_SEQUENCES
 from tests.helpers.trainer import FAMILY, ONE_THREAD, RECIPES, Trainer, embedded, make, swarm_round
@@ -233,7 +233,7 @@ def test_a_learner_reads_what_the_runs_policy_assigns(dataset: TokenDataset) -> 
     assert drawn.positions_for(7, 1, 3).tolist() == shard(1, 7, 1, 3, count, sequences).tolist()
     most = dataset.sequences_in(WINDOW_PIECES, length)
     assert window.positions_for(7, 1, 3).tolist() == shard_in_window(1, 7, 1, 3, count, sequences, most).tolist()
-    slots = Slots(40, 20, 8, 4)  # fewer than three steps of four sequences need
+    slots = PassSlots(40, 20, 8, 4)  # fewer than three steps of four sequences need
     assert drawn.positions_for(7, 1, 3, slots).tolist() == 3 * shard_of_slots(1, slots, sequences).tolist()
 
 
