@@ -262,8 +262,6 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True):
 
     # Rounds a minute, relative to the same swarm with nothing slow and no fault, in which nodes wait for each round.
     rate_share_min: Annotated[float, Meta(ge=0, le=10)] | None = None
-        None  # rounds a minute, relative to the same swarm with nothing slow and no fault
-    )
     taken_share_min: Share | None = None  # contributions taken, out of one per member and round
     taken_from: dict[str, Count] = {}  # by node: minimum of contributions taken from it
     paused: list[Pause] = []
