@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 
 class PassSlots(NamedTuple):
+    """The slots of one node in one round."""
+
     start: int  # slots that earlier rounds gave out
     total: int  # of this round
     first: int  # within the round

@@ -55,8 +55,5 @@ class Pools:
 
     def limits(self) -> dict[str, tuple[int, int]]:
         """Returns the size and bound of each buffer."""
-        pools = (
-            *(self.offers, self.payloads, self.requests, self.arrivals, self.exchange),
-            *(self.tallies, self.claims),
-        )
+        pools = (self.offers, self.payloads, self.requests, self.arrivals, self.exchange, self.tallies, self.claims)
         return {name: limit for pool in pools for name, limit in pool.limits().items()}

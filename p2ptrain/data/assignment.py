@@ -38,8 +38,8 @@ Words = npt.NDArray[np.uint64]
 
 FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need four; narrow halves mix worse, and eight take microseconds
 SEQUENCES_MAX = 2**62  # positions stay int64
-# What a place trains on at a time by window: little of a disk, and, times the number of places, what a round's
-# sequences are drawn from. A guess.
+# Pieces of a window. They take little room on a disk, and a round draws its sequences from as many for each place; a
+# guess.
 WINDOW_PIECES = 64
 
 

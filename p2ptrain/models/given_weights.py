@@ -33,8 +33,8 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 SAFE_FIX = "Write it as safetensors: model.save_pretrained(DIR) of transformers does, or safetensors.torch.save_file"
 BELONGS_FIX = "Begin with the config.json that belongs to these weights"
 HEADS = ("lm_head.weight", "cls.predictions.decoder.weight")
-# What files have besides the weights: tables that older versions of transformers saved, of which every model makes its
-# own, a second copy of a tied bias, and BERT's parts for other uses.
+# Tensors that files hold besides the weights: tables that older versions of transformers saved and that every model
+# makes anew, a second copy of a tied bias, and BERT's parts for other uses.
 UNUSED = (
     ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
     "embeddings.position_ids", "cls.predictions.decoder.bias", "cls.seq_relationship.weight",

@@ -102,9 +102,8 @@ class Residual:
         assert len(self.kept) < KEPT_ROUNDS_MAX, "every contribution is forgotten or restored in the end"
         fragment = self.fragment_of(round_number)
         coefficients = self._by_fragment[fragment]
-        indices = (
-            every_index(*coefficients.shape) if recipe.is_dense else largest(coefficients, self._k or recipe.k_max)
-        )
+        k = self._k or recipe.k_max
+        indices = every_index(*coefficients.shape) if recipe.is_dense else largest(coefficients, k)
         sizes = [group.chunks for group in self.layouts[fragment].groups]
 
         def encode(device: torch.device) -> tuple[Contribution, NDArray[np.float32], Tensor]:

@@ -5,12 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.models import kinds as models
 from p2ptrain.models import plugins
 from p2ptrain.train import memory
+from tests.helpers.trainer import embedded
+
+
+@pytest.fixture(scope="session")
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
+    return embedded(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

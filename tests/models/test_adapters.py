@@ -21,16 +21,11 @@ from p2ptrain.models.kinds import build, check_base_bytes, exported_shapes, firs
 from p2ptrain.train.begin import GivenWeights, NewRun, begin
 from p2ptrain.train.memory import need_of
 from tests.helpers.export import NodeDirectory, model_of, weights_of
-from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, embedded, swarm_round
+from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, swarm_round
 
 ME = "ab" * 32
 MODEL = ModelConfig(**TINY)
 LORA = AdaptConfig(kind="lora", rank=4, alpha=8)
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
-    return embedded(tmp_path_factory.mktemp("data"))
 
 
 def run_of(adapt: AdaptConfig = LORA, model: ModelConfig = MODEL, **recipe: Any) -> RunConfig:

@@ -21,12 +21,11 @@ from tests.helpers.hf_models import CAUSAL, hf_model
 TOLERANCE = 2e-5  # by which fp32 differs from fp64 here, as for the model without adapters
 LORA = AdaptConfig(kind="lora", rank=4, alpha=8)
 
-pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]  # what another package deprecates is not ours
-
-
-@pytest.fixture(scope="module", autouse=True)
-def transformers() -> Any:
-    return pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
+pytestmark = [
+    pytest.mark.hf,
+    pytest.mark.usefixtures("transformers"),
+    pytest.mark.filterwarnings("default"),  # what another package deprecates is not ours
+]
 
 
 def sealed(model: Any, base: tuple[str, int]) -> RunConfig:

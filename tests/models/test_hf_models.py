@@ -36,7 +36,7 @@ from p2ptrain.train.memory import PassSettings, activations, need_of
 from tests.helpers.export import NodeDirectory, weights_of
 from tests.helpers.hf_models import CAUSAL, hf_model
 from tests.helpers.live_memory import peak_of_pass
-from tests.helpers.trainer import ONE_THREAD, RECIPES, Trainer, embedded, swarm_round
+from tests.helpers.trainer import ONE_THREAD, RECIPES, Trainer, swarm_round
 
 ME = "ab" * 32
 TOLERANCE = 2e-5  # by which fp32 differs from fp64 here, as for the built-in model
@@ -68,17 +68,11 @@ VALUES: list[Any] = [
     {"partial_rotary_factor": 0.25}, {"factor": 2.0}, {"rope_type": "default", "type": "linear", "factor": 3},
 ]  # fmt: skip
 
-pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]  # what another package deprecates is not ours
-
-
-@pytest.fixture(scope="module", autouse=True)
-def transformers() -> Any:
-    return pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
-    return embedded(tmp_path_factory.mktemp("data"))
+pytestmark = [
+    pytest.mark.hf,
+    pytest.mark.usefixtures("transformers"),
+    pytest.mark.filterwarnings("default"),  # what another package deprecates is not ours
+]
 
 
 def tokens_of(model: ModelConfig, length: int) -> torch.Tensor:

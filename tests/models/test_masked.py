@@ -35,7 +35,7 @@ from p2ptrain.train.memory import PassSettings, activations
 from tests.helpers.export import NodeDirectory, weights_of
 from tests.helpers.hf_models import hf_model
 from tests.helpers.live_memory import peak_of_pass
-from tests.helpers.trainer import ONE_THREAD, RECIPES, Trainer, embedded, swarm_round
+from tests.helpers.trainer import ONE_THREAD, RECIPES, Trainer, swarm_round
 
 ME = "ab" * 32
 TOLERANCE = 2e-5  # by which fp32 differs from fp64 here, as for the built-in model
@@ -44,7 +44,11 @@ WITHOUT = dict.fromkeys(DROPOUT, 0.0)
 MODEL = hf_model("bert", vocab_size=257, **WITHOUT)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "masked.toml"
 
-pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("default")]  # what another package deprecates is not ours
+pytestmark = [
+    pytest.mark.hf,
+    pytest.mark.usefixtures("transformers"),
+    pytest.mark.filterwarnings("default"),  # what another package deprecates is not ours
+]
 
 
 class AllFilledIn(Packing):
@@ -53,16 +57,6 @@ class AllFilledIn(Packing):
     def loss(self, model: Any, sequences: torch.Tensor) -> torch.Tensor:
         logits = model(sequences[:, 1:]).flatten(0, 1)
         return functional.cross_entropy(logits.float(), sequences[:, 1:].flatten())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def transformers() -> Any:
-    return pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
-    return embedded(tmp_path_factory.mktemp("data"))
 
 
 def run_of(seed: int = 1, **model: Any) -> RunConfig:
