@@ -23,11 +23,12 @@ ADDRESS_CHARACTERS_MAX = 448  # a relayed address with two ids and a long name t
 _PART = r"(0|[1-9][0-9]{0,4}|[a-z][0-9a-z-]{0,15})"
 _PLACE = rf"/(ip[46]|dns[46]?)/[0-9A-Za-z.:_-]{{1,253}}(/{_PART}){{2,3}}"
 _ID = r"[1-9A-HJ-NP-Za-km-z]{40,64}"
-LOOK = rf"{_PLACE}(/p2p/{_ID}/p2p-circuit)?(/p2p/{_ID})?"
-KEPT = 1_024  # addresses that are not read again, as many as peers are remembered; 1 MB
+_NAMED = rf"(?P<place>{_PLACE})(/p2p/(?P<relay>{_ID})/p2p-circuit)?(/p2p/(?P<peer>{_ID}))?"
+ADDRESS_PATTERN = re.sub(r"\?P<\w+>", "", _NAMED)  # without names, which other kinds of expressions do not have
+ADDRESSES_KEPT = 1_024  # addresses that are not read again, as many as peers are remembered; 1 MB
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-_look = re.compile(rf"(?P<place>{_PLACE})(/p2p/(?P<relay>{_ID})/p2p-circuit)?(/p2p/(?P<peer>{_ID}))?").fullmatch
+_look = re.compile(_NAMED).fullmatch
 
 
 class AddressError(P2ptrainError, ValueError):
@@ -43,12 +44,12 @@ class Address:
     host: IP | str  # a name is text
     transport: str  # tcp or udp, which is QUIC
     port: int
-    relay_id: str  # both not read yet; empty: none
+    relay_id: str  # ids as text, not checked yet; empty: none
     peer_id: str
 
     @property
     def route(self) -> str:
-        """All but the peer's id."""
+        """Writes the address without the peer's id."""
         return f"{self.place}/p2p/{self.relay_id}/p2p-circuit" if self.relay_id else self.place
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ def looks_right(text: str) -> bool:
     return len(text) <= ADDRESS_CHARACTERS_MAX and _look(text) is not None
 
 
-@lru_cache(KEPT)
+@lru_cache(ADDRESSES_KEPT)
 def parse(text: str) -> Address:
     """Returns an address that we take. AddressError if it is none."""
     parts = _look(text) if len(text) <= ADDRESS_CHARACTERS_MAX else None

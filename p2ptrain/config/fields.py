@@ -85,13 +85,11 @@ K_WORDS = f"1 to {K_MAX:,}, or a list of 2 to {K_CHOICES_MAX} that rise"
 def parse_k(value: object) -> int | tuple[int, ...]:
     """Accepts a number of coefficients, or a rising list of two or more."""
     listed = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if any(isinstance(each, bool) or not isinstance(each, int) or not 1 <= each <= K_MAX for each in listed):
+    are_numbers = all(type(each) is int and 1 <= each <= K_MAX for each in listed)
+    is_one = not isinstance(value, list | tuple)
+    if not are_numbers or not (is_one or (2 <= len(listed) <= K_CHOICES_MAX and sorted({*listed}) == [*listed])):
         raise ValueError(f"expected {K_WORDS}")
-    if isinstance(value, int):
-        return value
-    if not 2 <= len(listed) <= K_CHOICES_MAX or tuple(sorted(set(listed))) != listed:
-        raise ValueError(f"expected {K_WORDS}")
-    return listed
+    return listed[0] if is_one else listed
 
 
 K = Annotated[

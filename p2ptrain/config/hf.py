@@ -191,7 +191,7 @@ _GPT2_KEYS = {
 _BERT_KEYS = {
     **{key: rule for key, rule in _USUAL.items() if key != "attention_dropout"},
     **_LAYER_NORM,
-    "max_position_embeddings": _whole(8, 2**20),  # likewise
+    "max_position_embeddings": _whole(8, 2**20),  # each has weights of its own
     "add_cross_attention": _one_of(False),
     "attention_probs_dropout_prob": DROPOUT,
     "hidden_dropout_prob": DROPOUT,
@@ -411,8 +411,8 @@ def parameters_most(config: HfConfig) -> int:
     attention = config.dim * (2 * wide + 2 * shared)
     vectors = 8 * config.dim + 4 * (wide + shared) + 4 * config.ffn_dim + 8 * config.head_dim * config.heads
     layer = attention + 3 * config.dim * config.ffn_dim + vectors
-    positions = config.positions if config.architecture.has_positions else 0
+    rows = config.vocab_size * (1 if config.is_tied else 2)
+    rows += config.positions if config.architecture.has_positions else 0
     if config.architecture.objective == "masked":  # its token types, and a layer before the head
-        positions += TOKEN_TYPES_MAX + config.dim
-    tokens = config.vocab_size * (1 if config.is_tied else 2) + positions
-    return config.layers * layer + tokens * config.dim + config.vocab_size + 4 * config.dim
+        rows += TOKEN_TYPES_MAX + config.dim
+    return config.layers * layer + rows * config.dim + config.vocab_size + 4 * config.dim

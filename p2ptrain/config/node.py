@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from p2ptrain.address import ADDRESS_CHARACTERS_MAX, LOOK, Address, AddressError, parse
+from p2ptrain.address import ADDRESS_CHARACTERS_MAX, ADDRESS_PATTERN, Address, AddressError, parse
 from p2ptrain.config.fields import K_MAX, Accepts, DigestOrEmpty, FromArray, Option, Plugin, Rational, Section
 from p2ptrain.errors import SettingError
 
@@ -43,7 +43,7 @@ def _address(is_taken: Callable[[Address], bool]) -> AfterValidator:
     return AfterValidator(read)
 
 
-AddressText: TypeAlias = Annotated[str, Field(max_length=ADDRESS_CHARACTERS_MAX, pattern=f"^{LOOK}$")]
+AddressText: TypeAlias = Annotated[str, Field(max_length=ADDRESS_CHARACTERS_MAX, pattern=f"^{ADDRESS_PATTERN}$")]
 ListenAddress = Annotated[
     AddressText,
     _address(lambda it: str(it) == it.place and not isinstance(it.host, str)),

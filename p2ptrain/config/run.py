@@ -163,7 +163,8 @@ class AgreementConfig(Section):
             )
         if self.overlap_rounds_max and not self.staleness_rounds_max:
             raise SettingError(
-                "with overlap_rounds contributions are one round old", "set staleness_rounds_max to 1 or more"
+                "nodes that overlap contribute from weights that are one round old",
+                "set staleness_rounds_max to 1 or more",
             )
         return self
 
@@ -386,8 +387,8 @@ class RunConfig(Section):
         return RunConfig.model_validate(raw)
 
     def canonical(self) -> bytes:
-        """Encodes the config, with all keys, so that a changed default never changes a run that exists; a later key is
-        left out at the value at which nothing changes."""
+        """Encodes the config, with all keys, so that a changed default never changes a run that exists; but the usual
+        objective is left out."""
         raw = self.model_dump(mode="json")
         if self.model.objective == "causal":
             del raw["model"]["objective"]

@@ -163,7 +163,7 @@ def unknown_key(
     if homes := [f"[{table}]" if table else "the top of the file" for table in keys if name in keys[table]]:
         fix = f"It belongs in {' or '.join(homes)}"
     elif theirs := [each for each in dict.fromkeys([name, *_names_in(value)]) if each in THEIR_NAMES]:
-        fix = ". ".join(f"What others call {each} is {THEIR_NAMES[each]} here" for each in theirs)
+        fix = ". ".join(f"Here {each} is {THEIR_NAMES[each]}" for each in theirs)
     elif close := difflib.get_close_matches(name, known, n=1):
         fix = f"Did you mean {close[0]}?"
     elif not section and name in other.model_fields:

@@ -147,6 +147,7 @@ class TrainingFinished(Struct, frozen=True, tag=True):
     loss: int = 0
     held_out: int = 0  # and of the base
     base_round: int = -1  # what its last steps went on from; later than asked if a round was applied in between
+    k: int = 0  # numbers of each chunk in it, of which the owner may allow fewer than asked; 0: as asked
 
 
 class TrainingFailed(Struct, frozen=True, tag=True):

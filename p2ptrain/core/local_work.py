@@ -113,7 +113,7 @@ class LocalWork:
         me, state = self.context.me, self.chain.state
         taken = {each.round for each in manifest.taken if each.author == me} if manifest else set()
         if manifest is not None and manifest.round in self.outstanding:
-            (self.sizing.taken_in_time if manifest.round in taken else self.sizing.came_late)()
+            self.sizing.decided(manifest.round, taken)
         for number in sorted(self.outstanding):
             announcement = read(self.outstanding[number], Announcement)
             if number in taken:
@@ -349,6 +349,7 @@ class LocalWork:
         if training is None or training.round != event.round:
             return
         self.training = None
+        self.sizing.sent(event.k)
         state, context = self.chain.state, self.context
         recipe, seconds = context.run.recipe, context.now - training.began
         fewest = (recipe.local_steps_min or recipe.local_steps) / (event.steps or recipe.local_steps)

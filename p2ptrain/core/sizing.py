@@ -10,7 +10,7 @@ found out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 GROW_ROUNDS = 2  # in time, before the next larger size is tried for the first time
 TRIAL_ROUNDS = 8  # in time, after which a size is known to fit, and a single contribution may come too late
@@ -31,6 +31,21 @@ class Sizing:
     def k(self) -> int:
         """The next contribution's; 0: the run leaves no choice."""
         return self._ks[self._at] if len(self._ks) > 1 else 0
+
+    def sent(self, k: int) -> None:
+        """Notes which k a contribution has: its owner may allow less than was asked for. 0: as asked."""
+        if k and k != self.k:
+            self._change(self._ks.index(k))
+
+    def decided(self, number: int, taken: Collection[int]) -> None:
+        """Notes a round to which a contribution was on offer; `taken`: those that it takes, by the rounds they are for.
+
+        A round takes one of an author, the oldest. If that is a late one, this round's own was not late.
+        """
+        if number in taken:
+            self.taken_in_time()
+        elif not taken:
+            self.came_late()
 
     def taken_in_time(self) -> None:
         """Notes that a round has taken the contribution that was made for it."""

@@ -122,7 +122,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         if run.data.assignment != "capability":
             return None
         each, place = run.recipe.round_sequences // run.recipe.local_steps, self.place[key]
-        steps = [entry.steps or run.recipe.local_steps for entry in self.admitted]
+        steps = self._steps(run)
         start = self.assigned + (round_number - self.round - 1) * sum(steps)
         return PassSlots(start * each, sum(steps) * each, sum(steps[:place]) * each, steps[place] * each)
 
@@ -154,7 +154,11 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
     def _assigned_after(self, run: RunConfig) -> int:
         if run.data.assignment != "capability":
             return 0
-        return (self.assigned + sum(entry.steps or run.recipe.local_steps for entry in self.admitted)) % NUMBER_MAX
+        return (self.assigned + sum(self._steps(run))) % NUMBER_MAX
+
+    def _steps(self, run: RunConfig) -> list[int]:
+        """The steps that a round has data for, by place."""
+        return [entry.steps or run.recipe.local_steps for entry in self.admitted]
 
     def _admitted_after(self, manifest: Manifest, members: tuple[bytes, ...], run: RunConfig) -> tuple[Admitted, ...]:
         taken = {taken.author: taken.steps for taken in manifest.taken}

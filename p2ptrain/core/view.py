@@ -206,7 +206,7 @@ class NodeView:
         return {
             peer: {reason.value: count for reason, count in record.counters.items()}
             for peer, record in reputation.records.items()
-            if record.is_greylisted and reputation.is_greylisted(peer, now)
+            if reputation.is_greylisted(peer, now)
         }
 
     def standings(self) -> list[PeerView]:

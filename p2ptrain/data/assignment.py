@@ -88,8 +88,8 @@ def shard_in_window(
 def shard_of_slots(seed: int, slots: PassSlots, sequences: int) -> Positions:
     """Returns the sequences at some slots of a round, by capability.  # [slots.size]
 
-    Passes follow one another without a gap. The round in which one ends takes the rest from that pass's first slots, so
-    that its members do not overlap.
+    The round in which a pass ends takes the rest from that pass's first slots, so that its members do not overlap; the
+    next pass lacks as many of its own.
     """
     chosen = (np.arange(slots.size, dtype=np.int64) + (slots.start + slots.first) % sequences) % sequences
     return permute(chosen, sequences, _keys("assignment keys", seed, slots.start // sequences))

@@ -11,7 +11,7 @@ from p2ptrain.node.consent import exchanged_bytes
 from p2ptrain.train.memory import need_of
 
 SHARE_WANTED = 0.05  # the share of a round's time that the exchange should take at most
-SHARE_WANTED_BESIDE = 1 / 3  # where nodes train meanwhile: half as long as training, so that votes have room; a guess
+SHARE_WANTED_OVERLAPPING = 1 / 3  # where nodes train meanwhile: votes need room, too; a guess
 
 
 def judge_exchange(
@@ -31,7 +31,7 @@ def judge_exchange(
     received = exchanged_bytes(need_of(run), nodes)
     training = recipe.local_steps * tokens / tokens_per_second
     overlaps = run.agreement.overlap_rounds != 0
-    wanted = SHARE_WANTED_BESIDE if overlaps else SHARE_WANTED
+    wanted = SHARE_WANTED_OVERLAPPING if overlaps else SHARE_WANTED
     rate = received / training * (1 / wanted - 1)  # the rate at which the share is as wanted
     text = f"the contributions of {nodes - 1} others come to {mega(received)} in {training:.1f} s of training"
     if not bytes_per_second:
@@ -50,7 +50,7 @@ def judge_exchange(
         key, value = "local_steps", math.ceil(recipe.local_steps * factor)
     else:
         key, value = "passes_per_step", math.ceil(recipe.passes_per_step * factor)
-    fix = f"{wanted:.0%} takes a run with {key} = {value}"
+    fix = f"For {wanted:.0%}, begin a run with {key} = {value}"
     key = "value_bits" if recipe.is_dense else "k"  # a dense payload can shrink only in bits
     if fewer := _largest(run, key, need_of(run).payload / factor):
         fix += f", or {key} = {fewer}"

@@ -56,7 +56,7 @@ EXACTNESS_FIX = (
     "precision or flush-to-zero mode; or choose another device"
 )
 INT16_MAX = 2**15 - 1
-CHUNKS_MEASURED = 2  # of a group, about, for the update's norm: all would take 2 % of the time of an update
+CHUNKS_MEASURED = 2  # of a group, at least, for the update's norm: all would take 2 % of the time of an update
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Votes:
 class Packed(NamedTuple):
     """A payload that `unpack` has accepted."""
 
-    content: bytes
+    content: bytes | memoryview
     form: PayloadFormat
 
 
@@ -82,7 +82,7 @@ def apply_payloads(
     terms: Terms,
     parameters: Sequence[Tensor],
     momenta: Sequence[Tensor] = (),
-    unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
+    unpacked: Mapping[Packed, Contribution] = MappingProxyType({}),
 ) -> tuple[Scales | None, float]:
     """Applies one outer step from payloads in any order. They are unpacked one at a time, except those given as
     `unpacked`. Returns the scales by which they were counted, if they have any, and the update's norm.
@@ -94,7 +94,7 @@ def apply_payloads(
         scales = Scales.of([sizes_of(each, layout) for each in payloads], layout, recipe, terms.reach)
 
     def votes_on(device: torch.device) -> Votes:
-        contributions = (unpacked.get(each.content) or unpack(each.content, each.form) for each in payloads)
+        contributions = (unpacked.get(each) or unpack(*each) for each in payloads)
         return sum_votes(layout, recipe, contributions, len(payloads), scales, device)
 
     votes = where_it_fits(votes_on, parameters[0].device)
@@ -244,14 +244,14 @@ def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learn
 def _norm_of(layout: Layout, recipe: RecipeConfig, votes: Votes, steps: Sequence[float], rate: Fraction) -> float:
     """Returns about the norm of an update: the votes' own, since the transform keeps norms, from some of the chunks.
 
-    The squares are whole numbers, whose sum is exact in any order. The stride passes through all columns of chunks.
+    Two or three chunks of a group stand for all of it. Their squares are whole numbers: the sum is exact in any order.
     """
     groups = layout.groups
     if recipe.outer != "mean":  # the weights move by the rate, each of them or in the root of the mean square
         moved = sum(each.rows * each.columns for step, each in zip(steps, groups, strict=True) if step)
         return float(f"{exact_float(rate) * math.sqrt(moved):.6g}")
     starts = [(group.first_chunk, group.first_chunk + group.chunks) for group in groups]
-    chosen = [votes.sums[first : end : 1 + (end - first) // CHUNKS_MEASURED] for first, end in starts]
+    chosen = [votes.sums[first : end : max(1, (end - first) // CHUNKS_MEASURED)] for first, end in starts]
 
     def squares(device: torch.device) -> list[float]:  # a few of a group, once in a round
         found: list[float] = torch.cat([each.to(device) for each in chosen]).double().square_().sum(dim=1).tolist()

@@ -144,7 +144,7 @@ class Outer:
             Tail.of(payload)
         elif any(payload[read.end :]):
             raise RemoteProtocolError("a payload's padding is not zero")
-        return unpack(read.packed.content, read.packed.form)
+        return unpack(*read.packed)
 
     def _read(self, payload: bytes) -> _Read:
         """Reads the names at a payload's beginning."""
@@ -162,7 +162,7 @@ class Outer:
                 raise RemoteProtocolError(f"fragment {fragment} of {self.recipe.fragments}")
         form = self.forms[k][fragment]
         end = start + form.payload_bytes
-        return _Read(fragment, Packed(payload[start:end], form), end)
+        return _Read(fragment, Packed(memoryview(payload)[start:end], form), end)
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Splits a flat tensor of all parameters into views of their shapes."""
@@ -191,6 +191,6 @@ class Outer:
             terms,
             self.parts(weights),
             self.parts(momenta) if len(momenta) else (),
-            {packed.content: unpacked[payload] for payload, packed in counted if payload in unpacked},
+            {packed: unpacked[payload] for payload, packed in counted if payload in unpacked},
         )
         return Counted([payload for payload, _ in counted], scales, norm)

@@ -138,8 +138,7 @@ def _files(path: Path) -> list[Path]:
             what = f"its weights are a pickle ({pickles[0]}), which runs code when it is read, so it is not read"
             raise ConfigError(what, source=str(path), fix=SAFE_FIX)
         gguf = sorted(each.name for each in path.iterdir() if each.suffix == ".gguf")
-        fix = f"Name a directory that a model was saved to, or a file. {DRAWN}"
-        fix = f"Name {path / gguf[0]}" if gguf else fix
+        fix = f"Name {path / gguf[0]}" if gguf else f"Name a directory that a model was saved to, or a file. {DRAWN}"
         raise ConfigError(f"there is no {SINGLE_NAME}", source=str(path), fix=fix)
     try:
         names = {str(name) for name in json.loads(encoded)["weight_map"].values()}

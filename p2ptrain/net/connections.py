@@ -38,7 +38,7 @@ from statistics import median
 
 import msgspec
 
-from p2ptrain.address import ADDRESS_CHARACTERS_MAX, looks_right, parse
+from p2ptrain.address import ADDRESS_CHARACTERS_MAX, looks_right
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import ADDRESSES_MAX, KnownPeer, Origin, Priority, Unmet, tell
@@ -121,7 +121,7 @@ class Connections:
         name, is_told = name_in(address), origin in (Origin.HEARSAY, Origin.ITSELF)
         if is_told and name and name not in self.named:
             return  # before it is read: a long name takes half a millisecond
-        peer, _ = split(address)
+        peer, route = split(address)
         if name and origin is Origin.USER:
             self.named.add(name)
         if peer == self.transport.me:
@@ -131,7 +131,7 @@ class Connections:
         known = self._of(peer)
         known.is_bootstrap = known.is_bootstrap or origin is Origin.USER
         known.was_reached = known.was_reached or origin is Origin.REMEMBERED
-        known.add(str(parse(address)), origin)
+        known.add(join(route, peer), origin)
 
     def _of(self, peer: bytes) -> KnownPeer:
         """Returns the record of a peer, making it if needed. When there are too many, the least useful peers are
@@ -479,7 +479,7 @@ class Connections:
 
 
 def _end_of(peer: bytes) -> str:
-    """The end of each address of a peer."""
+    """Returns how every address of a peer ends."""
     return join("", peer)
 
 

@@ -63,8 +63,8 @@ class NodeTasks:
 
 
 class EffectLoop:
-    """Carries out effects in their order, until one of them is `Stop`, and writes the records among them before what
-    follows. `fetch_lost` is called for a payload that a record needs and the disk has lost."""
+    """Carries out effects in their order, and writes the records among them before what follows. `stopped` gets the
+    reason once the core says `Stop`; `fetch_lost` fetches a payload that a record needs and the disk has lost."""
 
     def __init__(self, actions: Actions, edges: Edges, fetch_lost: Callable[[bytes], Awaitable[None]]) -> None:
         self.actions: Actions = {**actions, ev.Stop: lambda effect: self._stop(effect.why)}
@@ -165,7 +165,7 @@ class Driver:
             self.intake.begin(started, self.tasks.spawn)
             self.tasks.spawn(self._handle_for_ever(), "events")
             self.tasks.spawn(self.effects.run(), "effects")
-            self.tasks.spawn(self.telling.run(), "outbox")
+            self.tasks.spawn(self.telling.run(), "telling")
             why = await self.effects.stopped
             self.intake.end()
             self.worker.stop()

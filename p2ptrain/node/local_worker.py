@@ -280,7 +280,7 @@ class LocalWorker:
         learner, diary = self.learner, self._diary
         learner.catch_up()
         if (again := diary.again(task, learner.round)) is not None:  # killed between training and announcing it
-            self.figures.again(again.steps)
+            self.figures.again(again.steps, again.entry.k)
             return again.done, None
         _use_threads(self.threads)
         task = replace(task, k=learner.run.recipe.k_within(task.k, self._k_max))

@@ -69,9 +69,8 @@ class Trainings:
         figures, size = self._worker.figures, len(done.payload)
         attachment = done.payload if self._edges.view.run.agreement.is_inline(size) else b""
         loss = 0 if self._worker.privacy else min(round(1e6 * (figures.loss or 0.0)), NUMBER_MAX - 1)
-        self._give(
-            ev.TrainingFinished(effect.round, done.name, size, attachment, figures.steps, loss, held_out, done.base)
-        )
+        steps, k = figures.steps, figures.k
+        self._give(ev.TrainingFinished(effect.round, done.name, size, attachment, steps, loss, held_out, done.base, k))
         with suppress(StoppedError):
             await self.progress.write(effect)
 

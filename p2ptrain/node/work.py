@@ -105,9 +105,9 @@ class Figures:
         """Counts a training in which a number was not finite."""
         self.not_finite += 1
 
-    def again(self, steps: int) -> None:
+    def again(self, steps: int, k: int) -> None:
         """Notes that a round's contribution was made before."""
-        self.steps = steps
+        self.steps, self.k = steps, k
 
     def add(
         self,
@@ -118,7 +118,7 @@ class Figures:
         seconds: float,
         gradient_norm: float | None = None,
         *,
-        k: int = 0,
+        k: int,
     ) -> None:
         """Counts a training that has ended."""
         self.k = k

@@ -173,7 +173,7 @@ class LearningFigures(BaseModel):
     )
     update_norm: Annotated[float | None, Figure("norm of the agreed update")] = Field(
         None,
-        description="of what the round's contributions say together, at its rate, before momentum and weight decay; "
+        description="norm of the update that the round's contributions make, before momentum and weight decay; "
         "about, from some blocks of each matrix, and the same on all nodes; null: the state was fetched, or loaded",
     )
     compression_ratio: Annotated[float | None, Figure("compression")] = Field(
@@ -282,10 +282,10 @@ class Status(Answer, LearningFigures):
     )
     roots: dict[str, str] = Field(description="this node's own state roots after the last rounds, by round, hex")
     k: Annotated[Count, Figure("numbers of a chunk", metric="numbers_per_chunk")] = Field(
-        description="sent of each chunk by this node; of the run's k, the one that its line carries"
+        description="numbers that this node sends of each chunk, one of the run's k"
     )
     payload_bytes: Annotated[Count, Figure("size of a contribution", "bytes")] = Field(
-        description="of this node, with that k"
+        description="bytes of this node's contribution, with that k"
     )
     state_bytes: Annotated[Count, Figure("size of the state", "bytes")] = Field(
         description="of the weights, and of the outer momentum if there is one"

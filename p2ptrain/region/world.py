@@ -190,8 +190,9 @@ class WorldLink:
                 else:
                     self._worker.follow()
             case channel.RoundToTrain(number, base):
+                is_another = not session.round  # than the process that took what was given last
                 session.round, session.since, session.has_heard = number, perf_counter(), True
-                if self._given is not None and number <= self._given[0]:  # it was killed before that went out
+                if is_another and self._given is not None and number <= self._given[0]:  # which ended before it was out
                     self._keep(self._given[1])
                 self._given = None
                 self._worker.hear(World(base, session.memory.base.clone()))

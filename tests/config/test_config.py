@@ -227,8 +227,8 @@ IN_A_RUN = {
     '[recipe]\nname = "demo"\nk = 512': "FILE: admission.contributors_max = 1024 could leave exact arithmetic with "
     "recipe.k = 512 and value_bits = 3. Set at most 512, or fewer of those",
     "[agreement]\nview_seconds = 70": "FILE: agreement: view_seconds = 70 is above view_seconds_max = 60. Lower it",
-    "[agreement]\noverlap_rounds = 1\nstaleness_rounds_max = 0": "FILE: agreement: with overlap_rounds contributions "
-    "are one round old. Set staleness_rounds_max to 1 or more",
+    "[agreement]\noverlap_rounds = 1\nstaleness_rounds_max = 0": "FILE: agreement: nodes that overlap "
+    "contribute from weights that are one round old. Set staleness_rounds_max to 1 or more",
     "[agreement]\noverlap_rounds = 2": 'FILE: agreement.overlap_rounds: 2 is not valid. Choose "auto", 0 or 1',
 }
 
@@ -279,7 +279,7 @@ def test_another_systems_name_is_answered_with_what_it_is_here(text: str, tmp_pa
     told = complaint(load_run_config, said(tmp_path / "run.toml", f'name = "a"\n{text}'))
     found = re.fullmatch(r"FILE: (\S+): unknown key\. (.*)", told)
     assert found is not None, told
-    answers = re.findall(r"What others call (\w+) is (.+?) here(?:\. |$)", found[2])
+    answers = re.findall(r"Here (\w+) is (.+?)(?:\. (?=Here)|$)", found[2])
     assert [answer for _, answer in answers] == OF_OTHERS[text]
     assert answers[0][0] == found[1].split(".")[-1]
     assert all(name in text for name, _ in answers)
@@ -297,8 +297,7 @@ def test_every_name_of_others_is_tested_and_none_is_ours() -> None:
 def test_the_names_of_others_are_answered_in_a_nodes_file_too(tmp_path: Path) -> None:
     path = said(tmp_path / "node.toml", "[training]\ntopk = 8")
     assert complaint(load_node_config, path) == (
-        "FILE: training: unknown key. What others call training is [recipe], and what is trained on [data] here. "
-        "What others call topk is recipe.k here"
+        "FILE: training: unknown key. Here training is [recipe], and what is trained on [data]. Here topk is recipe.k"
     )
 
 

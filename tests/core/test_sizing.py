@@ -7,7 +7,9 @@ import random
 
 import pytest
 
+from p2ptrain.core.events import Train
 from p2ptrain.core.sizing import AGAIN_ROUNDS, AGAIN_ROUNDS_MAX, GROW_ROUNDS, Sizing
+from tests.helpers.core import Bench
 
 KS = (32, 64, 128, 256)
 
@@ -45,6 +47,38 @@ def test_a_size_that_came_late_is_tried_after_more_rounds_each_time() -> None:
     waited = [later - earlier - 1 for earlier, later in itertools.pairwise(tried)]
     assert waited == [min(AGAIN_ROUNDS * 2**n, AGAIN_ROUNDS_MAX) for n in range(len(waited))]
     assert waited[-1] == AGAIN_ROUNDS_MAX
+
+
+def test_a_late_contribution_that_the_next_round_takes_counts_once() -> None:
+    sizing = Sizing(KS)
+    after(sizing, 40, carried=256)
+    sizing.decided(41, ())
+    assert sizing.k == 256
+    sizing.decided(42, {41})  # that of round 42 waits for its turn
+    assert sizing.k == 256
+    sizing.decided(43, {43})
+    sizing.decided(44, ())
+    assert sizing.k == 128
+
+
+def test_the_core_asks_for_as_much_as_came_in_time() -> None:
+    in_time = {"overlap_rounds": 0, "staleness_rounds_max": 0}
+    bench = Bench(4, me=1, agreement=in_time, recipe={"name": "local", "k": [8, 32]})
+    asked = [*bench.started, *bench.decide(), *bench.decide()]
+    assert [each.k for each in asked if isinstance(each, Train)] == [8, 8, 32]
+    offers = bench.collect()
+    without = bench.agree(tuple(each for each in offers if each.author != bench.me))
+    assert [each.k for each in without if isinstance(each, Train)] == [8]
+
+
+def test_what_the_owner_allows_is_what_was_tried() -> None:
+    sizing, found = Sizing(KS), []
+    for _ in range(30):
+        sizing.sent(min(sizing.k, 64))
+        found.append(sizing.k)
+        sizing.taken_in_time()
+    assert found == [32, 32, *[64] * 28]
+    assert after(sizing, 5, carried=64)[-1] == 64, "128 was never sent, so that it is not known to fit"
 
 
 def test_it_follows_a_line_that_changes() -> None:

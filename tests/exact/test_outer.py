@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -335,6 +336,22 @@ def test_contributions_of_different_k_move_the_weights_by_their_mean_in_any_orde
     share = counted.scales.effective[0]
     assert 2 < share < 3, "the small one counts as the work in it"
     assert torch.allclose(states[0].view(128, 64) * share, -told, atol=float(told.abs().max()) * 1e-3)
+
+
+def test_the_same_bytes_with_another_k_are_another_contribution_whether_it_is_kept_or_not() -> None:
+    outer = Outer(RecipeConfig(k=(2, 3), chunk=8), [(8, 8)])
+    assert len({*outer.sizes.values()}) == 1, "so small a model has as long a payload with both"
+    drawn, pairs = np.random.default_rng(1), []
+    while len(pairs) < 3:
+        content = drawn.bytes(outer.sizes[2] - 2)
+        pair = [bytes([place, 64]) + content for place in (0, 1)]
+        with suppress(RemoteProtocolError):
+            pairs.append((pair, {each: outer.unpack(each) for each in pair}))
+    for pair, unpacked in pairs:
+        states = [torch.zeros(outer.state_numbers) for _ in range(2)]
+        outer.apply(states[0], 0, pair)
+        outer.apply(states[1], 0, pair, unpacked)
+        assert torch.equal(*states)
 
 
 @pytest.mark.parametrize("k", [[32], [], [64, 32], [32, 32], [32, 4097], [0, 32], [True, 3], list(range(1, 10)), "32"])

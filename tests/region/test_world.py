@@ -120,6 +120,18 @@ async def test_a_world_node_that_is_killed_before_its_contribution_is_out_gets_i
     assert later.sent is None, "the round was agreed on"
 
 
+async def test_a_world_node_that_trains_a_round_again_on_another_branch_has_what_it_was_given(
+    link: WorldLink, worker: RegionWorker
+) -> None:
+    talk = talking(link)
+    link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
+    link.contribute(moved(1.0))
+    assert talk.sent is not None
+    link.hear(NodeAnswer(talk.sent[0], CarriedOut()), talk)
+    link.hear(NodeAnswer(2, RoundToTrain(6, 5, 1)), talk)
+    assert talk.sent is None, "it is in the residual there"
+
+
 async def test_notes_tell_why_the_world_is_away_until_it_is_there(
     link: WorldLink, worker: RegionWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

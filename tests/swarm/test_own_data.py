@@ -150,7 +150,7 @@ def test_the_example_trains_on_two_texts(swarm: DaemonSwarm) -> None:
     def losses() -> list[float]:
         return [float(each) for each in re.findall(r"held-out loss ([\d.]+)", second.log.read_text())]
 
-    second.until(lambda: len(losses()) > 2 and losses()[-1] < losses()[0])
+    second.until(lambda: len(losses()) > 3 and sum(losses()[-3:]) / 3 < losses()[0])
     for each in (second, first):
         each.signal(signal.SIGINT)
         each.until_ended()

@@ -111,10 +111,9 @@ async def _answering(addresses: list[str]) -> list[str]:
 def _is_no_relay(address: str) -> bool:
     """True for a peer behind a relay, and for an invalid address (peers can send us those)."""
     try:
-        split(address)
+        return split(address)[1].endswith("/p2p-circuit")
     except TransportError:
         return True
-    return bool(parse(address).relay_id)
 
 
 async def _answers(address: str) -> bool:
