@@ -1,4 +1,4 @@
-"""What an address costs: told by a stranger, up to its place among the known peers, and in a person's config.
+"""Measures what an address costs: told by a stranger, up to its place among the known peers, and in a person's config.
 
     python benchmarks/addresses.py
 
@@ -21,28 +21,33 @@ TURNS, AT_ONCE = 100, 20
 ME, TELLER = bytes(32), bytes(range(32))
 
 
-def told(kind: str, number: int) -> str:
-    """Returns a new address of this kind, or what looks like one."""
-    end = f"/p2p/{peer_id_of(os.urandom(32))}"
-    place = f"/ip4/{number % 100 + 1}.{os.urandom(1)[0]}.{os.urandom(1)[0]}.7/tcp/{4_001 + number}"
-    return {
-        "IPv4": place + end,
-        "IPv6": f"/ip6/2001:db8::{os.urandom(2).hex().lstrip('0') or '1'}/tcp/{4_001 + number}{end}",
-        "relayed": f"{place}/p2p/{peer_id_of(os.urandom(32))}/p2p-circuit{end}",
-        "a long name": f"/dns4/{'a.' * 126}a/tcp/{number + 1}{end}",
-        "a socket": f"/unix{place}{end}",
-        "a wrong id": f"{place}/p2p/{'z' * 64}",
-        "a wrong number": f"/ip4/1.2.3.{256 + number}/tcp/1{end}",
-        "a wrong port": f"{place}9999{end}",
-        "440 letters": "x" * 440,
-    }[kind]
+def end() -> str:
+    return f"/p2p/{peer_id_of(os.urandom(32))}"
+
+
+def place(number: int) -> str:
+    return f"/ip4/{number % 100 + 1}.{os.urandom(1)[0]}.{os.urandom(1)[0]}.7/tcp/{4_001 + number}"
+
+
+# By kind: a new address, or a text that looks like one.
+TOLD: dict[str, Callable[[int], str]] = {
+    "IPv4": lambda number: place(number) + end(),
+    "IPv6": lambda number: f"/ip6/2001:db8::{os.urandom(2).hex().lstrip('0') or '1'}/tcp/{4_001 + number}{end()}",
+    "relayed": lambda number: f"{place(number)}{end()}/p2p-circuit{end()}",
+    "a long name": lambda number: f"/dns4/{'a.' * 126}a/tcp/{number + 1}{end()}",
+    "a socket": lambda number: f"/unix{place(number)}{end()}",
+    "a wrong id": lambda number: f"{place(number)}/p2p/{'z' * 64}",
+    "a wrong number": lambda number: f"/ip4/1.2.3.{256 + number}/tcp/1{end()}",
+    "a wrong port": lambda number: f"{place(number)}9999{end()}",
+    "440 letters": lambda number: "x" * 440,
+}
 
 
 def least(kind: str, take: Callable[[str], object]) -> float:
     """Returns the microseconds that one such address takes."""
     seconds = []
     for _ in range(TURNS):
-        texts = [told(kind, number) for number in range(AT_ONCE)]
+        texts = [TOLD[kind](number) for number in range(AT_ONCE)]
         began = perf_counter()
         for each in texts:
             take(each)
@@ -52,17 +57,7 @@ def least(kind: str, take: Callable[[str], object]) -> float:
 
 def main() -> None:
     connections = Connections(SimpleNamespace(me=ME), bytes(32), None, None, None, Random(1))  # type: ignore[arg-type]  # noqa: S311
-    for kind in (
-        "IPv4",
-        "IPv6",
-        "relayed",
-        "a long name",
-        "a socket",
-        "a wrong id",
-        "a wrong number",
-        "a wrong port",
-        "440 letters",
-    ):
+    for kind in TOLD:
         print(f"told, {kind}: {least(kind, lambda each: connections._take_hint(each, TELLER)):.1f} us")
     for kind in ("IPv4", "IPv6", "relayed"):
         print(f"in a config, {kind}: {least(kind, lambda each: NetworkConfig(bootstrap=(each,))):.1f} us")

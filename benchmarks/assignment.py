@@ -29,6 +29,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -93,27 +94,21 @@ def pieces_of(positions: Positions) -> list[int]:
 
 
 def drawn(seed: int, speeds: Sequence[int], places: Callable[[int], int], members: list[Member]) -> Shares:
-    number = 0
-    while True:
+    for number in count():
         many = places(number)
         yield [shard(seed, number, place, many, COUNT, SEQUENCES) for place in range(many)]
-        number += 1
 
 
 def window(seed: int, speeds: Sequence[int], places: Callable[[int], int], members: list[Member]) -> Shares:
-    number = 0
-    while True:
+    for number in count():
         many = places(number)
         yield [shard_in_window(seed, number, place, many, COUNT, SEQUENCES, WINDOW) for place in range(many)]
-        number += 1
 
 
 def one_window(seed: int, speeds: Sequence[int], places: Callable[[int], int], members: list[Member]) -> Shares:
-    number = 0
-    while True:
+    for number in count():
         many = places(number)
         yield np.split(shard_in_window(seed, number, 0, 1, many * COUNT, SEQUENCES, WINDOW), many)
-        number += 1
 
 
 def capability(seed: int, speeds: Sequence[int], places: Callable[[int], int], members: list[Member]) -> Shares:
@@ -128,7 +123,7 @@ def capability(seed: int, speeds: Sequence[int], places: Callable[[int], int], m
         found = [state.slots_of(key, state.round + 1, run) for key in state.members]
         yield [shard_of_slots(seed, slots, SEQUENCES) for slots in found if slots is not None]
         taken = zip(state.members, speeds, strict=False)
-        state = state.after(taking(state, [(key, steps) for key, steps in taken]), run)
+        state = state.after(taking(state, list(taken)), run)
 
 
 def with_members(state: AgreedState, keys: Sequence[bytes]) -> AgreedState:

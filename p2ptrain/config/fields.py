@@ -79,7 +79,7 @@ Rational = Annotated[
     Accepts(RATIONAL_WORDS),
 ]
 K_MAX, K_CHOICES_MAX = 64**2, 8
-K_WORDS = f"1 to {K_MAX:,}, or a list of 2 to {K_CHOICES_MAX} that rise"
+K_WORDS = f"1 to {K_MAX:,}, or a rising list of 2 to {K_CHOICES_MAX} such numbers"
 
 
 def parse_k(value: object) -> int | tuple[int, ...]:

@@ -41,7 +41,7 @@ UNUSED = (
     "cls.seq_relationship.bias", "pooler.dense.weight", "pooler.dense.bias",
 )  # fmt: skip
 OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # in BERT's first files
-DRAWN = "Weights are drawn from the run's seed only without --weights, and model.config then has the config.json"
+DRAWN = "For random weights leave --weights out, and write the text of config.json as model.config"
 NAMED_MAX = 4  # tensors listed in an error
 # Keys of a config.json that decide what the built-in model's weights mean, beside their shapes.
 BUILTIN_KEYS = ("model_type", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta")

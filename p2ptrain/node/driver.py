@@ -24,8 +24,9 @@ from p2ptrain.net.blobs.blob import verified
 from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.mail import Deliver, MessageQuery
 from p2ptrain.net.transport import TransportError
-from p2ptrain.node.edges import Edges, PayloadFetches, Telling
+from p2ptrain.node.edges import Edges, Telling
 from p2ptrain.node.intake import Intake
+from p2ptrain.node.payload_fetches import PayloadFetches
 from p2ptrain.node.persistence import DISK_SECONDS
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.trainings import Trainings

@@ -1,31 +1,27 @@
-"""The edges of a daemon: everything through which its driver reaches disk and network, and says what the core says."""
+"""The edges of a daemon: everything through which it reaches disk and network, and how it says what the core says."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_answer
-from p2ptrain.core.messages import author_of
-from p2ptrain.core.state import Taken
 from p2ptrain.core.view import NodeView
 from p2ptrain.identity import peer_id_of
-from p2ptrain.net.blobs.server import FetchError, Server
+from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections, topic_of
 from p2ptrain.net.mail import Deliver, TellHistory
 from p2ptrain.net.mailbox import Mailboxes
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import STRANGERS, Transport, TransportError
-from p2ptrain.node.fetching import Fetching, ignore
-from p2ptrain.node.intake import Intake, Spawn
-from p2ptrain.node.persistence import DISK_SECONDS, Persistence
-from p2ptrain.node.replica_thread import ReplicaThread
+from p2ptrain.node.fetching import Fetching
+from p2ptrain.node.intake import Spawn
+from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import ServedBlobs
 from p2ptrain.node.strangers import Topic
 
@@ -106,6 +102,7 @@ class Telling:
         self._encoding = asyncio.Lock()
 
     def publish(self, effect: ev.Publish) -> None:
+        """Sends a message of the core to all who are there, by stream or else by gossip."""
         if self._edges.tell(effect.envelope):
             return
         if len(self._waiting) >= OUTBOX_MAX:
@@ -135,6 +132,7 @@ class Telling:
             await asyncio.sleep(0.02)
 
     def tell_history(self, effect: ev.SendHistory) -> None:
+        """Sends a history to a peer, unless one is on its way there."""
         is_member = self._edges.view.is_in(effect.peer)
         if effect.peer not in self._told and (is_member or len(self._told) < HISTORIES_MAX):
             self._told.add(effect.peer)
@@ -157,6 +155,7 @@ class Telling:
         self._edges.mailboxes.post(effect.peer, TellHistory(encoded))
 
     def disconnect(self, effect: ev.Disconnect) -> None:
+        """Parts from a peer, and dials it again after a while at the earliest."""
         log.info("disconnecting from %s: %s", peer_id_of(effect.peer), effect.why)
         self._edges.connections.shun(effect.peer, asyncio.get_running_loop().time() + SHUN_SECONDS)
         work = self._boundary.contained("parting from a peer", effect.peer, self._let_go, effect.peer)
@@ -167,89 +166,3 @@ class Telling:
             await self._edges.transport.disconnect(peer)
         except TransportError as error:
             log.debug("cannot disconnect: %s", error)
-
-
-class PayloadFetches:
-    """Fetches payloads from peers, each of them once, and checks them."""
-
-    def __init__(self, replica: ReplicaThread, intake: Intake, edges: Edges, spawn: Spawn) -> None:
-        self.running: dict[bytes, dict[asyncio.Task[None], Sequence[bytes]]] = {}  # by payload: who is asked by each
-        self._replica, self._intake, self._edges, self._spawn = replica, intake, edges, spawn
-        self._boundary = edges.transport.boundary
-
-    def fetch_payload(self, effect: ev.Fetch) -> None:
-        if effect.payload_bytes not in self._replica.payload_sizes:
-            for source in effect.sources:
-                why = f"no contribution has {effect.payload_bytes} bytes"
-                self._intake.give(ev.FetchFailed(effect.payload, source, why))
-            return
-        fetches = self.running.setdefault(effect.payload, {})
-        asked = {source for sources in fetches.values() for source in sources}
-        fresh = tuple(source for source in effect.sources if source not in asked)
-        task = self._spawn(self._beside(list(fetches), fresh, effect), "fetch")
-        fetches[task] = fresh
-        task.add_done_callback(lambda task: self._forget(effect.payload, task))
-
-    def _forget(self, payload: bytes, task: asyncio.Task[None]) -> None:
-        del self.running[payload][task]
-        if not self.running[payload]:
-            del self.running[payload]
-
-    async def _beside(self, others: list[asyncio.Task[None]], fresh: Sequence[bytes], effect: ev.Fetch) -> None:
-        """Fetches a payload from those who are not being asked for it: another announcement of it may be a lie, whose
-        author holds up what is fetched from it. If there are none, the other fetches may make this one unnecessary."""
-        if others and not fresh:
-            await asyncio.wait(others)
-            others, fresh = [], effect.sources
-        payload = await self._edges.persistence.payload(effect.payload)
-        if payload is None:
-            failed = dict.fromkeys(effect.sources, "")
-
-            def tell(peer: bytes, why: str) -> None:
-                failed.pop(peer, None)
-                self._intake.give(ev.FetchFailed(effect.payload, peer, why))
-
-            try:
-                with self._boundary.guard("the fetch of a payload"):
-                    payload = await self._edges.fetching.payload(effect.payload, effect.payload_bytes, fresh, tell)
-            except (FetchError, TransportError) as error:
-                if others:
-                    await asyncio.wait(others)
-                for source in failed:
-                    self._intake.give(ev.FetchFailed(effect.payload, source, str(error)))
-                return
-            for other in others:
-                other.cancel()
-            self._edges.persistence.put(effect.payload, payload)
-        why = await self._intake.refusal(author_of(payload), payload)
-        if why is not None:
-            log.info("contribution rejected: %s", why)
-        self._intake.give(ev.PayloadArrived(effect.payload, why is None, author_of(payload), len(payload)))
-
-    async def fetch_lost(self, name: bytes, payload_bytes: int = 0) -> None:
-        """Fetches a payload that was stored here but has been lost. Any connected peer may still have it.
-
-        payload_bytes: its size; 0: one of those that there are
-        """
-        sources = list(self._edges.connections.linked)
-        for size in (payload_bytes,) if payload_bytes else sorted(self._replica.payload_sizes):
-            try:
-                with self._boundary.guard("the fetch of a lost payload"):
-                    payload = await self._edges.fetching.payload(name, size, sources, ignore)
-            except (FetchError, TransportError) as error:
-                log.warning("%s; trying again", error)
-            else:
-                self._edges.persistence.put(name, payload)
-                return
-        await asyncio.sleep(DISK_SECONDS)
-
-    async def agreed(self, taken: Taken, adopted: int) -> bytes | None:
-        """Returns a payload of an agreed round, and fetches it again if the disk has lost it.
-
-        None if another state has been adopted meanwhile, and the payload is no longer needed.
-        """
-        store, held = self._edges.persistence, self._replica.replica
-        while (payload := await store.payload(taken.payload)) is None and held.adopted == adopted:
-            log.warning("payload %s of an agreed round is lost; fetching it again", taken.payload.hex()[:16])
-            await self.fetch_lost(taken.payload, taken.payload_bytes)
-        return payload

@@ -12,6 +12,7 @@ from p2ptrain.core.complaints import MEANINGS, Code, Complaint
 from p2ptrain.core.state import AgreedState
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.figures import reasons
+from p2ptrain.observe.schema import BAN_UNKNOWN
 
 NAMES_MAX = 8  # peers named per line
 LOOKS = 3  # checks in a row that find a complaint before it is logged: some pass within a round
@@ -66,8 +67,7 @@ class News:
         if self._members is None:
             return
         for peer in sorted(bans.keys() - self._banned)[:NAMES_MAX]:
-            why = bans[peer] or "why is not known here, since this node was away"
-            yield logging.WARNING, f"{peer_id_of(peer)} was banned: {why}"
+            yield logging.WARNING, f"{peer_id_of(peer)} was banned: {bans[peer] or BAN_UNKNOWN}"
         for peer in sorted(kept_away.keys() - self._kept_away)[:NAMES_MAX]:
             yield logging.WARNING, f"{peer_id_of(peer)} is kept away: {reasons(dict(kept_away[peer]))}"
         if back := self._kept_away - kept_away.keys():

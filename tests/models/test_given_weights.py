@@ -315,8 +315,8 @@ def test_weights_that_are_not_there_are_told_with_the_place_and_never_drawn_inst
     with pytest.raises(ConfigError) as caught:
         beside()
     assert str(caught.value) == (
-        f"{place}: it does not exist. Name a directory or a file with weights. Weights are drawn from the run's seed "
-        "only without --weights, and model.config then has the config.json"
+        f"{place}: it does not exist. Name a directory or a file with weights. For random weights leave "
+        "--weights out, and write the text of config.json as model.config"
     )
     place.mkdir()
     (place / "config.json").write_text("{}")

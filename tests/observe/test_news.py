@@ -43,9 +43,7 @@ def test_who_is_banned_or_kept_away_is_named_with_the_reason_and_once() -> None:
     assert news.look(state(), [], bans, away) == [
         *(
             (WARNING, f"{peer_id_of(key)} was banned: {why}")
-            for key, why in sorted(
-                {KEYS[0]: "bad payload", KEYS[2]: "why is not known here, since this node was away"}.items()
-            )
+            for key, why in sorted({KEYS[0]: "bad payload", KEYS[2]: "not known here"}.items())
         ),
         (WARNING, f"{other} is kept away: malformed 24, late 1"),
     ]

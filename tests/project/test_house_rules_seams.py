@@ -336,12 +336,11 @@ PLACES = {
         "a message for a peer",
         "gossiping a message",
         "parting from a peer",
-        "the fetch of a lost payload",
-        "the fetch of a payload",
         "the history for a peer",
     ],
     "node/fetching.py": ["the fetch of data"],
     "node/intake.py": ["the check of a payload", "the reading of a history"],
+    "node/payload_fetches.py": ["the fetch of a lost payload", "the fetch of a payload"],
     "region/world.py": ["the world's run"],
 }
 
