@@ -84,7 +84,10 @@ def swarm_of(setting: Setting, recipe: RecipeConfig, live: LiveModel) -> Any:
         return TwoLevelSwarm(recipe, live, setting.peers, setting.regions, rounds, setting.region_late, regional)
     if setting.speeds:
         return SwarmOfSpeeds(recipe, live, setting.speeds)
-    return Swarm(recipe, live, setting.peers, setting.delay, setting.between)
+    swarm = Swarm(recipe, live, setting.peers, setting.delay, setting.between)
+    for peer in swarm.peers:
+        peer.early_share = float(Fraction(setting.early_share))
+    return swarm
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -151,6 +154,7 @@ def run(setting: Setting) -> dict[str, Any]:
         "tuning_loss": tuning if math.isfinite(tuning) else None,
         "validation_loss": reported if math.isfinite(reported) else None,
         "curve": [(step, loss) for step, _, loss in curve],
+        "drift": statistics.mean(drifts) if (drifts := getattr(swarm, "drifts", [])) else None,
         "epsilon": privacy and privacy.epsilon(rounds * setting.local_steps),
         "processor_seconds": round(time.process_time() - start, 2),
     }

@@ -47,6 +47,7 @@ class Setting:
     fragments: int = 1
     delay: int = 0
     between: int = 0  # of the next round's steps, after which a delayed round is applied; 0: after all of them
+    early_share: str = "1/2"  # of an own contribution that waits, with which the next steps begin
     speeds: tuple[int, ...] = ()  # of the peers: how many rounds a training of theirs takes
     regions: int = 0  # in which nodes agree among themselves
     region_steps: int = 2  # local steps of a region's round
@@ -110,11 +111,13 @@ class Setting:
         carried = f" every {self.momentum_rounds} rounds" if self.momentum_rounds > 1 else ""
         parts += [f"momentum {float(Fraction(self.momentum)):g}{carried}"] if Fraction(self.momentum) else []
         parts += [f"outer rate {float(Fraction(self.outer_rate)):g}"] if Fraction(self.outer_rate) != 1 else []
-        parts += ["one round late"] if self.delay and not self.between else []
+        late = "one round" if self.delay == 1 else f"{self.delay} rounds"
+        parts += [f"{late} late"] if self.delay and not self.between else []
         parts += [f"{self.between} steps late"] if self.between else []
+        parts += [f"begins with {self.early_share} of its own"] if self.early_share != "1/2" else []
         inside = "".join(f", {key} {value}" for key, value in self.regional)
-        late = f", {self.region_late} rounds late" if self.region_late else ""
-        parts += [f"{self.regions} regions of {self.region_steps} steps{inside}{late}"] if self.regions else []
+        after = f", {self.region_late} rounds late" if self.region_late else ""
+        parts += [f"{self.regions} regions of {self.region_steps} steps{inside}{after}"] if self.regions else []
         parts += [f"speeds {'/'.join(map(str, self.speeds))}"] if self.speeds else []
         parts += [f"of which peers take {'/'.join(map(str, self.steps_of))}"] if self.steps_of else []
         parts += ["bf16 residual and momentum"] if self.half_state else []

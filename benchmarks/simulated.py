@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,25 @@ from p2ptrain.train.live import LiveModel
 from p2ptrain.train.recipes import LocalRecipe, Residual, make_recipe
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a contribution comes from: the weights that its steps began at, each with its share of them."""
+
+    began: list[tuple[float, torch.Tensor]]
+    moved: float
+
+    def drift(self, agreed: torch.Tensor) -> float:
+        """Returns how far they are from the weights that it is applied to, over the distance that it moved."""
+        away = sum(share * float(torch.linalg.vector_norm(start - agreed)) for share, start in self.began)
+        return away / self.moved if self.moved else 0.0
+
+
 class Swarm:
     """Peers with a residual each, one copy of the agreed state, and real payloads between them.
 
-    delay: 1 if a round's contributions are applied while the next one trains; between_steps: after so many of its
-    steps, and 0 once all are taken; covered: how many other rounds' movement a contribution may hold as well
+    delay: how many more rounds have trained before a round's contributions are applied; between_steps: after so many
+    of the last one's steps, and 0 once all are taken; covered: how many other rounds' movement a contribution may hold
+    as well
     """
 
     def __init__(
@@ -41,6 +56,8 @@ class Swarm:
             peer.base = self.agreed  # replicas are the same bits, so one will do
         self.payload_bytes = self.outer.payload_bytes
         self.waiting: list[dict[int, bytes]] = []  # by round: payloads by peer
+        self.origins: dict[bytes, Origin] = {}  # of the payloads that wait
+        self.drifts: list[float] = []  # of the contributions of `local` that were applied
 
     def round(
         self,
@@ -60,17 +77,23 @@ class Swarm:
             peer.begin(round_number + 1)
             if shift is not None:
                 self.live.weights.add_(shift)
+            starts = {0: self.live.weights.clone()} if isinstance(peer, LocalRecipe) else {}
             for step, batch in enumerate(own):
                 if last and step == self.between_steps:
                     assert isinstance(peer, LocalRecipe)
+                    before = self.live.weights.clone()
                     with peer.rebased():
                         self._apply(round_number, last, number)
+                    starts[step] = starts[0] + (self.live.weights - before)
                 peer.local_step(step, batch, [])
             peer.end()
+            origin = self._origin(starts, len(own)) if isinstance(peer, LocalRecipe) else None
             agreed = round_number + 1  # the swarm counts from 1
             payload = self.outer.pack(peer.contribute(agreed), self.outer.fragment_of(agreed))
             if alone in (None, number):
                 payloads[number] = payload
+                if origin is not None:
+                    self.origins[payload] = origin
             else:
                 peer.residual.restore(agreed)
         self.waiting.append(payloads)
@@ -78,9 +101,19 @@ class Swarm:
             self._apply(round_number, self.waiting.pop(0))
         self.live.weights.copy_(self.agreed)
 
+    def _origin(self, starts: dict[int, torch.Tensor], steps: int) -> Origin:
+        """Returns it once the steps have ended, and the live weights are how far they moved; starts: by first step."""
+        ends = [*list(starts)[1:], steps]
+        shares = [(end - first) / steps for first, end in zip(starts, ends, strict=True)]
+        moved = float(torch.linalg.vector_norm(self.live.weights))
+        return Origin(list(zip(shares, starts.values(), strict=True)), moved)
+
     @torch.no_grad()
     def _apply(self, round_number: int, payloads: dict[int, bytes], only: int | None = None) -> None:
         """Applies the round before the last `delay` ones; only: the peer that hears of it, instead of all."""
+        for number, payload in payloads.items():
+            if only in (None, number) and (origin := self.origins.pop(payload, None)):
+                self.drifts.append(origin.drift(self.agreed))
         taken = round_number - self.delay
         counted = self.outer.apply(self.state, taken if self.between_steps else round_number, list(payloads.values()))
         for number, payload in payloads.items():

@@ -44,7 +44,6 @@ from p2ptrain.config.run import CONFIG_BYTES_MAX as CONFIG_BYTES_MAX
 from p2ptrain.config.run import EXACT_MAX as EXACT_MAX
 from p2ptrain.config.run import PAYLOAD_BYTES_MAX as PAYLOAD_BYTES_MAX
 from p2ptrain.config.run import PROTOCOL_VERSION as PROTOCOL_VERSION
-from p2ptrain.config.run import VOTES_MAX as VOTES_MAX
 from p2ptrain.config.run import AdmissionConfig as AdmissionConfig
 from p2ptrain.config.run import AgreementConfig as AgreementConfig
 from p2ptrain.config.run import DataConfig as DataConfig

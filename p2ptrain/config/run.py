@@ -36,7 +36,6 @@ REGION_BITS_MIN = 4  # enough bits for a region's contributions to carry the wor
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (exact/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
-VOTES_MAX = 2**31 - 1  # a sum of votes fits 32 bits
 
 
 class TokenizerConfig(Section):
@@ -317,9 +316,9 @@ class RunConfig(Section):
             raise SettingError(
                 f"world.run does not work with {why}", "a region moves by the mean of all that its nodes have moved"
             )
-        most = VOTES_MAX // recipe.vote_max
+        most = (EXACT_MAX - 1) // recipe.vote_max
         if recipe.transform == "dct":
-            most = (EXACT_MAX - 1) // (BASIS_PEAK**2 * recipe.k_max * recipe.vote_max)
+            most //= BASIS_PEAK**2 * recipe.k_max
         if self.admission.contributors_max > most:
             raise SettingError(
                 f"admission.contributors_max = {self.admission.contributors_max} could leave exact arithmetic with "

@@ -94,6 +94,7 @@ def _number(value: Any) -> str:
 _BLOCKS = "recipe.chunk, the side of a block: 64 means blocks of 64 x 64"
 # The names of settings and sections in other systems: DeMo, DisTrO, DiLoCo, SparseLoCo, Psyche and other trainers.
 THEIR_NAMES = {
+    "compression": 'recipe.k, the numbers sent of each block; none: transform = "none", k = 4096 and value_bits = 24',
     "compression_decay": "recipe.decay",
     "compression_topk": "recipe.k",
     "compression_chunk": _BLOCKS,

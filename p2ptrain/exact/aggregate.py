@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from p2ptrain.config import BASIS_PEAK, EXACT_MAX, VOTES_MAX, RecipeConfig
+from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
 from p2ptrain.errors import DeviceError
 from p2ptrain.exact.codec import Contribution, Indices, PayloadFormat, read_exponents, read_squares, unpack
 from p2ptrain.exact.scales import Scales, Sizes
@@ -55,7 +55,7 @@ EXACTNESS_FIX = (
     "Unset DNNL_DEFAULT_FPMATH_MODE, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and whatever sets torch's float32 matmul "
     "precision or flush-to-zero mode; or choose another device"
 )
-INT16_MAX = 2**15 - 1
+INT16_MAX, INT32_MAX = 2**15 - 1, 2**31 - 1
 CHUNKS_MEASURED = 2  # of a group, at least, for the update's norm: all would take 2 % of the time of an update
 
 
@@ -63,7 +63,7 @@ CHUNKS_MEASURED = 2  # of a group, at least, for the update's norm: all would ta
 class Votes:
     """The sum of a round's contributions."""
 
-    sums: Tensor  # [chunks, area] int16 or int32
+    sums: Tensor  # [chunks, area] int16, int32 or int64
     contributions: int
     scales: Scales | None  # None: they have no unit
 
@@ -103,8 +103,11 @@ def apply_payloads(
 
 def sizes_of(payload: Packed, layout: Layout) -> Sizes:
     """Reads the exponents and sizes of a payload, which `Scales` compares."""
-    starts = [group.first_chunk for group in layout.groups]
-    return Sizes(read_exponents(*payload), np.add.reduceat(read_squares(*payload), starts))
+    starts, squares = [group.first_chunk for group in layout.groups], read_squares(*payload)
+    # In two halves, for the sum over a group may take more than 64 bits: it is exact, and then rounded once.
+    high, low = (np.add.reduceat(half, starts).tolist() for half in (squares >> 32, squares & (2**32 - 1)))
+    sums = [float((upper << 32) + lower) for upper, lower in zip(high, low, strict=True)]
+    return Sizes(read_exponents(*payload), np.array(sums))
 
 
 def sum_votes(
@@ -119,10 +122,10 @@ def sum_votes(
     integers, so any order gives the same sums.
     """
     largest = count * recipe.vote_max
-    assert largest <= VOTES_MAX, "the config's bound keeps votes in range"
-    dtype = torch.int16 if largest <= INT16_MAX else torch.int32
+    assert largest < EXACT_MAX, "the config's bound keeps votes in range"
+    dtype = torch.int16 if largest <= INT16_MAX else torch.int32 if largest <= INT32_MAX else torch.int64
     sums = torch.zeros(layout.chunks * layout.area, dtype=dtype, device=device)
-    index_type = np.dtype(np.int32) if sums.numel() <= VOTES_MAX else np.dtype(np.int64)
+    index_type = np.dtype(np.int32) if sums.numel() <= INT32_MAX else np.dtype(np.int64)
     starts = np.arange(layout.chunks, dtype=index_type)[:, None] * layout.area
     added = 0
     for contribution in contributions:

@@ -45,9 +45,9 @@ EXPONENT_BIAS = 64
 EXPONENT_MIN, EXPONENT_MAX = -64, 15  # 2**15 times the largest update is still far from overflowing an fp32
 
 Indices = NDArray[np.uint16]  # [chunks, k] rising along the last axis
-Values = NDArray[np.int8] | NDArray[np.int16]  # [chunks, k]; never zero, except in a dense payload
+Values = NDArray[np.int8] | NDArray[np.int16] | NDArray[np.int32]  # [chunks, k]; never zero, except in a dense payload
 Bytes = NDArray[np.uint8]
-Fields = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint64]
+Fields = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32] | NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,8 @@ class PayloadFormat:
 
 def value_type(value_bits: int, *, is_dense: bool = False) -> np.dtype[Any]:
     """Returns the smallest type for values up to 2**(value_bits - 1) in magnitude, or to one less if `is_dense`."""
-    return np.dtype(np.int8 if value_bits < 8 or (is_dense and value_bits == 8) else np.int16)
+    bits = value_bits - is_dense
+    return np.dtype(np.int8 if bits < 8 else np.int16 if bits < 16 else np.int32)
 
 
 def every_index(chunks: int, area: int) -> Indices:
@@ -197,7 +198,7 @@ def _pack_dense(contribution: Contribution, form: PayloadFormat) -> bytes:
         codes: Fields = (values < 0).view(np.uint8)
     else:
         shifted = values.astype(np.int32) + form.dense_zero
-        codes = shifted.astype(np.uint8) if form.value_bits <= 8 else shifted.astype(np.uint16)
+        codes = shifted.astype(np.uint8) if form.value_bits <= 8 else shifted.astype(np.uint32)
     return _packed_exponents(contribution.exponents) + pack_fields(codes, form.value_bits)
 
 
@@ -344,8 +345,8 @@ def pack_fields(fields: Fields, width: int) -> bytes:
             words |= eights[:, place].astype(np.uint64) << np.uint64(width * place)
         octets = words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width]
         return bytes(octets.tobytes()[: packed_bytes(fields.size, width)])
-    if width == 16:
-        return fields.astype("<u2").tobytes()
+    if width in (16, 24):
+        return fields.astype("<u4").view(np.uint8).reshape(-1, 4)[:, : width // 8].tobytes()
     octets = fields.reshape(-1, 1).astype("<u8").view(np.uint8)
     return np.packbits(np.unpackbits(octets, axis=1, count=width, bitorder="little"), bitorder="little").tobytes()
 
@@ -366,8 +367,10 @@ def unpack_fields(packed: Bytes, count: int, width: int) -> Fields:
         for place in range(8):  # one column at a time: a field of 64 bits each would be eight times the result
             fields[:, place] = words >> np.uint64(width * place) & mask
         return fields.reshape(-1)[:count]
-    if width == 16:
-        return packed.view("<u2").astype(np.uint16)
+    if width in (16, 24):
+        octets = np.zeros((count, 4), np.uint8)
+        octets[:, : width // 8] = packed.reshape(count, width // 8)
+        return octets.view("<u4").reshape(count)
     bits = np.unpackbits(packed, count=count * width, bitorder="little").reshape(count, width)
     octets = np.zeros((count, 8), np.uint8)
     octets[:, : packed_bytes(1, width)] = np.packbits(bits, axis=1, bitorder="little")

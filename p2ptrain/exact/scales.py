@@ -34,8 +34,8 @@ from p2ptrain.config import RecipeConfig
 from p2ptrain.exact.codec import Values
 from p2ptrain.exact.transform import Layout
 
-VALUE_MAX = 2**15 - 1  # the largest integer in a contribution
-NOTHING_BITS = 40  # this many halvings leave no such integer; this many doublings exceed any `vote_max`
+VALUE_MAX, DENSE_VALUE_MAX = 2**15 - 1, 2**23 - 1  # the largest integers in contributions of some and of all weights
+NOTHING_BITS = 40  # so many halvings leave no such integer; so many doublings exceed any `vote_max`, within 64 bits
 SILENCED = 2**10  # halvings that leave zero, whatever the exponents
 SHARE_BITS = 20  # of a contribution's share in the effective number, which is a sum of integers
 Votes = NDArray[np.int16] | NDArray[np.int32]
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     """A contribution's exponents, and the sums of its squared integers."""
 
     exponents: NDArray[np.int8]  # [groups]
-    squares: NDArray[np.int64]  # [groups]
+    squares: NDArray[np.float64]  # [groups] rounded once
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Scales:
         reach: bounds the measure by that of movements with a root mean square of 2**reach
         """
         exponents = np.stack([each.exponents for each in sizes]).astype(np.int64)
-        squares = np.stack([each.squares for each in sizes]).astype(np.float64)  # below 2**53, or rounded once
+        squares = np.stack([each.squares for each in sizes])
         weights = np.ldexp(squares, 2 * exponents)
         measure = np.sort(weights, axis=0)[len(sizes) - 1 - len(sizes) // 3]  # [groups]
         chunks = tuple(group.chunks for group in layout.groups)
@@ -100,7 +100,8 @@ class Scales:
         """Returns the uncounted part of the values that left the author's residual."""
         own, units = (np.repeat(each, self.chunks)[:, None] for each in (self.exponents[number], self.units))
         # Clipped, because a training that is repeated after a crash may differ from the announced one.
-        votes = self.votes(number, np.clip(np.ldexp(removed, -own), -VALUE_MAX, VALUE_MAX).astype(np.int16))
+        most = DENSE_VALUE_MAX if self.is_dense else VALUE_MAX
+        votes = self.votes(number, np.clip(np.ldexp(removed, -own), -most, most).astype(np.int32))
         left: NDArray[np.float32] = removed - np.ldexp(votes.astype(np.float32), units)
         return left
 

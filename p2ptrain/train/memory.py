@@ -23,7 +23,7 @@ from p2ptrain.config import DeviceConfig, ModelConfig, NodeConfig, RunConfig
 from p2ptrain.config.hf import HfConfig
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DeviceError
-from p2ptrain.exact.aggregate import INT16_MAX
+from p2ptrain.exact.aggregate import INT16_MAX, INT32_MAX
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.replica import UNPACKED_BYTES
 from p2ptrain.exact.root import FETCHED_PIECES, FLOAT_BYTES
@@ -281,7 +281,8 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     copies = copies_of(run.recipe)
     sequences = min(run.recipe.sequences_per_pass, passes.sequences_per_pass or run.recipe.sequences_per_pass)
     contributions = min(CONTRIBUTIONS_USUAL, run.admission.contributors_max)
-    vote_bytes = 2 if contributions * run.recipe.vote_max <= INT16_MAX else 4
+    largest = contributions * run.recipe.vote_max
+    vote_bytes = 2 if largest <= INT16_MAX else 4 if largest <= INT32_MAX else 8
     work = BLOCK_COPIES * 8 * area * min(at_once, block_chunks(torch.device(passes.device)))
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0

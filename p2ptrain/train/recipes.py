@@ -50,7 +50,6 @@ from p2ptrain.models import plugins
 from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel, StepResult
 
-EARLY_SHARE = 0.5  # of an own contribution, until it is applied; all of it diverges (log/, 2026-11-24)
 EXACT_BITS = 8  # with so many, no search for a better unit of the numbers is worth its time
 KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, and overlap adds some
 
@@ -121,7 +120,7 @@ class Residual:
             units = np.ldexp(np.float32(1), _of_rows(exponents, sizes))
             contribution = Contribution(indices, values.cpu().numpy(), exponents)
             left = chosen.sub_(values * torch.from_numpy(units).to(device))
-            return contribution, contribution.values * units, left
+            return contribution, (contribution.values * units).astype(np.float32, copy=False), left
 
         contribution, removed, left = where_it_fits(encode, coefficients.device)
         _put(coefficients, indices, left)
@@ -248,7 +247,7 @@ def _error(magnitudes: Tensor, top: int, exponent: int) -> float:
 
 
 def _tensor_type(value_bits: int, *, is_dense: bool = False) -> torch.dtype:
-    return torch.int8 if value_type(value_bits, is_dense=is_dense) == np.int8 else torch.int16
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32}[value_type(value_bits, is_dense=is_dense).itemsize]
 
 
 class Recipe(Protocol):
@@ -315,6 +314,8 @@ class LocalRecipe:
     there (`pending`).
     """
 
+    early_share = 0.5  # of an own contribution, until it is applied; all of it diverges (log/, 2026-11-24)
+
     def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:
         self.config, self.live = config, live
         self.base = live.weights.clone()
@@ -350,7 +351,7 @@ class LocalRecipe:
         weights = self.live.parts(self.live.weights)
         for number, kept in sorted(self.residual.kept.items()):
             layout = self.residual.layouts[self.residual.fragment_of(number)]
-            apply_own(layout, kept.indices, kept.removed, sign * EARLY_SHARE, weights)
+            apply_own(layout, kept.indices, kept.removed, sign * self.early_share, weights)
         if share := self.config.residual_share * self.config.decay:  # decay comes first: only so much is left to send
             self.residual.subtract_from(weights, sign * float(share))
 

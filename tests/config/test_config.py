@@ -257,6 +257,9 @@ OF_OTHERS = {
     "[model]\nd_model = 512": ["model.dim"],
     "[model]\nd_ff = 2048": ["model.ffn_dim"],
     "topk = 32": ["recipe.k"],
+    'compression = "none"': [
+        'recipe.k, the numbers sent of each block; none: transform = "none", k = 4096 and value_bits = 24'
+    ],
     "[recipe]\ntarget_chunk = 64": [BLOCKS],
     "[recipe]\nuse_dct = false": ['recipe.transform: "dct" for true, "none" for false'],
     "[recipe]\nmax_staleness = 2": ["agreement.staleness_rounds_max"],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.errors import ConfigError, RemoteProtocolError
+from p2ptrain.exact.aggregate import Packed, sizes_of
 from p2ptrain.exact.codec import Contribution, PayloadFormat, every_index, pack, read_squares, unpack
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.scales import Scales, Sizes
@@ -110,7 +111,7 @@ def test_a_round_without_contributions_leaves_the_momentum_alone() -> None:
     assert before[outer.parameters :].any()
 
 
-@pytest.mark.parametrize("value_bits", [1, 2, 4, 5, 8, 16])
+@pytest.mark.parametrize("value_bits", [1, 2, 4, 5, 8, 9, 16, 17, 24])
 def test_every_weight_goes_into_a_payload_and_back(value_bits: int) -> None:
     outer = Outer(RecipeConfig(value_bits=value_bits, **DENSE), SHAPES)
     made = contribution(7, outer.layouts[0], outer.recipe)
@@ -143,7 +144,7 @@ def test_the_code_without_a_meaning_is_refused() -> None:
             outer.unpack(bytes(size))
 
 
-@given(st.integers(2, 16), st.integers(0, 2**32), st.floats(1e-12, 1e4))
+@given(st.integers(2, 24), st.integers(0, 2**32), st.floats(1e-12, 1e4))
 def test_a_dense_contribution_is_as_near_as_its_bits_allow(value_bits: int, seed: int, size: float) -> None:
     exact = np.abs(np.random.default_rng(seed).normal(size=(2, 64))).astype(np.float32) * np.float32(size)
     whole, exponents = quantise_all(torch.from_numpy(exact), [1, 1], value_bits)
@@ -171,7 +172,7 @@ def test_what_most_do_not_move_one_cannot_move() -> None:
     assert np.array_equal(scales.uncounted(3, removed), removed)  # it returns to its author
 
 
-@pytest.mark.parametrize("value_bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("value_bits", [2, 4, 8, 16, 24])
 def test_one_dense_liar_weighs_no_more_than_twice_the_measure(value_bits: int) -> None:
     recipe = RecipeConfig(value_bits=value_bits, **DENSE)
     layout = Layout.of([(64, 64)], recipe)
@@ -267,15 +268,40 @@ def test_what_falls_on_the_padding_leaves_the_residual() -> None:
         residual.take(number, recipe)
 
 
-def test_without_a_transform_a_contribution_is_what_the_weights_moved() -> None:
-    recipe = RecipeConfig(transform="none", k=64**2, value_bits=16, decay=Fraction(0), inner="adamw")
+@pytest.mark.parametrize(("value_bits", "kind"), [(16, np.int16), (24, np.int32)])
+def test_without_a_transform_a_contribution_is_what_the_weights_moved(
+    value_bits: int, kind: type[np.signedinteger[Any]]
+) -> None:
+    recipe = RecipeConfig(transform="none", k=64**2, value_bits=value_bits, decay=Fraction(0), inner="adamw")
     outer = Outer(recipe, SHAPES)
     residual, moved = Residual(outer.layouts, CPU), flat_weights(5) / 100
     residual.add(0, parts(moved), 0.0)
     state = torch.zeros(outer.state_numbers)
     outer.apply(state, 0, [outer.pack(residual.take(0, recipe), 0)])
-    assert torch.allclose(-state, moved, atol=2e-7 * 100)
-    assert unpack(outer.pack(residual.take(1, recipe), 0), outer.forms[outer.recipe.k_max][0]).values.dtype == np.int16
+    largest = torch.cat([part.abs().max().expand(part.numel()) for part in parts(moved)])
+    assert ((state + moved).abs() <= largest * 2.0 ** (1 - value_bits)).all()
+    assert unpack(outer.pack(residual.take(1, recipe), 0), outer.forms[outer.recipe.k_max][0]).values.dtype == kind
+
+
+def test_sums_of_numbers_of_24_bits_are_exact_beyond_32_and_64_bits() -> None:
+    recipe, most, peers = RecipeConfig(value_bits=24, **DENSE), 2**23 - 1, 9
+    outer = Outer(recipe, [(64, 64 * 64)])
+    full = np.full((64, 4096), most, np.int32)
+    full[:, ::2] = most - 1
+    made = Contribution(every_index(64, 4096), full, np.array([-20], np.int8))
+    form = outer.forms[recipe.k_max][0]
+    squares = int(np.square(full.astype(object)).sum())
+    assert squares > 2**63
+    assert sizes_of(Packed(pack(made, form), form), outer.layouts[0]).squares.tolist() == [float(squares)]
+    spike = np.zeros((64, 4096), np.int32)  # so far above the root mean square that a vote has all its bits
+    spike[0, 0] = most
+    made = Contribution(every_index(64, 4096), spike, np.array([-20], np.int8))
+    state = torch.zeros(outer.state_numbers)
+    outer.apply(state, 0, [outer.pack(made, 0)] * peers)
+    scales = Scales.of([sizes_of(Packed(outer.pack(made, 0), form), outer.layouts[0])], outer.layouts[0], recipe, None)
+    assert recipe.vote_max * peers > 2**31
+    assert float(-state[0]) == pytest.approx(recipe.vote_max * 2.0 ** scales.units[0], rel=1e-6)
+    assert not state[1:].any()
 
 
 # ---------------------------------------------------------------------------------------------------

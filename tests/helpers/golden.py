@@ -97,6 +97,7 @@ FAMILY: dict[str, dict[str, object]] = {
     "dense 4 bits nesterov": {"value_bits": 4, **_DENSE, **_NESTEROV},
     "dense 8 bits": {"value_bits": 8, **_DENSE},
     "dense 16 bits": {"value_bits": 16, **_DENSE},
+    "dense 24 bits": {"value_bits": 24, **_DENSE},
     "several k": {"k": (32, 128), "value_bits": 2},
     "fragments": {"k": 32, "fragments": 2},
     "dense fragments nesterov": {"value_bits": 4, "fragments": 3, **_DENSE, **_NESTEROV},
