@@ -195,7 +195,7 @@ class LocalWorker:
     def __init__(self, thread: LearnerThread, me: bytes, note: Note) -> None:
         self.learner, self._thread, self._me, self._note = thread.learner, thread, me, note
         self.replica, self.figures = thread.learner.replica, Figures()
-        self.can_overlap = thread.learner.can_rebase
+        self.can_overlap = thread.learner.can_overlap
         self.threads, self._k_max = thread.threads, 0
         self.pacing = Pacing(thread.learner.run.recipe)
         self._diary = _Diary()
@@ -352,7 +352,7 @@ class LocalWorker:
     def _may_rebase(self) -> bool:
         """Whether a round that was agreed on meanwhile may be taken in now."""
         is_next = self.replica.round == self.learner.round + 1
-        return is_next and not self._applied_after and not self._diary.waiting and self.learner.can_rebase
+        return is_next and not self._applied_after and not self._diary.waiting and self.learner.can_overlap
 
     # -----------------------------------------------------------------------------------------------
     # Trainings before a restart

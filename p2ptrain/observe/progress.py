@@ -104,21 +104,27 @@ def _speed(tokens_per_second: float | None) -> str:
     return "" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s · "
 
 
+def _peer_line(peer: dict[str, Any]) -> str:
+    figures: dict[str, tuple[int, Callable[[Any], str]]] = {
+        "latency_seconds": (8, lambda took: f"{1_000 * took:.0f} ms"),
+        "tokens_per_second_mean": (16, lambda speed: f"{speed:,.0f} tokens/s"),
+        "arrival_seconds_mean": (13, lambda after: f"after {after:,.1f} s"),
+        "staleness": (8, lambda late: f"delay {late}"),
+    }
+    columns = ["" if peer[name] is None else say(peer[name]) for name, (_, say) in figures.items()]
+    columns = [text.rjust(width) for text, (width, _) in zip(columns, figures.values(), strict=True)]
+    return "  ".join(
+        [peer["peer_id"], f"{'member' if peer['is_member'] else '':6}", *columns, "".join(peer["addresses"][:1])]
+    )
+
+
 def peer_lines(peers: list[dict[str, Any]]) -> str:
     """Describes peers in a line each, for `p2ptrain peers`."""
-    connected = [peer for peer in peers if peer["is_connected"]]
-    lines = [
-        f"{peer['peer_id']}  {'member' if peer['is_member'] else '':6}"
-        f"  {'' if (took := peer['latency_seconds']) is None else f'{1_000 * took:.0f} ms':>8}"
-        f"  {'' if (speed := peer['tokens_per_second_mean']) is None else f'{speed:,.0f} tokens/s':>16}"
-        f"  {'' if (after := peer['arrival_seconds_mean']) is None else f'after {after:,.1f} s':>13}"
-        f"  {'' if (late := peer['staleness']) is None else f'delay {late}':>8}  {''.join(peer['addresses'][:1])}"
-        for peer in connected
-    ]
-    lines += [f"{peer['peer_id']}  banned: {peer['ban']}" for peer in peers if peer["ban"]]
+    connected = [_peer_line(peer) for peer in peers if peer["is_connected"]]
+    lines = [f"{peer['peer_id']}  banned: {peer['ban']}" for peer in peers if peer["ban"]]
     away = [peer for peer in peers if peer["is_greylisted"] and not peer["ban"]]
     lines += [f"{peer['peer_id']}  kept away: {reasons(peer['observed'])}" for peer in away]
-    return plain("\n".join([*lines, f"{len(connected)} peers"]))
+    return plain("\n".join([*connected, *lines, f"{len(connected)} peers"]))
 
 
 def lines_of(status: dict[str, Any]) -> str:

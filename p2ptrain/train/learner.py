@@ -194,7 +194,7 @@ class Learner:
         return True
 
     @property
-    def can_rebase(self) -> bool:
+    def can_overlap(self) -> bool:
         """Whether steps may go on from other weights; not where every contribution has to be in time."""
         return isinstance(self.recipe, LocalRecipe) and self.run.agreement.staleness_rounds_max > 0
 

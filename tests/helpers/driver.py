@@ -92,7 +92,7 @@ class ChainTrainer:
         self.outer = SimpleNamespace(
             sizes={self.run.recipe.k_max: PAYLOAD_BYTES - KEY_BYTES}, parameters=len(STATE) // 4
         )
-        self.can_rebase = False
+        self.can_overlap = False
         self.done: list[tuple[Any, ...]] = []  # what was asked for, in order
         self.returned: list[int] = []
 

@@ -49,7 +49,7 @@ def worker(link: WorldLink) -> RegionWorker:
 
 def worker_of(link: WorldLink) -> RegionWorker:
     """Makes a worker that trains nothing."""
-    learner = SimpleNamespace(run=RUN, replica=None, can_rebase=False)
+    learner = SimpleNamespace(run=RUN, replica=None, can_overlap=False)
     thread = SimpleNamespace(learner=learner, threads=1, capture=print, evaluate=None, sample=None)
     return link.worker(cast(Any, thread), ME, cast(Any, None))
 
