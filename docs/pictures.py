@@ -1,9 +1,10 @@
-"""Makes the pictures of README.md and docs/explanation/recipes.md: `make pictures`.
+"""Makes the pictures of README.md and docs/explanation: `make pictures`.
 
 `dashboard.png` is the page of the first node of a real `p2ptrain demo`, photographed by Chromium while the swarm
 trains. `loss_over_bytes.png` is drawn from the figures in benchmarks/figures/learning-0.8m.json, which
 benchmarks/learning.py has made, and `loss_over_steps.png` from family-0.8m.json beside it, some of the runs that the
 program keeps with --json. DiLoCo and MuLoCo in the first picture are from there as well: one seed, and our codec.
+`drift.png` is drawn from drift.json, which benchmarks/drift.py has made.
 
     python docs/pictures.py [dashboard] [loss]
 """
@@ -23,7 +24,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-FIGURES, FAMILY = (ROOT / "benchmarks" / "figures" / name for name in ("learning-0.8m.json", "family-0.8m.json"))
+FIGURES, FAMILY, DRIFT = (
+    ROOT / "benchmarks" / "figures" / f"{name}.json" for name in ("learning-0.8m", "family-0.8m", "drift")
+)
 OURS = ["k=64, 10 steps", "k=128, 10 steps", "k=256, 10 steps", "k=512, 8 steps"]  # the points of our line
 DILOCO = "local adamw, all weights, 16 bits, 30 steps, decay 0, momentum 0.9, outer rate 0.7"
 MULOCO = "local muon, all weights, 2 bits, 30 steps, decay 0.9, momentum 0.6, outer rate 0.7"
@@ -48,6 +51,7 @@ def main() -> None:
     if "loss" in wanted:
         loss_over_bytes(PICTURES / "loss_over_bytes.png")
         loss_over_steps(PICTURES / "loss_over_steps.png")
+        loss_over_drift(PICTURES / "drift.png")
     if "dashboard" in wanted:
         dashboard(PICTURES / "dashboard.png")
     for picture in sorted(PICTURES.glob("*.png")):
@@ -169,6 +173,42 @@ def loss_over_steps(path: Path) -> None:
     axes.set(xlabel="local steps", ylabel="validation loss, nats a byte", ylim=(1.3, 3.1), xlim=(0, 600))
     axes.legend(fontsize=6.5)
     axes.grid(alpha=0.3)
+    figure.savefig(path)
+    pyplot.close(figure)
+    with_few_colours(path)
+
+
+def loss_over_drift(path: Path) -> None:
+    """Draw what each kind of drift costs, and beside it what peers of unequal numbers of steps cost."""
+    import matplotlib as mpl  # noqa: PLC0415  (slow, and only for this)
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(10, 4.2), dpi=110, layout="constrained", width_ratios=(2, 1), sharey=True
+    )
+    rows = json.loads(DRIFT.read_text())
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["group"] == "drift":
+            kinds.setdefault(row["name"].split(",")[0], []).append(row)
+    for kind, some in kinds.items():
+        some.sort(key=lambda row: row["drift"])
+        costs = [row["more_loss"] for row in some]
+        left.plot([row["drift"] for row in some], costs, marker="o", markersize=4, label=kind)
+        for row, cost in zip(some, costs, strict=True):
+            share = row["name"].partition(", ")[2].removesuffix(" of its own")
+            left.annotate(share, (row["drift"], cost), (4, 3), textcoords="offset points", fontsize=7)
+    left.set(xlabel="drift", ylabel="held-out loss beyond that without delay, nats a byte")
+    left.legend(fontsize=7)
+    spreads = [row for row in rows if row["group"] == "unequal steps"]
+    right.plot(
+        [row["name"].removeprefix("steps ") for row in spreads], [row["more_loss"] for row in spreads], marker="o"
+    )
+    right.set(xlabel="steps of the fast over steps of the slow", ylabel="beyond that of equal peers")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
     figure.savefig(path)
     pyplot.close(figure)
     with_few_colours(path)
