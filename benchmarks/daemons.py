@@ -1,17 +1,17 @@
 """The cost of real daemons on one machine: time from training to the next state, time to join, bytes, memory.
 
     OMP_NUM_THREADS=1 python benchmarks/daemons.py [apply] [overlap] [join] [bytes] [sizes] [slow] [--rounds N]
-        [--passes N] [--nodes N ...] [--keep] [--json FILE] [--quick]
+        [--passes N] [--nodes N ...] [--slower N ...] [--keep] [--json FILE] [--quick]
 
 Each node is `p2ptrain start` or `p2ptrain join` in a process of its own with its own p2pd, training on one thread.
 `apply`: four nodes, 1M parameters: from the last announcement of a round to the last node that has applied it, and
 where that time goes, without overlap. `overlap`: the same with it, and the share of time in which a node trains.
 `join`: a fourth node joins three, from the start of its process to the first manifest that takes a contribution of its;
 three times. `bytes`: four nodes with payloads of 1 MB, and with tiny ones. `sizes`: tiny models, from 4 to 24 nodes:
-bytes, pace and memory a node. `slow`: one of four nodes is ten times slower (`p2ptrain limit --percent 10`) in a run
-with ten local steps, of which it takes as many as fit: the share of rounds that take its contribution, tokens over what
-the four would train alone, the share of time in which rounds waited for it alone, and the length of a round beside that
-of the three without it (which have the whole machine). --passes: passes of a training step, so that it takes 2-4 s.
+bytes, pace and memory a node. `slow`: one of four nodes is --slower times slower (`p2ptrain limit --percent`), ten if
+nothing else is said, in a run with ten local steps, of which it takes as many as fit: the share of rounds that take its
+contribution, tokens over what the four would train alone, the share of time in which rounds waited for it alone, and
+the length of a round beside that of the three without it (which have the whole machine). --passes: passes of a training step, so that it takes 2-4 s.
 --keep: do not remove the nodes' directories, whose logs daemon_logs.py reads. --quick: see that it runs.
 
 The phases of a round come from the daemons' logs (daemon_logs.py). Bytes are those of the TCP connections of each p2pd,
@@ -61,7 +61,6 @@ START_SECONDS = 240.0  # until a node answers: two dozen imports of torch share 
 ROUND_SECONDS = 120.0  # without a new round something is broken
 STOP_SECONDS = 20.0
 LOCAL_STEPS = 10
-PERCENT = 10  # of its time in which the slow node trains
 POLL_SECONDS = 0.5
 
 
@@ -195,38 +194,43 @@ def measure_rounds(arguments: argparse.Namespace, agreement: str) -> dict[str, A
 
 def slow(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = recipe(arguments.passes, name='"local"', local_steps=LOCAL_STEPS, inner_learning_rate='"1/200"')
-    found: dict[str, Any] = {"local_steps": LOCAL_STEPS, "percent": PERCENT}
+    found: dict[str, Any] = {"local_steps": LOCAL_STEPS}
+    ends: dict[str, tuple[int, int]] = {}  # the first and last rounds
     with swarm_of(4, arguments.keep, recipe=settings) as swarm:
         swarm.start()
         *_, last = swarm.nodes
-        ask(last.directory, {"do": "limit", "percent": PERCENT})
-        found["slow"] = over_rounds(swarm, arguments.rounds, {last.name: PERCENT / 100})
+        for slower in arguments.slower:
+            percent, began = max(1, round(100 / slower)), swarm.round
+            ask(last.directory, {"do": "limit", "percent": percent})
+            found[f"{slower} times"] = over_rounds(swarm, arguments.rounds, {last.name: percent / 100})
+            ends[f"{slower} times"] = began + WARM_UP_ROUNDS, swarm.round
         last.end(signal.SIGTERM)
         swarm.nodes.remove(last)
         assert last.process is not None
         last.process.wait(START_SECONDS)
-        last_of_four = swarm.round
         found["without"] = over_rounds(swarm, arguments.rounds, {})
         swarm.stop()
         lives = [life_in(node.directory) for node in (*swarm.nodes, last)]
-        found["slow"]["waited for it alone"] = round(waited_alone(lives, last_of_four), 4)
+        for name, (first, end) in ends.items():
+            found[name]["waited for it alone"] = round(waited_alone(lives, first, end), 4)
     for name, row in found.items():
         if isinstance(row, dict):
-            print(f"  {name:<8}" + "  ".join(f"{key} {value}" for key, value in row.items()))
-    longer = found["slow"]["round seconds"] / found["without"]["round seconds"]
-    found["round over that without it"] = round(longer, 3)
-    print(f"  a round takes {longer:.3f} of one without the slow node")
+            print(f"  {name:<10}" + "  ".join(f"{key} {value}" for key, value in row.items()))
+    for name in ends:
+        longer = found[name]["round seconds"] / found["without"]["round seconds"]
+        found[name]["round over that without it"] = round(longer, 3)
+        print(f"  {name} slower: a round takes {longer:.3f} of one without the slow node")
     return found
 
 
-def waited_alone(lives: list[Life], last: int) -> float:
-    """Returns the share of time in which rounds up to this one waited only for the last of these nodes."""
+def waited_alone(lives: list[Life], first: int, last: int) -> float:
+    """Returns the share of time in which the rounds after the first of these waited only for the last node."""
     *others, slow_one = lives
     waited = whole = 0.0
     for number, manifest in slow_one.manifests.items():
         began = min((life.asked_to_train[number] for life in lives if number in life.asked_to_train), default=None)
         by = [life.trained[number] for life in others if number in life.trained]
-        if began is None or not WARM_UP_ROUNDS < number <= last or len(by) < len(others):
+        if began is None or not first < number <= last or len(by) < len(others):
             continue
         whole += slow_one.decided[number] - began
         if slow_one.key in {taken.author for taken in manifest.taken}:
@@ -465,6 +469,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--passes", type=int, default=6)
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 24])
+    parser.add_argument("--slower", type=int, nargs="+", default=[10])
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")

@@ -55,6 +55,7 @@ T = TypeVar("T")
 
 Note = Callable[[Trained], Awaitable[None]]  # writes an entry into the diary
 Shifted = Callable[[Tensor], Tensor | None]
+OnStep = Callable[[StepResult], bool | None]
 
 
 class _FailedAgainError(P2ptrainError):
@@ -283,9 +284,11 @@ class LocalWorker:
             self.figures.again(again.steps, again.entry.k)
             return again.done, None
         _use_threads(self.threads)
-        task = replace(task, k=learner.run.recipe.k_within(task.k, self._k_max))
+        is_noted = self.privacy is None  # otherwise it is never repeated, and its steps have the size that noise is for
+        task = replace(
+            task, k=learner.run.recipe.k_within(task.k, self._k_max), sequences=self.pacing.sequences if is_noted else 0
+        )
         sequences = learner.live.sequences_per_pass
-        is_noted = self.privacy is None  # otherwise it is never repeated
 
         def shifted(weights: Tensor) -> Tensor | None:
             nonlocal is_noted
@@ -311,7 +314,7 @@ class LocalWorker:
         outstanding, threads = tuple(sorted(task.outstanding)), torch.get_num_threads()
         return Trained(
             diary.next_number(), task.round, base, task.place, task.places, outstanding, payload, threads, sequences,
-            steps, self._applied_after, tail.hex(), task.k, task.slots,
+            steps, self._applied_after, tail.hex(), task.k, task.slots, task.sequences,
         )  # fmt: skip
 
     def _steps(self, task: Task, before: Trained | None, shifted: Shifted = lambda weights: None) -> bytes:
@@ -322,7 +325,7 @@ class LocalWorker:
         self.figures.begin()
         on_step = partial(self._on_step, task.round, before)
         try:
-            results = self.learner.train(task.round, task.place, task.places, on_step, shifted, task.slots)
+            results = self._take_steps(task, on_step, shifted)
         except TrainingError:
             self.figures.fail()
             raise
@@ -330,8 +333,13 @@ class LocalWorker:
         tokens = sum(result.tokens for result in results)
         norm = sum(result.gradient_norm for result in results) / len(results)
         seconds = self.pacing.worked
+        if before is None:
+            self.pacing.end(task.round, len(results))
         self.figures.add(mean_loss(results), self.learner.own_drift, len(results), tokens, seconds, norm, k=task.k)
         return payload
+
+    def _take_steps(self, task: Task, on_step: OnStep, shifted: Shifted = lambda weights: None) -> list[StepResult]:
+        return self.learner.train(task.round, task.place, task.places, on_step, shifted, task.slots, task.sequences)
 
     def _on_step(self, number: int, before: Trained | None, result: StepResult) -> bool:
         """Returns whether to take another step: as many as fit the pace, or as `before`."""
@@ -385,7 +393,10 @@ class LocalWorker:
         learner.catch_up()
         _use_threads(each.threads)
         learner.live.set_sequences_per_pass(each.sequences_per_pass)
-        task = Task(each.round, each.place, each.places, frozenset(each.outstanding), k=each.k, slots=each.slots)
+        task = Task(
+            each.round, each.place, each.places, frozenset(each.outstanding), k=each.k, slots=each.slots,
+            sequences=each.step_sequences,
+        )  # fmt: skip
         try:
             self._refuse_another_state()
             if each.payload == FAILED and each.steps:
@@ -419,7 +430,7 @@ class LocalWorker:
         self.figures.begin()
         self.learner.restore_all_but(task.outstanding)
         with suppress(_FailedAgainError):
-            self.learner.train(task.round, task.place, task.places, on_step, slots=task.slots)
+            self._take_steps(task, on_step)
 
     def _await_round(self) -> None:
         """Takes in the next round, once the replica has it."""

@@ -1,7 +1,13 @@
-"""How fast a training goes: how much of the time the device works, and for how many steps its round leaves time."""
+"""How fast a training goes: how much of the time the device works, and for how many steps its round leaves time.
+
+A machine that is so slow that not even one step fits a round takes that step on fewer of its sequences, so that it
+still contributes to every round. How many fit it learns from the training before: from the time that it took, and from
+the time after which the others contributed.
+"""
 
 from __future__ import annotations
 
+import logging
 from time import perf_counter, sleep
 
 from p2ptrain.config import RecipeConfig
@@ -9,6 +15,8 @@ from p2ptrain.core.pace import takes_another
 from p2ptrain.node.limits import rest_seconds
 
 NAP_SECONDS = 0.2  # during rests, between checks whether the node is ending
+
+log = logging.getLogger(__name__)
 
 
 class Pacing:
@@ -22,6 +30,9 @@ class Pacing:
         self._owed = self._rested = 0.0  # seconds of rest still due, and taken in this training
         self._began = 0.0  # when this training did
         self._pace = (-1, 0.0, 0.0)  # a round, and when the others usually contribute to it, and no longer wait
+        self._first_pace = self._pace  # what was told first of that round, before it was over
+        self._all = recipe.passes_per_step * recipe.sequences_per_pass
+        self.sequences = 0  # that the next training's steps take; 0: all
 
     def set_percent(self, percent: int) -> None:
         self.percent = percent
@@ -34,6 +45,8 @@ class Pacing:
         """Lets the training of this round take as many steps as fit; `usual` and `last` are seconds from now."""
         now = perf_counter()
         self._pace = number, now + usual, now + last
+        if self._first_pace[0] != number:
+            self._first_pace = self._pace
 
     def begin(self) -> None:
         """Begins a training, after the rest that is due; idle time since the last one counts."""
@@ -48,13 +61,28 @@ class Pacing:
 
     def takes_another(self, number: int, step: int) -> bool:
         """Whether a training that has taken so many steps takes another: as many as fit the pace of its round."""
+        least, most = self._recipe.local_steps_min, self._recipe.local_steps
+        if self.sequences:  # as few steps as may be, rather than more of them on fewer
+            return step < least
         paced, usual, last = self._pace
         if paced != number:
             return True
         now = self._stepped_at
         step_seconds = (now - self._began - self._rested) / step * 100 / self.percent  # with the rest that follows it
-        least, most = self._recipe.local_steps_min, self._recipe.local_steps
         return takes_another(step, least, most, step_seconds, usual - now, last - now)
+
+    def end(self, number: int, steps: int) -> None:
+        """Notes a training's end, and settles on how many sequences the next one's steps take."""
+        paced, usual, last = self._first_pace
+        if paced != number or steps > self._recipe.local_steps_min:
+            return
+        seconds = self.worked * 100 / self.percent  # with the rest that follows it
+        before = self.sequences or self._all
+        fit = min(max(1, int(before * (usual - self._began) / seconds)), self._all)
+        if fit > before or self._began + seconds > last:
+            was_slow, self.sequences = bool(self.sequences), fit if fit < self._all else 0
+            if was_slow != bool(self.sequences):
+                log.info("the next step takes %d of %d sequences: so many fit a round here", fit, self._all)
 
     def rest(self) -> None:
         """Rests after a step, before another."""

@@ -57,6 +57,7 @@ class Task:
     shift: Shift | None = None
     k: int = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
     slots: PassSlots | None = None  # of the data, where the place does not say them
+    sequences: int = 0  # of a step; 0: all
 
 
 @dataclass(frozen=True, slots=True)

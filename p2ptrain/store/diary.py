@@ -52,6 +52,7 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     tail: Annotated[str, Meta(pattern=r"\A([0-9a-f]{18})?\Z")] = ""  # the contribution's tail, in a region
     k: Count = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
     slots: PassSlots | None = None  # what it trained on, where the place does not say it
+    step_sequences: Count = 0  # that each step took; 0: all
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):

@@ -209,12 +209,13 @@ class Learner:
         on_step: Callable[[StepResult], bool | None] = lambda result: None,
         shifted: Callable[[Tensor], Tensor | None] = lambda weights: None,
         slots: PassSlots | None = None,
+        sequences: int = 0,
     ) -> list[StepResult]:
         """Takes the round's local steps as the node at `place` of `places` in the roster.
 
         `on_step` is called after each; if it returns False, that was the last one. `shifted` returns what to add to the
         agreed weights before the first, [parameters], which so becomes a part of what is contributed. `slots` say what
-        to train on where the place does not.
+        to train on where the place does not. A step takes so many `sequences`; 0: as many as the recipe says.
         """
         recipe, length = self.run.recipe, self.run.model.sequence_length
         each = recipe.passes_per_step * recipe.sequences_per_pass
@@ -233,11 +234,12 @@ class Learner:
                     assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
                     self.live.weights.add_(shift.to(self.device))
             for step in range(recipe.local_steps):
-                chosen = positions[step * each : (step + 1) * each] if privacy is None else privacy.draw()
+                own = positions[step * each : (step + 1) * each][: sequences or each]
+                chosen = own if privacy is None else privacy.draw()
                 drawing, at_work = self._drawing(round_number, place, step), blamed_in_run(self.run, "trained")
                 with at_work, told("training", self.device), drawing:
-                    sequences = self.trained_on.batch(chosen, length)
-                    batch = self.live.packing.batch(sequences, chosen, round_number).to(self.device)
+                    tokens = self.trained_on.batch(chosen, length)
+                    batch = self.live.packing.batch(tokens, chosen, round_number).to(self.device)
                     results.append(self.recipe.local_step(step, batch, chosen.tolist()))
                 if on_step(results[-1]) is False:
                     break

@@ -130,6 +130,7 @@ class ChainTrainer:
         on_step: Callable[[StepResult], object],
         shifted: Callable[[Any], Any] = lambda weights: None,
         slots: PassSlots | None = None,
+        sequences: int = 0,
     ) -> list[StepResult]:
         if self.dataset is not None:
             positions = self.positions_for(number, place, places, slots)

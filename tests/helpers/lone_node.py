@@ -52,6 +52,7 @@ class WatchedTrainer(ChainTrainer):
         on_step: Callable[[StepResult], object],
         shifted: Any = None,
         slots: PassSlots | None = None,
+        sequences: int = 0,
     ) -> list[StepResult]:
         results = super().train(number, place, places, on_step, slots=slots)
         assert self.dataset is not None

@@ -252,7 +252,7 @@ async def test_a_stranger_that_has_left_is_dialled_at_no_address_that_it_told(ma
         strangers.order("gone", "leave", peer=peer)
         await asyncio.to_thread(strangers.until, "parted", who="gone")
         while key in await nodes[0].peers():
-            await asyncio.sleep(0.05)
+            await nodes[1].look_up("nothing")
         await nodes[0].look_up("run")
         await nodes[0].announce("run", b"here", 60)
         with pytest.raises(TransportError, match="not connected"):

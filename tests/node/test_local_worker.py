@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from p2ptrain.config import RecipeConfig
 from p2ptrain.core.messages import KEY_BYTES, payload_digest
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import MemoryShortError, TrainingError
@@ -494,6 +495,44 @@ def test_a_step_of_a_device_that_rests_takes_its_work_and_the_rest_that_follows(
     made.keep(1, usual, 0.0)
     assert made.takes_another(1, 2) is another
     assert made.worked == pytest.approx(2 * worked)
+
+
+def test_a_machine_that_takes_no_whole_step_in_a_round_takes_one_on_fewer_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, second_a_sequence, taken = [1_000.0], 10.0, []
+    monkeypatch.setattr(pacing, "perf_counter", lambda: now[0])
+    made = Pacing(RecipeConfig(sequences_per_pass=8))
+    for number in range(1, 9):
+        made.begin()
+        made.keep(number, 25.0, 28.0)
+        sequences = made.sequences or 8
+        now[0] += sequences * second_a_sequence
+        made.step()
+        another = made.takes_another(number, 1)
+        made.keep(number, 0.0, 0.0)  # the round is over, which says nothing of the time that there was
+        if number == 6:
+            second_a_sequence = 1.0
+        made.end(number, 1)
+        taken.append((sequences, another))
+    assert taken == [(8, False), *[(2, False)] * 5, (2, False), (8, True)]
+
+
+async def test_a_step_on_fewer_sequences_is_repeated_on_as_many(dataset: TokenDataset, tmp_path: Path) -> None:
+    life, again = Life(dataset, "local", sequences_per_pass=4), Life(dataset, "local", sequences_per_pass=4)
+    life.worker.pacing.sequences = 3
+    await life.train(1)
+    assert life.worker.figures.tokens == 3 * life.trainer.run.model.sequence_length
+    for each in life.diary:
+        Diary(tmp_path / "diary.jsonl").note(each)
+    [noted] = Diary(tmp_path / "diary.jsonl").after(0)
+    assert (noted.steps, noted.step_sequences) == (1, 3)
+    again.worker.repeat_all([noted], 1)
+    await again.worker.repeat(fetch)
+    await again.train(1)
+    assert again.payloads == life.payloads
+    for each in (life, again):
+        each.close()
 
 
 async def test_a_training_that_comes_out_otherwise_is_told(
