@@ -11,7 +11,8 @@ three times. `bytes`: four nodes with payloads of 1 MB, and with tiny ones. `siz
 bytes, pace and memory a node. `slow`: one of four nodes is --slower times slower (`p2ptrain limit --percent`), ten if
 nothing else is said, in a run with ten local steps, of which it takes as many as fit: the share of rounds that take its
 contribution, tokens over what the four would train alone, the share of time in which rounds waited for it alone, and
-the length of a round beside that of the three without it (which have the whole machine). --passes: passes of a training step, so that it takes 2-4 s.
+the length of a round beside that of the three without it (which have the whole machine). --passes: passes of a step,
+so that it takes 2-4 s.
 --keep: do not remove the nodes' directories, whose logs daemon_logs.py reads. --quick: see that it runs.
 
 The phases of a round come from the daemons' logs (daemon_logs.py). Bytes are those of the TCP connections of each p2pd,

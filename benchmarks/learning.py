@@ -124,6 +124,8 @@ def run(setting: Setting) -> dict[str, Any]:
         share = round_number, peer, setting.peers, count, dataset.sequences(length)
         found = shard_in_window(seed, *share, setting.window) if setting.window else shard(seed, *share)
         steps = list(torch.split(torch.from_numpy(dataset.batch(found, length)), setting.sequences))
+        if setting.sequences_of:
+            steps = [step[: setting.sequences_of[peer]] for step in steps]
         return steps[: setting.steps_of[peer]] if setting.steps_of else steps
 
     @torch.no_grad()
@@ -219,7 +221,7 @@ def chosen_by(result: dict[str, Any] | None) -> float:
 
 def setting_of(result: dict[str, Any]) -> Setting:
     found = {name: result[name] for name in Setting.__dataclass_fields__ if name in result}
-    return Setting(**found | {name: tuple(found.get(name, ())) for name in ("speeds", "steps_of")})
+    return Setting(**found | {name: tuple(found.get(name, ())) for name in ("speeds", "steps_of", "sequences_of")})
 
 
 def prepare_corpus(has_short: bool) -> None:

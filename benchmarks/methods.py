@@ -54,6 +54,7 @@ class Setting:
     region_late: int = 0  # of these, until a round of the world is taken in
     regional: tuple[tuple[str, Any], ...] = ()  # what a region's recipe has otherwise
     steps_of: tuple[int, ...] = ()  # of a round's steps, how many each peer takes; empty: all
+    sequences_of: tuple[int, ...] = ()  # of a step's sequences, how many each peer takes; empty: all
     window: int = 0  # sequences of a peer's window of the data; 0: they are drawn from all
     half_state: bool = False  # residual and momentum in bf16
     documents: str = ""  # together or apart, in a corpus of short ones
@@ -120,6 +121,7 @@ class Setting:
         parts += [f"{self.regions} regions of {self.region_steps} steps{inside}{after}"] if self.regions else []
         parts += [f"speeds {'/'.join(map(str, self.speeds))}"] if self.speeds else []
         parts += [f"of which peers take {'/'.join(map(str, self.steps_of))}"] if self.steps_of else []
+        parts += [f"on {'/'.join(map(str, self.sequences_of))} sequences"] if self.sequences_of else []
         parts += ["bf16 residual and momentum"] if self.half_state else []
         parts += [f"short documents {self.documents}"] if self.documents else []
         parts += [f"noise {self.noise} on 64 sequences a step"] if self.noise else []
