@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from daemon_logs import new_directory
-from relay import Hosts, address, hosts_on, line_of
+from relay import Hosts, address, hosts_on, lines_of
 from wan import add_options, held_out_loss, load_run, parsed, tell, traffic
 
 from p2ptrain.config import RunConfig
@@ -208,7 +208,10 @@ def main() -> int:
         "--matchmaking", type=float, default=3.0, metavar="S", help="hivemind's advice is 3 to 5 at least"
     )
     chosen = parsed(parser)
-    line, (_, run) = line_of(chosen), load_run(chosen.run)
+    lines, (_, run) = lines_of(chosen), load_run(chosen.run)
+    if len(lines) > 1:
+        parser.error("--rate is one here")
+    [line] = lines
     reasons = {codec: why_codec_fails(codec) for codec in chosen.codecs}
     for codec, reason in reasons.items():
         if reason:
@@ -229,7 +232,7 @@ def main() -> int:
             if done.find(asdict(variant) | same) is not None:
                 continue
             print(f"[{number}/{len(variants)}] {variant}", flush=True)
-            with hosts_on(line, chosen.nodes) as hosts:
+            with hosts_on(lines, chosen.nodes) as hosts:
                 found = measure(hosts, run, variant, dataset, chosen.minutes, chosen.keep)
             done.add(asdict(variant) | same | found)
             tell(done.runs[-1])

@@ -68,9 +68,10 @@ class Counts:
 class Relay:
     """Carries packets between devices."""
 
-    def __init__(self, devices: Sequence[int], line: Line, seed: int, regions: Sequence[int] = ()) -> None:
-        self.devices, self.line, self.rng = devices, line, random.Random(seed)  # noqa: S311
+    def __init__(self, devices: Sequence[int], lines: Sequence[Line], seed: int, regions: Sequence[int] = ()) -> None:
+        self.devices, self.rng = devices, random.Random(seed)  # noqa: S311
         self.regions = regions or range(len(devices))  # by host
+        self.lines = [lines[region % len(lines)] for region in range(max(self.regions) + 1)]
         self.place_of = {address_bytes(place): place for place in range(len(devices))}
         self.counts = [Counts() for _ in devices]
         links = 2 * len(devices)  # each host's in its region, then each region's
@@ -110,7 +111,7 @@ class Relay:
             counts.sent_packets += 1
             counts.sent_bytes += len(packet)
             line, up, down = self.way(source, target)
-            if line is self.line:
+            if self.regions[source] != self.regions[target]:
                 counts.far_bytes += len(packet)
             begins = max(now, self.up_free[up])
             if begins - now > queue_seconds(line):
@@ -130,7 +131,7 @@ class Relay:
         here, there = self.regions[source], self.regions[target]
         if here == there:
             return INSIDE, source, target
-        return self.line, len(self.devices) + here, len(self.devices) + there
+        return self.lines[here], len(self.devices) + here, len(self.devices) + there
 
     def deliver(self) -> None:
         """Brings what is due through the receivers' downlinks."""
@@ -139,7 +140,7 @@ class Relay:
             at, number, link, target, packet, has_left = heapq.heappop(under_way)
             counts = self.counts[target]
             if not has_left:
-                line = self.line if link >= len(self.devices) else INSIDE
+                line = self.lines[link - len(self.devices)] if link >= len(self.devices) else INSIDE
                 begins = max(at, self.down_free[link])
                 if begins - at > queue_seconds(line):
                     counts.dropped_packets += 1
@@ -192,7 +193,8 @@ def carry(settings: dict[str, Any]) -> None:
         os.nice(-10)  # a line does not slow down when processors are busy
     devices = [open_device(each) for each in settings["namespaces"]]
     os.write(STDOUT, b"ready\n")
-    Relay(devices, Line(**settings["line"]), settings["seed"], settings["regions"]).serve()
+    lines = [Line(**each) for each in settings["lines"]]
+    Relay(devices, lines, settings["seed"], settings["regions"]).serve()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -200,14 +202,14 @@ def carry(settings: dict[str, Any]) -> None:
 
 
 class Hosts:
-    """Hosts that a relay joins."""
+    """Hosts that a relay joins; each, or each region, has the next of these lines."""
 
-    def __init__(self, size: int, line: Line, seed: int = 1, regions: int | None = None) -> None:
+    def __init__(self, size: int, lines: Sequence[Line], seed: int = 1, regions: int | None = None) -> None:
         from tests.helpers.namespaces import PREFIX, Namespace  # noqa: PLC0415  # the relay itself needs none of it
 
-        self.line = line
         self.namespaces = [Namespace(f"{PREFIX}-{os.getpid()}-line{place}") for place in range(size)]
-        settings = {"namespaces": [each.name for each in self.namespaces], "line": asdict(line), "seed": seed}
+        settings = {"namespaces": [each.name for each in self.namespaces], "seed": seed}
+        settings["lines"] = [asdict(line) for line in lines]
         settings["regions"] = [place % (regions or size) for place in range(size)]
         self.process = subprocess.Popen(  # noqa: S603
             [sys.executable, __file__, json.dumps(settings)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
@@ -243,11 +245,11 @@ class Hosts:
 
 
 @contextmanager
-def hosts_on(line: Line, size: int, seed: int = 1, regions: int | None = None) -> Iterator[Hosts]:
+def hosts_on(lines: Sequence[Line], size: int, seed: int = 1, regions: int | None = None) -> Iterator[Hosts]:
     """Makes hosts, and removes them at the end; without regions each is one of its own."""
     from tests.helpers.namespaces import made  # noqa: PLC0415
 
-    with made(lambda: Hosts(size, line, seed, regions)) as hosts:
+    with made(lambda: Hosts(size, lines, seed, regions)) as hosts:
         try:
             yield hosts
         finally:
@@ -263,7 +265,7 @@ def why_impossible() -> str:
     if not TUN.exists():
         return f"needs {TUN}"
     try:
-        with hosts_on(DEFAULT, 1):
+        with hosts_on([DEFAULT], 1):
             return ""
     except (OSError, AssertionError) as error:
         return f"this machine allows no network namespace with a TUN device: {error}"
@@ -276,28 +278,29 @@ def why_impossible() -> str:
 def add_line_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the line of each node: a named one, or 20 Mbit/s both ways and 100 ms")
     group.add_argument("--line", choices=LINES)
-    group.add_argument("--rate", type=float, metavar="MBIT", help="up and down, in Mbit/s")
+    group.add_argument(
+        "--rate", type=float, nargs="+", metavar="MBIT", help="up and down, in Mbit/s; several: of the hosts in turn"
+    )
     group.add_argument("--delay", type=float, metavar="MS", help="one way, from any node to any other")
     group.add_argument("--jitter", type=float, metavar="MS", help="mean of what comes on top of the delay")
     group.add_argument("--loss", type=float, metavar="PERCENT", help="of packets")
     group.add_argument("--regions", type=int, metavar="N", help="sites, each with one such line for all of its hosts")
 
 
-def line_of(arguments: argparse.Namespace) -> Line:
-    """Returns the named line, or the usual one, with what the other options change."""
+def lines_of(arguments: argparse.Namespace) -> list[Line]:
+    """Returns the named line, or the usual one, with what the other options change; one for each rate."""
     line = LINES[arguments.line] if arguments.line else DEFAULT
-    if arguments.rate is not None:
-        line = replace(line, up_megabits=arguments.rate, down_megabits=arguments.rate)
     if arguments.delay is not None:
         line = replace(line, delay_seconds=arguments.delay / 1_000)
     if arguments.jitter is not None:
         line = replace(line, jitter_seconds=arguments.jitter / 1_000)
     if arguments.loss is not None:
         line = replace(line, loss=arguments.loss / 100)
-    is_possible = line.up_megabits > 0 and line.delay_seconds >= 0 and line.jitter_seconds >= 0 and 0 <= line.loss < 1
-    if not is_possible:  # nor is what is not a number
+    rates = arguments.rate or ()
+    is_possible = line.delay_seconds >= 0 and line.jitter_seconds >= 0 and 0 <= line.loss < 1
+    if not (is_possible and all(rate > 0 for rate in rates)):  # nor is what is not a number
         raise SystemExit("--rate must be above 0, --delay and --jitter 0 or more, --loss from 0 to below 100")
-    return line
+    return [replace(line, up_megabits=rate, down_megabits=rate) for rate in rates] or [line]
 
 
 if __name__ == "__main__":

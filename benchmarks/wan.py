@@ -1,12 +1,13 @@
 """Real daemons on a line between homes: what they have learned after some minutes, and what that cost in bytes.
 
     OMP_NUM_THREADS=1 python benchmarks/wan.py [--nodes 4] [--minutes 2 5] [--line dsl | --rate 20 --delay 100 --loss 0]
-        [--slow PERCENT] [--regions N [--world FILE]] [--run FILE] [--keep] [--json FILE]
+        [--rate 1 5 20 100] [--slow PERCENT] [--regions N [--world FILE]] [--run FILE] [--keep] [--json FILE]
 
 Each node is `p2ptrain start` or `p2ptrain join` on a host of its own (relay.py), which takes root and /dev/net/tun.
 Time counts from the start of the first process, so starting and joining are part of it. After each of `--minutes` the
 first node saves its state, which all have; its loss on held-out text is computed when the last minute is over. Bytes
-are all that a host sends and receives. The share of time in which a node trains counts from when all were members.
+are all that a host sends and receives. The shares of the time in which a node trains, and of the rounds that took its
+contribution, count from when all were members.
 
 --slow: per cent of the time that the last node may train (`p2ptrain limit`), from when all are members. The last line
 compares the tokens of all nodes with those that each would have trained alone.
@@ -35,7 +36,7 @@ import numpy as np
 import torch
 from daemon_logs import life_in, report_phases
 from daemons import START_SECONDS, Swarm, swarm_in
-from relay import Hosts, add_line_options, address, hosts_on, line_of, why_impossible
+from relay import Hosts, add_line_options, address, hosts_on, lines_of, why_impossible
 from torch import Tensor
 
 from p2ptrain.config import NodeConfig, RunConfig, load_run_config
@@ -194,6 +195,7 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
     node may train."""
     began = monotonic()
     whole: tuple[float, int, dict[str, Any]] | None = None  # when all were members, the round, what hosts had sent
+    taken: list[int] = []  # contributions of each node until then
     swarm.begin()
     marks, models = [], []
     allowed, settled = [1.0] * (swarm.size - 1) + [slow / 100], 0
@@ -204,6 +206,7 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
             swarm.look()
             if whole is None and swarm.is_whole():
                 whole = monotonic(), swarm.round, traffic(swarm.hosts)
+                taken = contributions(swarm)
                 if slow < 100:
                     ask(swarm.nodes[-1].directory, {"do": "limit", "percent": slow})
                 settled = swarm.round + SETTLED_ROUNDS
@@ -220,7 +223,7 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
     swarm.look()
     after = swarm.progress()
     relay = swarm.hosts.counts()
-    statuses = [node.status for node in swarm.nodes]
+    statuses, taken_after, last = [node.status for node in swarm.nodes], contributions(swarm), swarm.round
     swarm.stop()
     dataset = TokenDataset.open(Home(config).dataset(saved.run.data.manifest), saved.run.data.manifest)
     for mark, model in zip(marks, models, strict=True):
@@ -238,7 +241,9 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
         "whole_seconds": None,  # from the start until all were members
         "slow_percent": slow,
         "tokens_over_alone": over_alone(before, after, allowed) if before and after else None,
-        "contributions": [status["counters"].get("contributions taken", 0) for status in statuses],
+        "contributions": taken_after,
+        "k": [status["k"] for status in statuses],  # of each node's last contribution
+        "taken_shares": None,  # of the rounds since all were members
         "training_shares": None,
         "received_a_round": None,  # by a node on average, since all were members
         "round_seconds": None,
@@ -249,6 +254,9 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
         at, since, until = whole
         shares = [swarm.training_share(node, at) for node in swarm.nodes]
         found |= {"whole_seconds": at - began, "training_shares": shares, "bytes_until_whole": until}
+        found["taken_shares"] = [
+            (now - then) / max(1, last - since) for then, now in zip(taken, taken_after, strict=True)
+        ]
         rounds = found["rounds_since_whole"] = marks[-1]["round"] - since
         if rounds > 0:
             received = statistics.mean(marks[-1]["received"]) - statistics.mean(until["received"])
@@ -256,10 +264,15 @@ def measure(swarm: Homes, minutes: Sequence[float], slow: int = 100) -> dict[str
                 "received_a_round": received / rounds,
                 "round_seconds": (began + marks[-1]["seconds"] - at) / rounds,
             }
-        if (last := swarm.round) > since + 2:
+        if last > since + 2:
             lives = [life_in(node.directory) for node in swarm.nodes]
             found["phases"] = report_phases(lives, since + 2, last)
     return found | {"relay": relay}
+
+
+def contributions(swarm: Homes) -> list[int]:
+    """Returns how many contributions of each node were taken."""
+    return [node.status["counters"].get("contributions taken", 0) for node in swarm.nodes]
 
 
 def traffic(hosts: Hosts) -> dict[str, Any]:
@@ -280,8 +293,11 @@ def load_run(path: Path | None) -> tuple[str, RunConfig]:
 
 def tell(found: dict[str, Any]) -> None:
     line = found["line"]
+    rates = f"{line['down_megabits']:g} and {line['up_megabits']:g}"
+    if several := found.get("rates"):
+        rates = ", ".join(f"{rate:g}" for rate in several)
     print(
-        f"{found['system']}, {found['nodes']} nodes, {line['down_megabits']:g} and {line['up_megabits']:g} Mbit/s, "
+        f"{found['system']}, {found['nodes']} nodes, {rates} Mbit/s, "
         f"{1_000 * line['delay_seconds']:g} ms, {line['loss']:.1%} of packets lost"
     )
     print(" minutes   held-out loss   MB sent by a node (the most)   received")
@@ -310,6 +326,8 @@ def tell_more(found: dict[str, Any]) -> None:
     print(f"all were members after {found['whole_seconds']:.0f} s and {statistics.mean(until) / 1e6:.2f} MB each")
     told = ", ".join("unknown" if each is None else f"{each:.1%}" for each in shares)
     print(f"rounds {min(found['rounds'])}; share of time in which a node trained since: {told}")
+    told = ", ".join(f"{share:.2f} with k = {k}" for share, k in zip(found["taken_shares"], found["k"], strict=True))
+    print(f"share of rounds that took a node's contribution: {told}")
     if (received := found["received_a_round"]) is not None:
         beside = received - (found["nodes"] - 1) * found["payload_bytes"]
         told = f"{received:,.0f} bytes received by a node, {max(0.0, beside):,.0f} or more besides payloads"
@@ -354,7 +372,7 @@ def main() -> int:
     chosen = parsed(parser)
     if chosen.world and not (chosen.regions and chosen.run):
         parser.error("--world needs --regions and --run")
-    line = line_of(chosen)
+    lines = lines_of(chosen)
     text = chosen.run.read_text() if chosen.world else load_run(chosen.run)[0]
 
     def make(directory: Path) -> Homes:
@@ -363,11 +381,12 @@ def main() -> int:
         return Regions(directory, text, chosen.world.read_text(), hosts, chosen.regions)
 
     with (
-        hosts_on(line, chosen.nodes + bool(chosen.world), regions=chosen.regions) as hosts,
+        hosts_on(lines, chosen.nodes + bool(chosen.world), regions=chosen.regions) as hosts,
         swarm_in(chosen.keep, make) as swarm,
     ):
         found = measure(swarm, chosen.minutes, chosen.slow)
-    found |= {"nodes": chosen.nodes, "regions": chosen.regions, "line": asdict(line), "load": os.getloadavg()}
+    found |= {"nodes": chosen.nodes, "regions": chosen.regions, "line": asdict(lines[0]), "load": os.getloadavg()}
+    found["rates"] = chosen.rate
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     tell(found)

@@ -85,7 +85,7 @@ def talk(hosts: Any, server: str, client: str, *arguments: str) -> tuple[str, st
 
 
 def test_a_connection_has_the_delay_and_nearly_the_rate_asked_for() -> None:
-    with load("relay").hosts_on(Line(RATE, RATE, DELAY), 2) as hosts:
+    with load("relay").hosts_on([Line(RATE, RATE, DELAY)], 2) as hosts:
         told, met = talk(hosts, SERVER, CLIENT, str(BYTES))
         sender, receiver = hosts.counts()["hosts"]
     assert 2 * DELAY <= float(met) < 2 * DELAY + 0.1, "there and back"
@@ -98,7 +98,7 @@ def test_a_connection_has_the_delay_and_nearly_the_rate_asked_for() -> None:
 
 
 def test_a_line_loses_its_share_of_packets() -> None:
-    with load("relay").hosts_on(Line(RATE, RATE, 0.01, loss=LOSS), 2) as hosts:
+    with load("relay").hosts_on([Line(RATE, RATE, 0.01, loss=LOSS)], 2) as hosts:
         told, _ = talk(hosts, LISTENER, SPEAKER)
         counts = hosts.counts()["hosts"]
     arrived = 500 - counts[0]["lost_packets"] - sum(each["dropped_packets"] for each in counts)
@@ -107,7 +107,7 @@ def test_a_line_loses_its_share_of_packets() -> None:
 
 
 def test_the_hosts_and_their_relay_are_gone_afterwards() -> None:
-    with load("relay").hosts_on(Line(RATE, RATE, DELAY), 2) as hosts:
+    with load("relay").hosts_on([Line(RATE, RATE, DELAY)], 2) as hosts:
         process = hosts.process
     assert process.poll() == 0
 

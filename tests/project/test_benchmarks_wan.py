@@ -25,7 +25,7 @@ def test_packets_arrive_once_in_their_order_late_and_are_counted() -> None:
         for end in (end for pair in pairs for end in pair):
             stack.enter_context(end).setblocking(False)
         line = Line(8_000.0, 8.0, 0.001, jitter_seconds=0.01)
-        net = relay.Relay([ours.fileno() for ours, _ in pairs], line, 1, ())
+        net = relay.Relay([ours.fileno() for ours, _ in pairs], [line], 1, ())
         head = bytes([0x45, *bytes(15)]) + relay.address_bytes(1)  # an IPv4 packet to the second
         for number in range(50):
             pairs[0][1].send((head + bytes([number])).ljust(100, b"."))
@@ -49,7 +49,9 @@ def test_a_line_is_a_named_one_or_given_in_numbers_or_both() -> None:
         (["--rate", "5", "--delay", "30", "--jitter", "4", "--loss", "2"], Line(5.0, 5.0, 0.03, 0.004, 0.02)),
         (["--line", "dsl", "--delay", "80"], Line(50.0, 10.0, 0.08, 0.002)),
     ):
-        assert relay.line_of(parser.parse_args(given)) == line
+        assert relay.lines_of(parser.parse_args(given)) == [line]
+    several = relay.lines_of(parser.parse_args(["--rate", "1", "100"]))
+    assert several == [Line(1.0, 1.0, 0.1), Line(100.0, 100.0, 0.1)]
 
 
 @pytest.mark.parametrize("inner", ["muon", "adamw"])
