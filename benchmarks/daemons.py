@@ -1,19 +1,19 @@
 """The cost of real daemons on one machine: time from training to the next state, time to join, bytes, memory.
 
     OMP_NUM_THREADS=1 python benchmarks/daemons.py [apply] [overlap] [join] [bytes] [sizes] [slow] [--rounds N]
-        [--passes N] [--nodes N ...] [--slower N ...] [--keep] [--json FILE] [--quick]
+        [--passes N] [--nodes N ...] [--slower N ...] [--minutes N] [--keep] [--json FILE] [--quick]
 
 Each node is `p2ptrain start` or `p2ptrain join` in a process of its own with its own p2pd, training on one thread.
 `apply`: four nodes, 1M parameters: from the last announcement of a round to the last node that has applied it, and
 where that time goes, without overlap. `overlap`: the same with it, and the share of time in which a node trains.
 `join`: a fourth node joins three, from the start of its process to the first manifest that takes a contribution of its;
 three times. `bytes`: four nodes with payloads of 1 MB, and with tiny ones. `sizes`: tiny models, from 4 to 24 nodes:
-bytes, pace and memory a node. `slow`: one of four nodes is --slower times slower (`p2ptrain limit --percent`), ten if
-nothing else is said, in a run with ten local steps, of which it takes as many as fit: the share of rounds that take its
-contribution, tokens over what the four would train alone, the share of time in which rounds waited for it alone, and
-the length of a round beside that of the three without it (which have the whole machine). --passes: passes of a step,
-so that it takes 2-4 s.
---keep: do not remove the nodes' directories, whose logs daemon_logs.py reads. --quick: see that it runs.
+bytes, pace and memory a node, for a dozen rounds or so many --minutes, and whether all have the same roots. `slow`: one
+of four nodes is --slower times slower (`p2ptrain limit --percent`), ten if nothing else is said, in a run with ten
+local steps, of which it takes as many as fit: the share of rounds that take its contribution, tokens over what the four
+would train alone, the share of time in which rounds waited for it alone, and the length of a round beside that of the
+three without it (which have the whole machine). --passes: passes of a step, so that it takes 2-4 s. --keep: do not
+remove the nodes' directories, whose logs daemon_logs.py reads. --quick: see that it runs.
 
 The phases of a round come from the daemons' logs (daemon_logs.py). Bytes are those of the TCP connections of each p2pd,
 as the kernel counts them (`ss -tinp`), before headers of TCP and IP.
@@ -29,6 +29,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -82,7 +83,7 @@ class Swarm:
     def start(self) -> None:
         """Starts the swarm, and waits until all nodes are members."""
         self.begin()
-        self.until(self.is_whole, START_SECONDS)
+        self.until(self.is_whole, START_SECONDS * max(1.0, self.size / 16))
 
     def begin(self) -> None:
         """Starts the first node, and all others once it is up."""
@@ -356,15 +357,16 @@ def p2pd_of(node: DemoNode) -> int:
     return int(child.pid)
 
 
-def measure_traffic(swarm: Swarm, rounds: int) -> dict[str, Any]:
-    """Returns the bytes per node and round, from the sockets and from our counters of payloads."""
+def measure_traffic(swarm: Swarm, rounds: int, minutes: float = 0.0) -> dict[str, Any]:
+    """Returns the bytes per node and round, from the sockets and from our counters of payloads; over at least so many
+    rounds and minutes."""
     swarm.pass_rounds(2)
     sockets, p2pds = Sockets(), [p2pd_of(node) for node in swarm.nodes]
     sockets.look()
     before = [sockets.of(each) for each in p2pds]
     blobs_before, offered_before = [blob_bytes(node) for node in swarm.nodes], [offered(node) for node in swarm.nodes]
     began, first = monotonic(), swarm.round
-    while swarm.round < first + rounds:
+    while swarm.round < first + rounds or monotonic() < began + 60 * minutes:
         swarm.pass_rounds(1)
         sockets.look()
     passed, took = swarm.round - first, monotonic() - began
@@ -384,6 +386,23 @@ def measure_traffic(swarm: Swarm, rounds: int) -> dict[str, Any]:
         "fetched": [each / passed for each in blobs],
         "load": os.getloadavg(),
     }
+
+
+def roots_in(swarm: Swarm) -> dict[int, set[str]]:
+    """Returns the roots that the nodes have of some rounds, until there is one of which all have told theirs."""
+    roots, told = dict[int, set[str]](), Counter[int]()
+    seen = set[tuple[str, int]]()
+
+    def is_told() -> bool:
+        for node in swarm.nodes:
+            if (status := node.status) and (node.name, status["applied_round"]) not in seen:
+                seen.add((node.name, status["applied_round"]))
+                told[status["applied_round"]] += 1
+                roots.setdefault(status["applied_round"], set()).add(status["state_root"])
+        return len(swarm.nodes) in told.values()
+
+    swarm.until(is_told, ROUND_SECONDS)
+    return roots
 
 
 def blob_bytes(node: DemoNode) -> int:
@@ -420,13 +439,19 @@ def bytes_(arguments: argparse.Namespace) -> dict[str, Any]:
 def sizes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     print(f"without torch: {memory_without_torch()}")
-    print(" nodes  sent/round  received/round  without payloads  rounds/min  node MB  p2pd MB   load")
+    print(
+        " nodes  whole after  rounds  sent/round  received/round  without payloads  rounds/min  node MB  p2pd MB   load"
+    )
     for size in arguments.nodes:
         sections = {"model": TINY, "recipe": recipe(1, k=8, sequences_per_pass=4)}
         with swarm_of(size, arguments.keep, **sections) as swarm:
+            began = monotonic()
             swarm.start()
-            row = measure_traffic(swarm, 3 if arguments.quick else 12)
-            row["nodes"] = size
+            whole = monotonic() - began
+            row = measure_traffic(swarm, 3 if arguments.quick else 12, arguments.minutes)
+            row |= {"nodes": size, "whole_seconds": whole}
+            different = {number: sorted(roots) for number, roots in roots_in(swarm).items() if len(roots) > 1}
+            assert not different, different
             row["node_bytes"] = statistics.mean(resident(node.process.pid) for node in swarm.nodes if node.process)
             row["p2pd_bytes"] = statistics.mean(resident(p2pd_of(node)) for node in swarm.nodes)
             row["python_pss"] = statistics.mean(shared_out(node.process.pid) for node in swarm.nodes if node.process)
@@ -434,7 +459,8 @@ def sizes(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         row["protocol_received"] = received - statistics.mean(row["others_payloads"])
         rows.append(row)
         print(
-            f"{size:6} {sent:11,.0f} {received:15,.0f} {row['protocol_received']:17,.0f} {row['rounds_a_minute']:11.1f}"
+            f"{size:6} {row['whole_seconds']:10.0f} s {row['rounds']:7} {sent:11,.0f} {received:15,.0f}"
+            f" {row['protocol_received']:17,.0f} {row['rounds_a_minute']:11.1f}"
             f" {row['node_bytes'] / 2**20:8.0f} {row['p2pd_bytes'] / 2**20:8.0f} {row['load'][0]:6.1f}",
             flush=True,
         )
@@ -470,6 +496,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--passes", type=int, default=6)
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 24])
+    parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--slower", type=int, nargs="+", default=[10])
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--json", type=Path)
