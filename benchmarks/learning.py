@@ -85,6 +85,7 @@ def swarm_of(setting: Setting, recipe: RecipeConfig, live: LiveModel) -> Any:
     if setting.speeds:
         return SwarmOfSpeeds(recipe, live, setting.speeds)
     swarm = Swarm(recipe, live, setting.peers, setting.delay, setting.between)
+    swarm.rates = [math.sqrt(count / setting.sequences) for count in setting.sequences_of]
     for peer in swarm.peers:
         peer.early_share = float(Fraction(setting.early_share))
     return swarm

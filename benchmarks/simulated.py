@@ -57,6 +57,7 @@ class Swarm:
         self.payload_bytes = self.outer.payload_bytes
         self.waiting: list[dict[int, bytes]] = []  # by round: payloads by peer
         self.origins: dict[bytes, Origin] = {}  # of the payloads that wait
+        self.rates: Sequence[float] = ()  # by peer: factors of the rate of its steps; none: 1
         self.drifts: list[float] = []  # of the contributions of `local` that were applied
 
     def round(
@@ -75,6 +76,8 @@ class Swarm:
             self.state.copy_(old)
             self.live.weights.copy_(self.agreed)
             peer.begin(round_number + 1)
+            if isinstance(peer, LocalRecipe) and self.rates:
+                peer.rate *= self.rates[number]
             if shift is not None:
                 self.live.weights.add_(shift)
             starts = {0: self.live.weights.clone()} if isinstance(peer, LocalRecipe) else {}

@@ -230,6 +230,8 @@ class Learner:
                     self._catch_up()
                     shift = shifted(self.recipe.base)
                 self.recipe.begin(round_number)
+                if sequences and isinstance(self.recipe, LocalRecipe):
+                    self.recipe.rate *= math.sqrt(sequences / each)  # what it moves, squared, is as the work in it
                 if shift is not None:
                     assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
                     self.live.weights.add_(shift.to(self.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from fractions import Fraction
 from pathlib import Path
 from threading import Event
@@ -523,6 +524,7 @@ async def test_a_step_on_fewer_sequences_is_repeated_on_as_many(dataset: TokenDa
     life.worker.pacing.sequences = 3
     await life.train(1)
     assert life.worker.figures.tokens == 3 * life.trainer.run.model.sequence_length
+    assert life.trainer.recipe.rate == pytest.approx(math.sqrt(3 / 4) * float(RecipeConfig().inner_learning_rate))
     for each in life.diary:
         Diary(tmp_path / "diary.jsonl").note(each)
     [noted] = Diary(tmp_path / "diary.jsonl").after(0)
