@@ -279,12 +279,21 @@ def add_line_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the line of each node: a named one, or 20 Mbit/s both ways and 100 ms")
     group.add_argument("--line", choices=LINES)
     group.add_argument(
-        "--rate", type=float, nargs="+", metavar="MBIT", help="up and down, in Mbit/s; several: of the hosts in turn"
+        "--rate",
+        type=rate_of,
+        nargs="+",
+        metavar="MBIT",
+        help="in Mbit/s, up and down, or UP/DOWN; several: of the hosts in turn",
     )
     group.add_argument("--delay", type=float, metavar="MS", help="one way, from any node to any other")
     group.add_argument("--jitter", type=float, metavar="MS", help="mean of what comes on top of the delay")
     group.add_argument("--loss", type=float, metavar="PERCENT", help="of packets")
     group.add_argument("--regions", type=int, metavar="N", help="sites, each with one such line for all of its hosts")
+
+
+def rate_of(text: str) -> tuple[float, float]:
+    up, _, down = text.partition("/")
+    return float(up), float(down or up)
 
 
 def lines_of(arguments: argparse.Namespace) -> list[Line]:
@@ -298,9 +307,9 @@ def lines_of(arguments: argparse.Namespace) -> list[Line]:
         line = replace(line, loss=arguments.loss / 100)
     rates = arguments.rate or ()
     is_possible = line.delay_seconds >= 0 and line.jitter_seconds >= 0 and 0 <= line.loss < 1
-    if not (is_possible and all(rate > 0 for rate in rates)):  # nor is what is not a number
+    if not (is_possible and all(min(rate) > 0 for rate in rates)):  # nor is what is not a number
         raise SystemExit("--rate must be above 0, --delay and --jitter 0 or more, --loss from 0 to below 100")
-    return [replace(line, up_megabits=rate, down_megabits=rate) for rate in rates] or [line]
+    return [replace(line, up_megabits=up, down_megabits=down) for up, down in rates] or [line]
 
 
 if __name__ == "__main__":

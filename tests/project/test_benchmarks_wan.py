@@ -50,8 +50,8 @@ def test_a_line_is_a_named_one_or_given_in_numbers_or_both() -> None:
         (["--line", "dsl", "--delay", "80"], Line(50.0, 10.0, 0.08, 0.002)),
     ):
         assert relay.lines_of(parser.parse_args(given)) == [line]
-    several = relay.lines_of(parser.parse_args(["--rate", "1", "100"]))
-    assert several == [Line(1.0, 1.0, 0.1), Line(100.0, 100.0, 0.1)]
+    several = relay.lines_of(parser.parse_args(["--rate", "1/10", "100"]))
+    assert several == [Line(10.0, 1.0, 0.1), Line(100.0, 100.0, 0.1)]
 
 
 @pytest.mark.parametrize("inner", ["muon", "adamw"])
