@@ -209,9 +209,6 @@ def main() -> int:
     )
     chosen = parsed(parser)
     lines, (_, run) = lines_of(chosen), load_run(chosen.run)
-    if len(lines) > 1:
-        parser.error("--rate is one here")
-    [line] = lines
     reasons = {codec: why_codec_fails(codec) for codec in chosen.codecs}
     for codec, reason in reasons.items():
         if reason:
@@ -227,7 +224,7 @@ def main() -> int:
         dataset = Path(folder) / "data"
         run = begin(run, dataset, ["0" * 64]).run  # seals it with our data; nobody joins
         for number, variant in enumerate(variants, 1):
-            same = {"nodes": chosen.nodes, "line": asdict(line), "minutes": sorted(chosen.minutes)}
+            same = {"nodes": chosen.nodes, "lines": [asdict(line) for line in lines], "minutes": sorted(chosen.minutes)}
             same |= {"recipe": run.recipe.model_dump(mode="json"), "model": run.model.model_dump(mode="json")}
             if done.find(asdict(variant) | same) is not None:
                 continue

@@ -56,6 +56,7 @@ from p2ptrain.node.local_worker import LearnerThread, LocalWorker
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.replica_thread import ReplicaThread, Standing
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
+from p2ptrain.share import Share
 from p2ptrain.store.store import Store
 from p2ptrain.train.live import StepResult
 from tests.helpers.memory_network import Network
@@ -226,9 +227,9 @@ async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
     await author.serve()
     await here.transport.connect(author.transport.addresses()[0])
 
-    def train(number: int, *_: object) -> list[StepResult]:
-        trained.live.gradient.normal_(generator=torch.Generator().manual_seed(number))
-        trained._trained = number
+    def train(share: Share, *_: object) -> list[StepResult]:
+        trained.live.gradient.normal_(generator=torch.Generator().manual_seed(share.round))
+        trained._trained = share.round
         return [StepResult(1.0, 1, 1.0, 1)]
 
     counts: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """The cost of real daemons on one machine: time from training to the next state, time to join, bytes, memory.
 
     OMP_NUM_THREADS=1 python benchmarks/daemons.py [apply] [overlap] [join] [bytes] [sizes] [slow] [--rounds N]
-        [--passes N] [--nodes N ...] [--slower N ...] [--minutes N] [--keep] [--json FILE] [--quick]
+        [--passes N] [--nodes N ...] [--percent N ...] [--minutes N] [--keep] [--json FILE] [--quick]
 
 Each node is `p2ptrain start` or `p2ptrain join` in a process of its own with its own p2pd, training on one thread.
 `apply`: four nodes, 1M parameters: from the last announcement of a round to the last node that has applied it, and
@@ -9,10 +9,10 @@ where that time goes, without overlap. `overlap`: the same with it, and the shar
 `join`: a fourth node joins three, from the start of its process to the first manifest that takes a contribution of its;
 three times. `bytes`: four nodes with payloads of 1 MB, and with tiny ones. `sizes`: tiny models, from 4 to 24 nodes:
 bytes, pace and memory a node, for a dozen rounds or so many --minutes, and whether all have the same roots. `slow`: one
-of four nodes is --slower times slower (`p2ptrain limit --percent`), ten if nothing else is said, in a run with ten
-local steps, of which it takes as many as fit: the share of rounds that take its contribution, tokens over what the four
-would train alone, the share of time in which rounds waited for it alone, and the length of a round beside that of the
-three without it (which have the whole machine). --passes: passes of a step, so that it takes 2-4 s. --keep: do not
+of four nodes may train --percent of its time (`p2ptrain limit`), ten if nothing else is said, in a run with ten local
+steps, of which it takes as many as fit: the share of rounds that take its contribution, tokens over what the four would
+train alone, the share of time in which rounds waited for it alone, and the length of a round beside that of the three
+without it (which have the whole machine). --passes: passes of a step, so that it takes 2-4 s. --keep: do not
 remove the nodes' directories, whose logs daemon_logs.py reads. --quick: see that it runs.
 
 The phases of a round come from the daemons' logs (daemon_logs.py). Bytes are those of the TCP connections of each p2pd,
@@ -29,7 +29,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -83,7 +83,7 @@ class Swarm:
     def start(self) -> None:
         """Starts the swarm, and waits until all nodes are members."""
         self.begin()
-        self.until(self.is_whole, START_SECONDS * max(1.0, self.size / 16))
+        self.until(self.is_whole, START_SECONDS * max(1.0, self.size / 16))  # their imports share the cores
 
     def begin(self) -> None:
         """Starts the first node, and all others once it is up."""
@@ -201,11 +201,11 @@ def slow(arguments: argparse.Namespace) -> dict[str, Any]:
     with swarm_of(4, arguments.keep, recipe=settings) as swarm:
         swarm.start()
         *_, last = swarm.nodes
-        for slower in arguments.slower:
-            percent, began = max(1, round(100 / slower)), swarm.round
+        for percent in arguments.percent:
+            began = swarm.round
             ask(last.directory, {"do": "limit", "percent": percent})
-            found[f"{slower} times"] = over_rounds(swarm, arguments.rounds, {last.name: percent / 100})
-            ends[f"{slower} times"] = began + WARM_UP_ROUNDS, swarm.round
+            found[f"{percent} %"] = over_rounds(swarm, arguments.rounds, {last.name: percent / 100})
+            ends[f"{percent} %"] = began + WARM_UP_ROUNDS, swarm.round
         last.end(signal.SIGTERM)
         swarm.nodes.remove(last)
         assert last.process is not None
@@ -221,7 +221,7 @@ def slow(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ends:
         longer = found[name]["round seconds"] / found["without"]["round seconds"]
         found[name]["round over that without it"] = round(longer, 3)
-        print(f"  {name} slower: a round takes {longer:.3f} of one without the slow node")
+        print(f"  {name}: a round takes {longer:.3f} of one without the slow node")
     return found
 
 
@@ -390,19 +390,16 @@ def measure_traffic(swarm: Swarm, rounds: int, minutes: float = 0.0) -> dict[str
 
 def roots_in(swarm: Swarm) -> dict[int, set[str]]:
     """Returns the roots that the nodes have of some rounds, until there is one of which all have told theirs."""
-    roots, told = dict[int, set[str]](), Counter[int]()
-    seen = set[tuple[str, int]]()
+    roots: defaultdict[int, dict[str, str]] = defaultdict(dict)  # by round and node
 
     def is_told() -> bool:
         for node in swarm.nodes:
-            if (status := node.status) and (node.name, status["applied_round"]) not in seen:
-                seen.add((node.name, status["applied_round"]))
-                told[status["applied_round"]] += 1
-                roots.setdefault(status["applied_round"], set()).add(status["state_root"])
-        return len(swarm.nodes) in told.values()
+            if status := node.status:
+                roots[status["applied_round"]][node.name] = status["state_root"]
+        return any(len(each) == len(swarm.nodes) for each in roots.values())
 
     swarm.until(is_told, ROUND_SECONDS)
-    return roots
+    return {number: set(each.values()) for number, each in roots.items()}
 
 
 def blob_bytes(node: DemoNode) -> int:
@@ -497,7 +494,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=6)
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 24])
     parser.add_argument("--minutes", type=float, default=0.0)
-    parser.add_argument("--slower", type=int, nargs="+", default=[10])
+    parser.add_argument("--percent", type=int, nargs="+", default=[10])
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")

@@ -84,11 +84,9 @@ def swarm_of(setting: Setting, recipe: RecipeConfig, live: LiveModel) -> Any:
         return TwoLevelSwarm(recipe, live, setting.peers, setting.regions, rounds, setting.region_late, regional)
     if setting.speeds:
         return SwarmOfSpeeds(recipe, live, setting.speeds)
-    swarm = Swarm(recipe, live, setting.peers, setting.delay, setting.between)
-    swarm.rates = [math.sqrt(count / setting.sequences) for count in setting.sequences_of]
-    for peer in swarm.peers:
-        peer.early_share = float(Fraction(setting.early_share))
-    return swarm
+    shares = [count / setting.sequences for count in setting.sequences_of]
+    early = float(Fraction(setting.early_share))
+    return Swarm(recipe, live, setting.peers, setting.delay, setting.between, shares=shares, early_share=early)
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -143,6 +141,8 @@ def run(setting: Setting) -> dict[str, Any]:
     start = time.process_time()
     for round_number in range(rounds):
         swarm.round(round_number, [batches(round_number, peer) for peer in range(setting.peers)])
+        if round_number + 1 == rounds and isinstance(swarm, Swarm):
+            swarm.settle(rounds)
         if (round_number + 1) % max(1, rounds // POINTS) == 0 or round_number + 1 == rounds:
             curve.append(((round_number + 1) * setting.local_steps, *losses()))
     _, tuning, reported = curve[-1]
@@ -157,7 +157,7 @@ def run(setting: Setting) -> dict[str, Any]:
         "tuning_loss": tuning if math.isfinite(tuning) else None,
         "validation_loss": reported if math.isfinite(reported) else None,
         "curve": [(step, loss) for step, _, loss in curve],
-        "drift": statistics.mean(drifts) if (drifts := getattr(swarm, "drifts", [])) else None,
+        "gap": statistics.mean(gaps) if (gaps := getattr(swarm, "gaps", [])) else None,
         "epsilon": privacy and privacy.epsilon(rounds * setting.local_steps),
         "processor_seconds": round(time.process_time() - start, 2),
     }

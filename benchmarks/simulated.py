@@ -14,7 +14,7 @@ from p2ptrain.exact.schedule import inner_rate
 from p2ptrain.region.shift import Region, World
 from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel
-from p2ptrain.train.recipes import LocalRecipe, Residual, make_recipe
+from p2ptrain.train.recipes import EARLY_SHARE, LocalRecipe, Residual, make_recipe
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Origin:
     began: list[tuple[float, torch.Tensor]]
     moved: float
 
-    def drift(self, agreed: torch.Tensor) -> float:
+    def gap(self, agreed: torch.Tensor) -> float:
         """Returns how far they are from the weights that it is applied to, over the distance that it moved."""
         away = sum(share * float(torch.linalg.vector_norm(start - agreed)) for share, start in self.began)
         return away / self.moved if self.moved else 0.0
@@ -35,7 +35,8 @@ class Swarm:
 
     delay: how many more rounds have trained before a round's contributions are applied; between_steps: after so many
     of the last one's steps, and 0 once all are taken; covered: how many other rounds' movement a contribution may hold
-    as well
+    as well; shares: of a step's sequences, by peer, none: all; early_share: of a peer's own contribution that waits,
+    with which it begins
     """
 
     def __init__(
@@ -46,19 +47,23 @@ class Swarm:
         delay: int = 0,
         between_steps: int = 0,
         covered: int = 0,
+        shares: Sequence[float] = (),
+        early_share: float = EARLY_SHARE,
     ) -> None:
         self.config, self.live, self.delay, self.between_steps = recipe, live, delay, between_steps
+        self.shares = shares
         self.outer = Outer(recipe, live.shapes, delay, covered)
         self.peers = [make_recipe(recipe, live, self.outer.layouts) for _ in range(peers)]
         self.state = torch.zeros(self.outer.state_numbers, device=live.weights.device)
         self.agreed = self.state[: self.outer.parameters].copy_(live.weights)
         for peer in self.peers:
+            if isinstance(peer, LocalRecipe):
+                peer.early_share = early_share
             peer.base = self.agreed  # replicas are the same bits, so one will do
         self.payload_bytes = self.outer.payload_bytes
         self.waiting: list[dict[int, bytes]] = []  # by round: payloads by peer
         self.origins: dict[bytes, Origin] = {}  # of the payloads that wait
-        self.rates: Sequence[float] = ()  # by peer: factors of the rate of its steps; none: 1
-        self.drifts: list[float] = []  # of the contributions of `local` that were applied
+        self.gaps: list[float] = []  # of the contributions of `local` that were applied
 
     def round(
         self,
@@ -76,8 +81,8 @@ class Swarm:
             self.state.copy_(old)
             self.live.weights.copy_(self.agreed)
             peer.begin(round_number + 1)
-            if isinstance(peer, LocalRecipe) and self.rates:
-                peer.rate *= self.rates[number]
+            if isinstance(peer, LocalRecipe) and self.shares:
+                peer.shorten(self.shares[number])
             if shift is not None:
                 self.live.weights.add_(shift)
             starts = {0: self.live.weights.clone()} if isinstance(peer, LocalRecipe) else {}
@@ -104,6 +109,13 @@ class Swarm:
             self._apply(round_number, self.waiting.pop(0))
         self.live.weights.copy_(self.agreed)
 
+    def settle(self, rounds: int) -> None:
+        """Applies what still waits after so many rounds, when training has ended."""
+        for number, payloads in enumerate(self.waiting, rounds):
+            self._apply(number, payloads)
+        self.waiting.clear()
+        self.live.weights.copy_(self.agreed)
+
     def _origin(self, starts: dict[int, torch.Tensor], steps: int) -> Origin:
         """Returns it once the steps have ended, and the live weights are how far they moved; starts: by first step."""
         ends = [*list(starts)[1:], steps]
@@ -116,7 +128,7 @@ class Swarm:
         """Applies the round before the last `delay` ones; only: the peer that hears of it, instead of all."""
         for number, payload in payloads.items():
             if only in (None, number) and (origin := self.origins.pop(payload, None)):
-                self.drifts.append(origin.drift(self.agreed))
+                self.gaps.append(origin.gap(self.agreed))
         taken = round_number - self.delay
         counted = self.outer.apply(self.state, taken if self.between_steps else round_number, list(payloads.values()))
         for number, payload in payloads.items():

@@ -1,7 +1,8 @@
 """Real daemons on a line between homes: what they have learned after some minutes, and what that cost in bytes.
 
-    OMP_NUM_THREADS=1 python benchmarks/wan.py [--nodes 4] [--minutes 2 5] [--line dsl | --rate 20 --delay 100 --loss 0]
-        [--rate 1 5 20 100] [--slow PERCENT] [--regions N [--world FILE]] [--run FILE] [--keep] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/wan.py [--nodes 4] [--minutes 2 5]
+        [--line dsl | --rate 20 [5 ...] --delay 100 --loss 0] [--slow PERCENT] [--regions N [--world FILE]]
+        [--run FILE] [--keep] [--json FILE]
 
 Each node is `p2ptrain start` or `p2ptrain join` on a host of its own (relay.py), which takes root and /dev/net/tun.
 Time counts from the start of the first process, so starting and joining are part of it. After each of `--minutes` the
@@ -292,10 +293,8 @@ def load_run(path: Path | None) -> tuple[str, RunConfig]:
 
 
 def tell(found: dict[str, Any]) -> None:
-    line = found["line"]
-    rates = f"{line['down_megabits']:g} and {line['up_megabits']:g}"
-    if several := found.get("rates"):
-        rates = ", ".join(f"{rate:g}" for rate in several)
+    line, *others = found["lines"]
+    rates = ", ".join(f"{each['down_megabits']:g} and {each['up_megabits']:g}" for each in (line, *others))
     print(
         f"{found['system']}, {found['nodes']} nodes, {rates} Mbit/s, "
         f"{1_000 * line['delay_seconds']:g} ms, {line['loss']:.1%} of packets lost"
@@ -385,8 +384,8 @@ def main() -> int:
         swarm_in(chosen.keep, make) as swarm,
     ):
         found = measure(swarm, chosen.minutes, chosen.slow)
-    found |= {"nodes": chosen.nodes, "regions": chosen.regions, "line": asdict(lines[0]), "load": os.getloadavg()}
-    found["rates"] = chosen.rate
+    found |= {"nodes": chosen.nodes, "regions": chosen.regions, "load": os.getloadavg()}
+    found["lines"] = [asdict(line) for line in lines]
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     tell(found)

@@ -4,7 +4,7 @@
 trains. `loss_over_bytes.png` is drawn from the figures in benchmarks/figures/learning-0.8m.json, which
 benchmarks/learning.py has made, and `loss_over_steps.png` from family-0.8m.json beside it, some of the runs that the
 program keeps with --json. DiLoCo and MuLoCo in the first picture are from there as well: one seed, and our codec.
-`drift.png` is drawn from drift.json, which benchmarks/drift.py has made.
+`lateness.png` is drawn from lateness.json, which benchmarks/lateness.py has made.
 
     python docs/pictures.py [dashboard] [loss]
 """
@@ -24,8 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-FIGURES, FAMILY, DRIFT = (
-    ROOT / "benchmarks" / "figures" / f"{name}.json" for name in ("learning-0.8m", "family-0.8m", "drift")
+FIGURES, FAMILY, LATENESS = (
+    ROOT / "benchmarks" / "figures" / f"{name}.json" for name in ("learning-0.8m", "family-0.8m", "lateness")
 )
 OURS = ["k=64, 10 steps", "k=128, 10 steps", "k=256, 10 steps", "k=512, 8 steps"]  # the points of our line
 DILOCO = "local adamw, all weights, 16 bits, 30 steps, decay 0, momentum 0.9, outer rate 0.7"
@@ -37,6 +37,7 @@ LABELS = {  # other methods: name, colour, and where the name stands, in points 
     DILOCO: ("DiLoCo", "tab:brown", (0, 8)),
     MULOCO: ("MuLoCo", "tab:orange", (28, -4)),
 }
+HIGHEST = 1.0  # loss in the picture of lateness: one point, of 5.4, lies beyond
 NODES, ROUNDS = 4, 150  # on the page when the picture is taken
 SCREEN = {"width": 1_200, "height": 1_180}
 PALETTE = 128  # colours of the picture: a flat page needs no more, and weighs a third
@@ -51,7 +52,7 @@ def main() -> None:
     if "loss" in wanted:
         loss_over_bytes(PICTURES / "loss_over_bytes.png")
         loss_over_steps(PICTURES / "loss_over_steps.png")
-        loss_over_drift(PICTURES / "drift.png")
+        lateness(PICTURES / "lateness.png")
     if "dashboard" in wanted:
         dashboard(PICTURES / "dashboard.png")
     for picture in sorted(PICTURES.glob("*.png")):
@@ -178,35 +179,34 @@ def loss_over_steps(path: Path) -> None:
     with_few_colours(path)
 
 
-def loss_over_drift(path: Path) -> None:
-    """Draw what each kind of drift costs, and beside it what peers of unequal numbers of steps cost."""
+def lateness(path: Path) -> None:
+    """Draw what contributions cost that are applied late, and beside it what peers of unequal numbers of steps cost."""
     import matplotlib as mpl  # noqa: PLC0415  (slow, and only for this)
 
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(10, 4.2), dpi=110, layout="constrained", width_ratios=(2, 1), sharey=True
-    )
-    rows = json.loads(DRIFT.read_text())
-    kinds: dict[str, list[dict[str, Any]]] = {}
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), dpi=110, layout="constrained", width_ratios=(2, 1))
+    rows = json.loads(LATENESS.read_text())
+    kinds: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["group"] == "drift":
-            kinds.setdefault(row["name"].split(",")[0], []).append(row)
-    for kind, some in kinds.items():
-        some.sort(key=lambda row: row["drift"])
-        costs = [row["more_loss"] for row in some]
-        left.plot([row["drift"] for row in some], costs, marker="o", markersize=4, label=kind)
-        for row, cost in zip(some, costs, strict=True):
-            share = row["name"].partition(", ")[2].removesuffix(" of its own")
-            left.annotate(share, (row["drift"], cost), (4, 3), textcoords="offset points", fontsize=7)
-    left.set(xlabel="drift", ylabel="held-out loss beyond that without delay, nats a byte")
+        if row["group"] == "late" and row["delay"]:
+            kinds.setdefault((row["delay"], row["between"]), []).append(row)
+    for (delay, between), some in kinds.items():
+        label = f"{between} of ten steps late" if between else f"{delay} rounds late" if delay > 1 else "a round late"
+        left.plot(
+            [row["gap"] for row in some], [row["more_loss"] for row in some], marker="o", markersize=4, label=label
+        )
+        for row in some:
+            if row["more_loss"] < HIGHEST:
+                place = row["gap"], row["more_loss"]
+                left.annotate(row["early_share"], place, (4, 3), textcoords="offset points", fontsize=7)
+    left.set(xlabel="gap", ylabel="held-out loss beyond that without delay, nats a byte", ylim=(-0.02, HIGHEST))
     left.legend(fontsize=7)
-    spreads = [row for row in rows if row["group"] == "unequal steps"]
-    right.plot(
-        [row["name"].removeprefix("steps ") for row in spreads], [row["more_loss"] for row in spreads], marker="o"
-    )
-    right.set(xlabel="steps of the fast over steps of the slow", ylabel="beyond that of equal peers")
+    unequal = [row for row in rows if row["group"] == "unequal"]
+    steps = ["/".join(map(str, row["steps_of"])) for row in unequal]
+    right.plot(steps, [row["more_loss"] for row in unequal], marker="o")
+    right.set(xlabel="steps of the four in a round", ylabel="beyond that of equal peers")
     for axis in (left, right):
         axis.grid(alpha=0.3)
     figure.savefig(path)

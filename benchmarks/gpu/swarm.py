@@ -26,6 +26,7 @@ from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.prepare import prepare
 from p2ptrain.data.tokenizer import load_tokenizer
+from p2ptrain.share import Share
 from tests.helpers.trainer import Trainer
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -93,7 +94,7 @@ def _rounds_of(
         steps, payloads = [], []
         for place, trainer in enumerate(trainers):
             # A CPU and the device have the same data: only rounding differs.
-            steps.append(trainer.train(number, place // 2, 2))
+            steps.append(trainer.train(Share(number, place // 2, 2)))
             payloads.append(trainer.contribute(number))
         training_differs |= steps[0] != steps[1]
         contributions_differ |= payloads[0] != payloads[1]

@@ -170,9 +170,13 @@ class RecipeConfig(Section):
         return {**spec.defaults, **(spec.adamw_defaults if data.get("inner") == "adamw" else {}), **data}
 
     @property
+    def step_sequences(self) -> int:
+        return self.passes_per_step * self.sequences_per_pass
+
+    @property
     def round_sequences(self) -> int:
         """The number of sequences that a node trains on in a round, in all local steps together."""
-        return self.local_steps * self.passes_per_step * self.sequences_per_pass
+        return self.local_steps * self.step_sequences
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

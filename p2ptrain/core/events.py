@@ -18,7 +18,7 @@ from p2ptrain.core.history import BranchStart, Entry, History, Step
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Received
 from p2ptrain.core.state import AgreedState
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import PassSlots, Share
 
 # ---------------------------------------------------------------------------------------------------
 # Records: state that survives a restart
@@ -278,6 +278,10 @@ class Train(Struct, frozen=True, tag=True):
     evaluates: bool = False  # before it, measure their held-out loss
     k: int = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
     slots: PassSlots | None = None  # the data share, where the place does not say it
+
+    @property
+    def share(self) -> Share:
+        return Share(self.round, self.place, self.places, self.slots)
 
 
 class Pace(Struct, frozen=True, tag=True):

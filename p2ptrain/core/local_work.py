@@ -112,7 +112,7 @@ class LocalWork:
         """Settles our contributions after the chain advanced by a manifest, or by the beginning of a branch (None)."""
         me, state = self.context.me, self.chain.state
         taken = {each.round for each in manifest.taken if each.author == me} if manifest else set()
-        if manifest is not None and manifest.round in self.outstanding:
+        if manifest is not None and manifest.round in self.outstanding and (taken or not self._was_last(manifest)):
             self.sizing.decided(manifest.round, taken)
         for number in sorted(self.outstanding):
             announcement = read(self.outstanding[number], Announcement)
@@ -128,6 +128,12 @@ class LocalWork:
         if manifest is None:
             self._give_up_ahead(state.round)
         self._check_root()
+
+    def _was_last(self, manifest: Manifest) -> bool:
+        """Whether our contribution was announced after all that a round takes: our training was late, not our line."""
+        offsets, me = self.pools.arrivals.offsets, self.context.me
+        others = [offsets[each.author] for each in manifest.taken if each.author in offsets and each.author != me]
+        return me in offsets and bool(others) and offsets[me] > max(others)
 
     def _give_up_ahead(self, number: int) -> None:
         """Gives up a training for a round after the next one, once the chain goes on from `number` on another branch.

@@ -31,3 +31,14 @@ def takes_another(done: int, least: int, most: int, step_seconds: float, usual: 
     if not least <= done < most:
         return done < most
     return step_seconds <= usual or (most - done) * step_seconds <= last
+
+
+def sequences_that_fit(before: int, most: int, seconds: float, usual: float, last: float) -> int:
+    """Returns how many of a step's sequences a machine takes next, if with so many before its step took these seconds.
+
+    usual: seconds until the others usually contribute; last: until they no longer wait; both from when it began
+    """
+    if usual <= 0.0:  # it began too late, whatever its pace
+        return before
+    fit = min(max(1, int(before * usual / seconds)), most)
+    return fit if fit > before or seconds > last else before

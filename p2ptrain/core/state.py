@@ -21,7 +21,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core.messages import ADMITTED_MAX, NUMBER_MAX, SEATS_MAX, Announcement, Digest, Key, Number
 from p2ptrain.core.roster import Roster, roster_of
 from p2ptrain.digest import digest
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import PassSlots
 
 if TYPE_CHECKING:
     from p2ptrain.core.manifest import Manifest

@@ -181,7 +181,7 @@ class ScriptLoop:
 
     @property
     def _sequences(self) -> int:
-        return self._run.recipe.passes_per_step * self._run.recipe.sequences_per_pass
+        return self._run.recipe.step_sequences
 
     async def _read(self, positions: Any, daemon: Daemon, is_held_out: bool = False) -> Sequences:
         import numpy as np  # noqa: PLC0415

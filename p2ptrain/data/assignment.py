@@ -12,7 +12,7 @@ A run chooses one of three policies (`data.assignment`):
                 node that cannot keep the whole set fetches each piece once a pass; windows are drawn, and sequences
                 are drawn within them
     capability  as drawn, but a place has slots in proportion to the steps that its node has lately taken, counted
-                on in the agreed state (p2ptrain/slots.py)
+                on in the agreed state (p2ptrain/share.py)
 
 The permutation is a keyed, format-preserving one: a Feistel network over the smallest power of two that
 holds all positions, walked along its cycle until it lands on a position that exists (Black and Rogaway,
@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.digest import digest
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import PassSlots
 
 Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from p2ptrain.config import RunConfig
+from p2ptrain.config.fields import K_CHOICES_MAX
 from p2ptrain.doctor.findings import Diagnosis
 from p2ptrain.exact.shortage import mega
 from p2ptrain.node.consent import exchanged_bytes
@@ -20,20 +21,22 @@ def judge_exchange(
     """Compares the time that contributions take on the line with the time of a round's training.
 
     Each node receives the others' contributions and sends as much on average, at the same time, so the slower direction
-    counts.
+    counts. Of several k the smallest counts, which a node takes whose line carries no more.
 
     tokens_per_second: this node's speed; download, upload: its line, in bytes per second; 0: unknown
     """
     known = [(rate, way) for rate, way in ((download, ""), (upload, ", its upload")) if rate]
     bytes_per_second, slower = min(known, default=(0.0, ""))
     recipe = run.recipe
-    tokens = recipe.passes_per_step * recipe.sequences_per_pass * run.model.sequence_length  # tokens in a step
-    received = exchanged_bytes(need_of(run), nodes)
+    tokens = recipe.step_sequences * run.model.sequence_length  # tokens in a step
+    need = need_of(_with(run, "k", recipe.ks[0]))
+    received = exchanged_bytes(need, nodes)
     training = recipe.local_steps * tokens / tokens_per_second
     overlaps = run.agreement.overlap_rounds != 0
     wanted = SHARE_WANTED_OVERLAPPING if overlaps else SHARE_WANTED
     rate = received / training * (1 / wanted - 1)  # the rate at which the share is as wanted
-    text = f"the contributions of {nodes - 1} others come to {mega(received)} in {training:.1f} s of training"
+    several = f" with k = {recipe.ks[0]}" if len(recipe.ks) > 1 else ""
+    text = f"the contributions of {nodes - 1} others come to {mega(received)}{several} in {training:.1f} s of training"
     if not bytes_per_second:
         needed = f"under {wanted:.0%} of the time at {mega(math.ceil(rate))}/s or more, both ways"
         return Diagnosis("exchange", "good", f"{text}: {needed}")
@@ -52,15 +55,20 @@ def judge_exchange(
         key, value = "passes_per_step", math.ceil(recipe.passes_per_step * factor)
     fix = f"For {wanted:.0%}, begin a run with {key} = {value}"
     key = "value_bits" if recipe.is_dense else "k"  # a dense payload can shrink only in bits
-    if fewer := _largest(run, key, need_of(run).payload / factor):
-        fix += f", or {key} = {fewer}"
+    if fewer := _largest(run, key, need.payload / factor):
+        ks = [k for k in (fewer << bits for bits in range(K_CHOICES_MAX - 1)) if k < recipe.k_max]
+        is_choice = key == "k" and recipe.spec.is_scaled
+        more = f"{[*ks, recipe.k_max]}, of which each node takes what its line carries" if is_choice else fewer
+        fix += f", or {key} = {more}"
     return Diagnosis("exchange", "warning", text, fix)
+
+
+def _with(run: RunConfig, key: str, value: int) -> RunConfig:
+    return run.model_copy(update={"recipe": run.recipe.model_copy(update={key: value})})
 
 
 def _largest(run: RunConfig, key: str, payload_bytes: float) -> int:
     """Returns the largest power of two for a recipe's key that makes contributions small enough; 0 if there is none."""
     most = run.recipe.k_max if key == "k" else getattr(run.recipe, key)
     tried = [1 << bits for bits in range(most.bit_length())]
-    runs = [run.model_copy(update={"recipe": run.recipe.model_copy(update={key: value})}) for value in tried]
-    fits = (value for value, each in zip(tried, runs, strict=True) if need_of(each).payload <= payload_bytes)
-    return max(fits, default=0)
+    return max((value for value in tried if need_of(_with(run, key, value)).payload <= payload_bytes), default=0)

@@ -247,7 +247,8 @@ def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learn
 def _norm_of(layout: Layout, recipe: RecipeConfig, votes: Votes, steps: Sequence[float], rate: Fraction) -> float:
     """Returns about the norm of an update: the votes' own, since the transform keeps norms, from some of the chunks.
 
-    Four to seven chunks of a group stand for all of it. Their squares are whole numbers: the sum is exact in any order.
+    Four to seven chunks of a group stand for all of it. Their squares are whole numbers: the sum is exact in any order
+    below 2**53.
     """
     groups = layout.groups
     if recipe.outer != "mean":  # the weights move by the rate, each of them or in the root of the mean square

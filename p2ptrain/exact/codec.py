@@ -193,13 +193,18 @@ def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
 
 def _pack_dense(contribution: Contribution, form: PayloadFormat) -> bytes:
     assert contribution.exponents is not None, "only recipes with scales send every weight"
-    values = contribution.values
-    if form.value_bits == 1:
-        codes: Fields = (values < 0).view(np.uint8)
-    else:
-        shifted = values.astype(np.int32) + form.dense_zero
-        codes = shifted.astype(np.uint8) if form.value_bits <= 8 else shifted.astype(np.uint32)
-    return _packed_exponents(contribution.exponents) + pack_fields(codes, form.value_bits)
+    step, parts = _dense_step(form), [_packed_exponents(contribution.exponents)]
+    for first in range(0, form.chunks, step):  # in blocks, as unpacking does
+        values = contribution.values[first : first + step]
+        codes = values < 0 if form.value_bits == 1 else values.astype(np.int32) + form.dense_zero
+        fields: Fields = codes.astype(np.uint8) if form.value_bits <= 8 else codes.astype(np.uint32)
+        parts.append(pack_fields(fields, form.value_bits))
+    return b"".join(parts)
+
+
+def _dense_step(form: PayloadFormat) -> int:
+    """Returns how many chunks of a dense payload fit a block; a multiple of eight starts at a whole byte."""
+    return max(8, WORK_BYTES // (4 * form.area) & ~7)
 
 
 def _packed_exponents(exponents: NDArray[np.int8]) -> bytes:
@@ -283,7 +288,7 @@ def read_squares(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[np
 
 def _dense_blocks(section: Bytes, form: PayloadFormat) -> Iterator[tuple[slice, NDArray[np.int32]]]:
     """Yields a slice of the chunks at a time, with its values [chunks, area]."""
-    width, step = form.value_bits, max(8, WORK_BYTES // (4 * form.area) & ~7)
+    width, step = form.value_bits, _dense_step(form)
     for first in range(0, form.chunks, step):
         last = min(first + step, form.chunks)
         part = section[first * form.area * width // 8 : packed_bytes(last * form.area, width)]
@@ -346,7 +351,7 @@ def pack_fields(fields: Fields, width: int) -> bytes:
         octets = words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :width]
         return bytes(octets.tobytes()[: packed_bytes(fields.size, width)])
     if width in (16, 24):
-        return fields.astype("<u4").view(np.uint8).reshape(-1, 4)[:, : width // 8].tobytes()
+        return fields.reshape(-1).astype("<u4").view(np.uint8).reshape(-1, 4)[:, : width // 8].tobytes()
     octets = fields.reshape(-1, 1).astype("<u8").view(np.uint8)
     return np.packbits(np.unpackbits(octets, axis=1, count=width, bitorder="little"), bitorder="little").tobytes()
 

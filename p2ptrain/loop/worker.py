@@ -24,7 +24,7 @@ from p2ptrain.exact.outer import Uncounted
 from p2ptrain.loop.channel import Memory, RoundTrained
 from p2ptrain.node.local_worker import LearnerThread
 from p2ptrain.node.work import Base, Done, Fetch, Figures, StoppedError, Task, Upstream
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import Share
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.private import Privacy
 
@@ -83,8 +83,8 @@ class ScriptWorker:
         away = perf_counter() - max(self._work.began, self.memory.stepped_at)
         return [complaint(Code.LOOP_AWAY, minutes=int(away // 60))] if away >= AWAY_SECONDS else []
 
-    def positions(self, number: int, place: int, places: int, slots: PassSlots | None = None) -> Positions:
-        return self.learner.positions_for(number, place, places, slots)
+    def positions(self, share: Share) -> Positions:
+        return self.learner.positions_for(share)
 
     def set_threads(self, count: int) -> None:
         self.threads = count
@@ -124,8 +124,7 @@ class ScriptWorker:
     # Trainings
 
     async def train(self, task: Task) -> Done:
-        positions = self.positions(task.round, task.place, task.places, task.slots)
-        work = Work(task, positions, self._base, asyncio.get_running_loop().create_future())
+        work = Work(task, self.positions(task.share), self._base, asyncio.get_running_loop().create_future())
         self._work = work
         self._has_work.set()
         trained = await work.done

@@ -40,7 +40,7 @@ from p2ptrain.models.adapters import FrozenBase
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.node.pacing import NAP_SECONDS, Pacing
 from p2ptrain.node.work import Base, Done, Fetch, Figures, StoppedError, Task, Upstream
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import Share
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.learner import Learner
 from p2ptrain.train.live import StepResult, mean_loss
@@ -55,7 +55,6 @@ T = TypeVar("T")
 
 Note = Callable[[Trained], Awaitable[None]]  # writes an entry into the diary
 Shifted = Callable[[Tensor], Tensor | None]
-OnStep = Callable[[StepResult], bool | None]
 
 
 class _FailedAgainError(P2ptrainError):
@@ -92,8 +91,7 @@ class _Diary:
         repeated = self.repeated.get(task.round)
         if repeated is None:
             return None
-        entry, is_same = repeated.entry, (task.place, task.places, task.slots, round_number)
-        return repeated if (entry.place, entry.places, entry.slots, repeated.done.base) == is_same else None
+        return repeated if (repeated.entry.share, repeated.done.base) == (task.share, round_number) else None
 
     def next_number(self) -> int:
         self.trained += 1
@@ -227,8 +225,8 @@ class LocalWorker:
     def complaints(self) -> list[Complaint]:
         return []
 
-    def positions(self, number: int, place: int, places: int, slots: PassSlots | None = None) -> Positions:
-        return self.learner.positions_for(number, place, places, slots)
+    def positions(self, share: Share) -> Positions:
+        return self.learner.positions_for(share)
 
     def set_threads(self, count: int) -> None:
         self.threads = count
@@ -284,11 +282,10 @@ class LocalWorker:
             self.figures.again(again.steps, again.entry.k)
             return again.done, None
         _use_threads(self.threads)
-        is_noted = self.privacy is None  # otherwise it is never repeated, and its steps have the size that noise is for
-        task = replace(
-            task, k=learner.run.recipe.k_within(task.k, self._k_max), sequences=self.pacing.sequences if is_noted else 0
-        )
+        few = self.pacing.step_sequences if self._takes_fewer else 0
+        task = replace(task, k=learner.run.recipe.k_within(task.k, self._k_max), step_sequences=few)
         sequences = learner.live.sequences_per_pass
+        is_noted = self.privacy is None  # otherwise it is never repeated
 
         def shifted(weights: Tensor) -> Tensor | None:
             nonlocal is_noted
@@ -313,8 +310,8 @@ class LocalWorker:
         diary, base = self._diary, self.learner.round - bool(self._applied_after)
         outstanding, threads = tuple(sorted(task.outstanding)), torch.get_num_threads()
         return Trained(
-            diary.next_number(), task.round, base, task.place, task.places, outstanding, payload, threads, sequences,
-            steps, self._applied_after, tail.hex(), task.k, task.slots, task.sequences,
+            diary.next_number(), task.round, base, task.share.place, task.share.places, outstanding, payload, threads,
+            sequences, steps, self._applied_after, tail.hex(), task.k, task.share.slots, task.step_sequences,
         )  # fmt: skip
 
     def _steps(self, task: Task, before: Trained | None, shifted: Shifted = lambda weights: None) -> bytes:
@@ -325,7 +322,7 @@ class LocalWorker:
         self.figures.begin()
         on_step = partial(self._on_step, task.round, before)
         try:
-            results = self._take_steps(task, on_step, shifted)
+            results = self.learner.train(task.share, on_step, shifted, task.step_sequences)
         except TrainingError:
             self.figures.fail()
             raise
@@ -333,13 +330,10 @@ class LocalWorker:
         tokens = sum(result.tokens for result in results)
         norm = sum(result.gradient_norm for result in results) / len(results)
         seconds = self.pacing.worked
-        if before is None:
+        if before is None and self._takes_fewer:
             self.pacing.end(task.round, len(results))
         self.figures.add(mean_loss(results), self.learner.own_drift, len(results), tokens, seconds, norm, k=task.k)
         return payload
-
-    def _take_steps(self, task: Task, on_step: OnStep, shifted: Shifted = lambda weights: None) -> list[StepResult]:
-        return self.learner.train(task.round, task.place, task.places, on_step, shifted, task.slots, task.sequences)
 
     def _on_step(self, number: int, before: Trained | None, result: StepResult) -> bool:
         """Returns whether to take another step: as many as fit the pace, or as `before`."""
@@ -355,6 +349,11 @@ class LocalWorker:
                 self._applied_after = step
             self.pacing.rest()
         return goes_on
+
+    @property
+    def _takes_fewer(self) -> bool:
+        """Whether a step may take fewer sequences: noise is made for steps of one size, as plug-ins are."""
+        return self.privacy is None and not self.learner.run.recipe.plugin
 
     @property
     def _may_rebase(self) -> bool:
@@ -375,7 +374,7 @@ class LocalWorker:
         async with diary.turn:
             await diary.end_middle()
             while (each := diary.due(self.replica.round)) is not None and (is_applying or not each.applied_after):
-                await fetch(each.round, each.place, each.places, each.slots)
+                await fetch(each.share)
                 begun, adopted = asyncio.get_running_loop().create_future(), self.replica.adopted
                 if diary.due(self.replica.round) is not each:
                     return  # another state was adopted
@@ -393,10 +392,7 @@ class LocalWorker:
         learner.catch_up()
         _use_threads(each.threads)
         learner.live.set_sequences_per_pass(each.sequences_per_pass)
-        task = Task(
-            each.round, each.place, each.places, frozenset(each.outstanding), k=each.k, slots=each.slots,
-            sequences=each.step_sequences,
-        )  # fmt: skip
+        task = Task(each.share, frozenset(each.outstanding), k=each.k, step_sequences=each.step_sequences)
         try:
             self._refuse_another_state()
             if each.payload == FAILED and each.steps:
@@ -430,7 +426,7 @@ class LocalWorker:
         self.figures.begin()
         self.learner.restore_all_but(task.outstanding)
         with suppress(_FailedAgainError):
-            self._take_steps(task, on_step)
+            self.learner.train(task.share, on_step, sequences=task.step_sequences)
 
     def _await_round(self) -> None:
         """Takes in the next round, once the replica has it."""

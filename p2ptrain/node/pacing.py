@@ -11,7 +11,7 @@ import logging
 from time import perf_counter, sleep
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.core.pace import takes_another
+from p2ptrain.core.pace import sequences_that_fit, takes_another
 from p2ptrain.node.limits import rest_seconds
 
 NAP_SECONDS = 0.2  # during rests, between checks whether the node is ending
@@ -31,8 +31,7 @@ class Pacing:
         self._began = 0.0  # when this training did
         self._pace = (-1, 0.0, 0.0)  # a round, and when the others usually contribute to it, and no longer wait
         self._first_pace = self._pace  # what was told first of that round, before it was over
-        self._all = recipe.passes_per_step * recipe.sequences_per_pass
-        self.sequences = 0  # that the next training's steps take; 0: all
+        self.step_sequences = 0  # that the next training's steps take; 0: all
 
     def set_percent(self, percent: int) -> None:
         self.percent = percent
@@ -62,7 +61,7 @@ class Pacing:
     def takes_another(self, number: int, step: int) -> bool:
         """Whether a training that has taken so many steps takes another: as many as fit the pace of its round."""
         least, most = self._recipe.local_steps_min, self._recipe.local_steps
-        if self.sequences:  # as few steps as may be, rather than more of them on fewer
+        if self.step_sequences:  # as few steps as may be, rather than more of them on fewer
             return step < least
         paced, usual, last = self._pace
         if paced != number:
@@ -74,15 +73,19 @@ class Pacing:
     def end(self, number: int, steps: int) -> None:
         """Notes a training's end, and settles on how many sequences the next one's steps take."""
         paced, usual, last = self._first_pace
-        if paced != number or steps > self._recipe.local_steps_min:
+        least, most = self._recipe.local_steps_min, self._recipe.step_sequences
+        if (
+            not least < self._recipe.local_steps or steps > least
+        ):  # claims of fewer steps keep the others' pace from falling
             return
-        seconds = self.worked * 100 / self.percent  # with the rest that follows it
-        before = self.sequences or self._all
-        fit = min(max(1, int(before * (usual - self._began) / seconds)), self._all)
-        if fit > before or self._began + seconds > last:
-            was_slow, self.sequences = bool(self.sequences), fit if fit < self._all else 0
-            if was_slow != bool(self.sequences):
-                log.info("the next step takes %d of %d sequences: so many fit a round here", fit, self._all)
+        before = self.step_sequences or most
+        fit = min(2 * before, most)  # where there is no pace to keep any more
+        if paced == number:
+            seconds = self.worked * 100 / self.percent  # with the rest that follows it
+            fit = sequences_that_fit(before, most, seconds, usual - self._began, last - self._began)
+        self.step_sequences = fit if fit < most else 0
+        if (before < most) != (fit < most):
+            log.info("the next step takes %d of %d sequences: so many fit a round here", fit, most)
 
     def rest(self) -> None:
         """Rests after a step, before another."""

@@ -20,7 +20,7 @@ from p2ptrain.node.intake import Spawn
 from p2ptrain.node.limits import Pauses
 from p2ptrain.node.model_progress import ModelProgress
 from p2ptrain.node.work import StoppedError, Task, Worker
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import Share
 
 DATA_SECONDS = 120.0  # to fetch a round's training data
 
@@ -43,11 +43,10 @@ class Trainings:
         if self.ahead is not None:
             self.ahead.cancel()  # what is needed now comes first
         await self._edges.persistence.is_safe.wait()
-        place, places, slots = effect.place, effect.places, effect.slots
-        task = Task(effect.round, place, places, frozenset(effect.unsettled), k=effect.k, slots=slots)
+        task = Task(effect.share, frozenset(effect.unsettled), k=effect.k)
         try:
             await self._worker.repeat(self.fetch_again)
-            await self._fetch_data(self._edges.fetching.data, effect.round, place, places, slots)
+            await self._fetch_data(self._edges.fetching.data, effect.share)
             held_out = await self.progress.look(effect)
             self.ahead = self._spawn(self.fetch_ahead(effect), "data ahead")
             done = await self._worker.train(task)
@@ -74,12 +73,10 @@ class Trainings:
         with suppress(StoppedError):
             await self.progress.write(effect)
 
-    async def _fetch_data(
-        self, fetch: FetchPositions, number: int, place: int, places: int, slots: PassSlots | None
-    ) -> None:
+    async def _fetch_data(self, fetch: FetchPositions, share: Share) -> None:
         if self._is_data_shared and self._worker.reads_data:
             async with asyncio.timeout(DATA_SECONDS):
-                await fetch(await asyncio.to_thread(self._worker.positions, number, place, places, slots))
+                await fetch(await asyncio.to_thread(self._worker.positions, share))
 
     @property
     def _is_data_shared(self) -> bool:
@@ -94,14 +91,13 @@ class Trainings:
 
         try:
             fetch = partial(self._edges.fetching.ahead, goes_on=goes_on)
-            slots = effect.slots and effect.slots.next
-            await self._fetch_data(fetch, effect.round + 1, effect.place, effect.places, slots)
+            await self._fetch_data(fetch, effect.share.next)
         except (DataError, FetchError, TransportError, TimeoutError) as error:  # the next training tells
             log.debug("no data ahead of round %d: %s", effect.round + 1, error)
 
-    async def fetch_again(self, number: int, place: int, places: int, slots: PassSlots | None = None) -> None:
+    async def fetch_again(self, share: Share) -> None:
         """Fetches the data of a training that is repeated after a restart; some of it may have had to go since."""
         try:
-            await self._fetch_data(self._edges.fetching.data, number, place, places, slots)
+            await self._fetch_data(self._edges.fetching.data, share)
         except (DataError, FetchError, TransportError, TimeoutError) as error:  # the worker tells it, too
-            log.info("no data to repeat the training of round %d: %s", number, error)
+            log.info("no data to repeat the training of round %d: %s", share.round, error)

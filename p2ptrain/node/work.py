@@ -20,15 +20,14 @@ from p2ptrain.errors import P2ptrainError
 from p2ptrain.exact.outer import Uncounted
 from p2ptrain.exact.replica import Replica
 from p2ptrain.models.sample import SampleRequest
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import Share
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.private import Privacy
 from p2ptrain.train.saved_state import Capture
 
 RATES_KEPT = 16  # rounds over which tokens per second are averaged
 
-# Fetches the data of a round, a place, a number of places and slots.
-Fetch = Callable[[int, int, int, PassSlots | None], Awaitable[None]]
+Fetch = Callable[[Share], Awaitable[None]]  # fetches this data
 
 
 class StoppedError(P2ptrainError):
@@ -50,14 +49,15 @@ class Shift(Protocol):
 class Task:
     """A round to train."""
 
-    round: int
-    place: int  # of this node, among
-    places: int
+    share: Share  # of its data
     outstanding: frozenset[int] = frozenset()  # earlier rounds whose contributions may still be taken
     shift: Shift | None = None
     k: int = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
-    slots: PassSlots | None = None  # of the data, where the place does not say them
-    sequences: int = 0  # of a step; 0: all
+    step_sequences: int = 0  # 0: all
+
+    @property
+    def round(self) -> int:
+        return self.share.round
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class Worker(Protocol):
     def complaints(self) -> list[Complaint]:
         """Lists the problems of whoever takes the steps."""
 
-    def positions(self, number: int, place: int, places: int, slots: PassSlots | None = None) -> Positions:
+    def positions(self, share: Share) -> Positions:
         """Returns the sequences of a round."""
 
     async def train(self, task: Task) -> Done:

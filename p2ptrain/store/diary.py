@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
 from p2ptrain.files import read, sync, trouble, write_all, write_atomically
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import PassSlots, Share
 from p2ptrain.store.formats import refuse_newer
 
 ENTRIES_MAX = 1_024  # trainings; beyond it, the older half is dropped
@@ -53,6 +53,10 @@ class Trained(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     k: Count = 0  # numbers of each chunk in the contribution; 0: the most that the run allows
     slots: PassSlots | None = None  # what it trained on, where the place does not say it
     step_sequences: Count = 0  # that each step took; 0: all
+
+    @property
+    def share(self) -> Share:
+        return Share(self.round, self.place, self.places, self.slots)
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True):

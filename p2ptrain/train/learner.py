@@ -43,7 +43,7 @@ from p2ptrain.exact.shortage import told
 from p2ptrain.models.kinds import build, first_model
 from p2ptrain.models.plugins import blamed_in_run
 from p2ptrain.models.sample import SampleRequest, sample
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import Share
 from p2ptrain.train.evaluate import evaluate
 from p2ptrain.train.live import LiveModel, StepResult
 from p2ptrain.train.memory import find_device
@@ -132,19 +132,19 @@ class Learner:
         """Norm of what the last round's local steps moved, over that of the weights; None without local steps."""
         return self.recipe.drift
 
-    def positions_for(self, round_number: int, place: int, places: int, slots: PassSlots | None = None) -> Positions:
+    def positions_for(self, share: Share) -> Positions:
         """Returns the sequences that `train` uses, in its order. A node that takes more steps than its slots last for
         uses them again."""
         count, length, seed = self.run.recipe.round_sequences, self.run.model.sequence_length, self._data_seed
         if self.run.data.source == "own":
-            return self.own.positions(self.run, round_number, count) if self.own else np.empty(0, np.int64)
+            return self.own.positions(self.run, share.round, count) if self.own else np.empty(0, np.int64)
         sequences = self.dataset.sequences(length)
-        if slots is not None:
-            return np.resize(shard_of_slots(seed, slots, sequences), count)
+        if share.slots is not None:
+            return np.resize(shard_of_slots(seed, share.slots, sequences), count)
         if self.run.data.assignment == "window":
             window = self.dataset.sequences_in(WINDOW_PIECES, length)
-            return shard_in_window(seed, round_number, place, places, count, sequences, window)
-        return shard(seed, round_number, place, places, count, sequences)
+            return shard_in_window(seed, share.round, share.place, share.places, count, sequences, window)
+        return shard(seed, share.round, share.place, share.places, count, sequences)
 
     # -----------------------------------------------------------------------------------------------
     # The replica's weights
@@ -203,23 +203,20 @@ class Learner:
 
     def train(
         self,
-        round_number: int,
-        place: int,
-        places: int,
+        share: Share,
         on_step: Callable[[StepResult], bool | None] = lambda result: None,
         shifted: Callable[[Tensor], Tensor | None] = lambda weights: None,
-        slots: PassSlots | None = None,
         sequences: int = 0,
     ) -> list[StepResult]:
-        """Takes the round's local steps as the node at `place` of `places` in the roster.
+        """Takes a round's local steps on this share of its data.
 
         `on_step` is called after each; if it returns False, that was the last one. `shifted` returns what to add to the
-        agreed weights before the first, [parameters], which so becomes a part of what is contributed. `slots` say what
-        to train on where the place does not. A step takes so many `sequences`; 0: as many as the recipe says.
+        agreed weights before the first, [parameters], which so becomes a part of what is contributed. A step
+        takes so many `sequences`; 0: as many as the recipe says.
         """
         recipe, length = self.run.recipe, self.run.model.sequence_length
-        each = recipe.passes_per_step * recipe.sequences_per_pass
-        positions, privacy = self.positions_for(round_number, place, places, slots), self.live.privacy
+        each = recipe.step_sequences
+        positions, privacy = self.positions_for(share), self.live.privacy
         self._trained = None
         if privacy is not None:
             privacy.spend(recipe.local_steps)
@@ -229,19 +226,19 @@ class Learner:
                 with self.replica.lock:
                     self._catch_up()
                     shift = shifted(self.recipe.base)
-                self.recipe.begin(round_number)
+                self.recipe.begin(share.round)
                 if sequences and isinstance(self.recipe, LocalRecipe):
-                    self.recipe.rate *= math.sqrt(sequences / each)  # what it moves, squared, is as the work in it
+                    self.recipe.shorten(sequences / each)
                 if shift is not None:
                     assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
                     self.live.weights.add_(shift.to(self.device))
             for step in range(recipe.local_steps):
                 own = positions[step * each : (step + 1) * each][: sequences or each]
                 chosen = own if privacy is None else privacy.draw()
-                drawing, at_work = self._drawing(round_number, place, step), blamed_in_run(self.run, "trained")
+                drawing, at_work = self._drawing(share, step), blamed_in_run(self.run, "trained")
                 with at_work, told("training", self.device), drawing:
                     tokens = self.trained_on.batch(chosen, length)
-                    batch = self.live.packing.batch(tokens, chosen, round_number).to(self.device)
+                    batch = self.live.packing.batch(tokens, chosen, share.round).to(self.device)
                     results.append(self.recipe.local_step(step, batch, chosen.tolist()))
                 if on_step(results[-1]) is False:
                     break
@@ -250,7 +247,7 @@ class Learner:
                 privacy.settle()
         with told("training", self.device):
             self.recipe.end()
-        self._trained = round_number
+        self._trained = share.round
         return results
 
     @torch.no_grad()
@@ -264,12 +261,12 @@ class Learner:
         self._trained = round_number
 
     @contextmanager
-    def _drawing(self, round_number: int, place: int, step: int) -> Iterator[None]:
+    def _drawing(self, share: Share, step: int) -> Iterator[None]:
         """Seeds what is drawn in a step (dropout, plug-ins): a training that is repeated gives the same bits."""
         if not self.live.model.draws and not self.run.recipe.plugin:
             yield
             return
-        seed_of = json.dumps([self.run.seed, round_number, place, step]).encode()
+        seed_of = json.dumps([self.run.seed, share.round, share.place, step]).encode()
         seed = int.from_bytes(digest("dropout", seed_of)[:8], "little") >> 1
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)

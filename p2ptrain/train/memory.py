@@ -287,7 +287,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     open_contributions = KEPT_COPIES + run.agreement.staleness_rounds_max + run.agreement.overlap_rounds_max
-    step = run.recipe.passes_per_step * run.recipe.sequences_per_pass
+    step = run.recipe.step_sequences
     rows = 2 if run.model.objective == "masked" else 1  # of a sequence: with masked tokens, inputs and targets
     inner, orthogonal = _inner_bytes(run, shapes, passes) if spec.kind == "local" else (0, 0)
     return Need(

@@ -233,7 +233,7 @@ def open_privacy(run: RunConfig, config: PrivacyConfig, directory: Path, sequenc
     if float(config.delta) * sequences >= 1:
         what = f"{float(config.delta):g} would allow to give away one of {sequences} sequences whole"
         raise ConfigError(what, key="privacy.delta", fix=f'Set it to "1/{10 * sequences}" or less')
-    expected = min(run.recipe.passes_per_step * run.recipe.sequences_per_pass, sequences)
+    expected = min(run.recipe.step_sequences, sequences)
     privacy = Privacy(config, expected, sequences, SpentSteps(path, run.model.sequence_length))
     steps, left = run.recipe.local_steps, privacy.steps_left()
     if (needed := privacy.epsilon_alone(steps)) > privacy.budget:

@@ -51,6 +51,7 @@ from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel, StepResult
 
 EXACT_BITS = 8  # with so many, no search for a better unit of the numbers is worth its time
+EARLY_SHARE = 0.5  # of an own contribution, until it is applied (docs/explanation/lateness.md)
 KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, and overlap adds some
 
 
@@ -120,7 +121,7 @@ class Residual:
             units = np.ldexp(np.float32(1), _of_rows(exponents, sizes))
             contribution = Contribution(indices, values.cpu().numpy(), exponents)
             left = chosen.sub_(values * torch.from_numpy(units).to(device))
-            return contribution, (contribution.values * units).astype(np.float32, copy=False), left
+            return contribution, contribution.values.astype(np.float32) * units, left
 
         contribution, removed, left = where_it_fits(encode, coefficients.device)
         _put(coefficients, indices, left)
@@ -314,10 +315,8 @@ class LocalRecipe:
     there (`pending`).
     """
 
-    early_share = 0.5  # of an own contribution, until it is applied; all of it diverges (log/, 2026-11-24)
-
     def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:
-        self.config, self.live = config, live
+        self.config, self.live, self.early_share = config, live, EARLY_SHARE
         self.base = live.weights.clone()
         self.residual = Residual(layouts, live.weights.device, live.state_type)
         self.inner = INNER_OPTIMIZERS[config.inner](config, live)
@@ -333,6 +332,11 @@ class LocalRecipe:
         self._start_ahead(1)
         self.rate = float(inner_rate(self.config, max(0, round_number - 1)))  # the schedule counts from 0
         self._is_moved = False
+
+    def shorten(self, share: float) -> None:
+        """Makes the steps of a round that has begun shorter, because they take only this share of their sequences: what
+        they move, squared, is then as the work in them."""
+        self.rate *= math.sqrt(share)
 
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
         result = self.live.gradient_step(step, batch, positions, self.config)

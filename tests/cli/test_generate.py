@@ -28,6 +28,7 @@ from p2ptrain.models.built_in import Transformer
 from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest
 from p2ptrain.node import control
 from p2ptrain.node.control import Control, ask
+from p2ptrain.share import Share
 from tests.helpers.core import KEYS
 from tests.helpers.export import Command, NodeDirectory, saved_node, state_of
 from tests.helpers.tokenizers import prepared, written
@@ -153,11 +154,11 @@ class Lived:
         founders = [KEYS[0].hex()]
         run = RunConfig.model_validate(raw).sealed(manifest=made.digest, initial_root="2" * 64, founders=founders)
         self.trainer = Trainer(run, ONE_THREAD, TokenDataset.open(made.path, made.digest))
-        self.trainer.train(0, 0, 1)
+        self.trainer.train(Share(0, 0, 1))
         self.trainer.apply(0, [self.trainer.contribute(0)])
         self.node = NodeDirectory(directory / "node", run)
         self.node.save(1, self.trainer.replica.weights, root=self.trainer.root())
-        self.trainer.train(1, 0, 1)  # its own weights are others now
+        self.trainer.train(Share(1, 0, 1))  # its own weights are others now
         self.trainer.contribute(1)
         self.worker = worker_of(self.trainer)
         has_begun = asyncio.Event()

@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.core.events import Train
 from p2ptrain.core.sizing import AGAIN_ROUNDS, AGAIN_ROUNDS_MAX, GROW_ROUNDS, Sizing
-from tests.helpers.core import Bench
+from tests.helpers.core import Bench, announced
 
 KS = (32, 64, 128, 256)
 
@@ -69,6 +69,21 @@ def test_the_core_asks_for_as_much_as_came_in_time() -> None:
     offers = bench.collect()
     without = bench.agree(tuple(each for each in offers if each.author != bench.me))
     assert [each.k for each in without if isinstance(each, Train)] == [8]
+
+
+def test_who_announces_last_was_late_with_its_training_and_not_by_its_line() -> None:
+    in_time = {"overlap_rounds": 0, "staleness_rounds_max": 0}
+    bench = Bench(4, me=1, agreement=in_time, recipe={"name": "local", "k": [8, 32]})
+    bench.decide()
+    bench.decide()
+    others = [announced(key, 3, inline=True, branch=bench.state.branch) for key in bench.others]
+    bench.now += 10.0
+    for offer in others:
+        bench.hear_offer(offer)
+    bench.now += 0.5
+    bench.train(3)
+    asked = [each.k for each in bench.agree(tuple(others)) if isinstance(each, Train)]
+    assert asked == [32]
 
 
 def test_what_the_owner_allows_is_what_was_tried() -> None:

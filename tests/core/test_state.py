@@ -15,7 +15,7 @@ from p2ptrain.core.messages import Announcement
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import BANS_MAX, UNSEATED_ABSENCES, WINDOW_MAX, Admitted, AgreedState, Taken, genesis
 from p2ptrain.digest import digest
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import PassSlots
 from tests.helpers.core import KEYS, ROOT0, RUN, announced, root_of, run_of
 
 MEMBERS, NEWCOMER, LATECOMER = KEYS[:4], KEYS[8], KEYS[9]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.data.assignment import shard, shard_in_window, shard_of_slots
 from p2ptrain.digest import digest
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import PassSlots
 
 MASK = 2**64 - 1
 

@@ -41,7 +41,8 @@ def test_the_settings_that_are_told_keep_the_exchange_as_short_as_is_wanted(
     assert f"{share(run):.0%} of the time" in found.result
     assert ("in which nodes train on" in found.result) is (wanted > 0.05)
     assert found.level == ("good" if share(run) <= wanted else "warning")
-    settings = dict(re.findall(r"(\w+) = (\d+)", found.fix))
+    settings = dict(re.findall(r"(\w+) = \[?(\d+)", found.fix))
+    assert ("of which each node takes what its line carries" in found.fix) is ("k = [" in found.fix)
     assert bool(settings) == (found.level == "warning")
     for key, value in settings.items():
         changed = run.model_copy(update={"recipe": run.recipe.model_copy(update={key: int(value)})})
@@ -76,3 +77,13 @@ def test_without_a_measured_line_the_rate_that_is_needed_is_told() -> None:
         judge_exchange(run, 8, 2_000.0, float(rate) * 1.1 * (10**3 if "kB/s" in found.result else 10**6)).level
         == "good"
     )
+
+
+def test_of_several_k_the_smallest_counts_and_no_smaller_one_is_advised_where_it_fits() -> None:
+    line = 7 * need_of(run_of(name="local", k=64)).payload / 10.0  # bytes a second: ten steps take 10.24 s
+    assert judge_exchange(run_of(name="local", k=256), 8, 2_000.0, line).level == "warning"
+    found = judge_exchange(run_of(name="local", k=[16, 64, 256]), 8, 2_000.0, line)
+    assert found.level == "good"
+    assert " with k = 16 in " in found.result
+    fix = judge_exchange(run_of(name="local", k=256), 8, 2_000.0, line).fix
+    assert re.search(r"k = \[(\d+, )+256\], of which each node takes what its line carries$", fix)

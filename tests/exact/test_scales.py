@@ -19,6 +19,7 @@ from p2ptrain.exact.codec import Contribution, PayloadFormat, pack
 from p2ptrain.exact.scales import Scales, Sizes
 from p2ptrain.exact.schedule import Terms
 from p2ptrain.exact.transform import Layout
+from p2ptrain.share import Share
 from p2ptrain.train.recipes import Residual
 from tests.helpers.exact_numbers import contribution, weights
 from tests.helpers.golden import scales_of
@@ -195,7 +196,7 @@ def test_what_is_cut_of_a_contribution_is_its_authors_again_and_replicas_stay_th
     trainers = [make(dataset, "local", k=256) for _ in range(3)]
     payloads = []
     for place, trainer in enumerate(trainers):
-        trainer.train(0, place, 3)
+        trainer.train(Share(0, place, 3))
         trainer.live.weights.mul_((1.0, 1.0, 64.0)[place])  # how far its steps have moved
         payloads.append(trainer.contribute(0))
     kept = [trainer.recipe.residual.coefficients.clone() for trainer in trainers]
@@ -217,7 +218,7 @@ def test_one_that_is_alone_in_a_round_moves_the_weights_no_further_than_local_st
     rounds = []
     for number, factor in enumerate((1.0, 1e6)):
         before = trainer.replica.weights.clone()
-        trainer.train(number, 0, 1)
+        trainer.train(Share(number, 0, 1))
         trainer.live.weights.mul_(factor)
         payload = trainer.contribute(number)
         assert trainer.check(payload) is None

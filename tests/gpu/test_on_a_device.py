@@ -26,6 +26,7 @@ from p2ptrain.exact.selection import largest
 from p2ptrain.exact.transform import Layout
 from p2ptrain.models import built_in as model_module
 from p2ptrain.node.energy import meter_of
+from p2ptrain.share import Share
 from p2ptrain.train.memory import CUDA_LIBRARIES_BYTES, PassSettings, need_of
 from p2ptrain.train.recipes import Residual
 from tests.helpers.exact_numbers import contribution, weights
@@ -228,7 +229,7 @@ def test_settings_that_save_memory_change_a_step_by_rounding_alone(
 ) -> None:
     """And they do what they say: so many sequences a pass, and each layer computed again."""
     run = make(dataset).run
-    plain = Trainer(run, on_device(), dataset).train(0, 0, 1)[0]
+    plain = Trainer(run, on_device(), dataset).train(Share(0, 0, 1))[0]
     trainer = Trainer(run, on_device(**settings), dataset)
     sizes, layers = [], []
     loss, checkpoint = trainer.live.model.loss, model_module.checkpoint
@@ -243,7 +244,7 @@ def test_settings_that_save_memory_change_a_step_by_rounding_alone(
 
     monkeypatch.setattr(trainer.live.model, "loss", noted_loss)
     monkeypatch.setattr(model_module, "checkpoint", noted_checkpoint)
-    step = trainer.train(0, 0, 1)[0]
+    step = trainer.train(Share(0, 0, 1))[0]
     assert step.loss == pytest.approx(plain.loss, rel=1e-4)
     assert step.gradient_norm == pytest.approx(plain.gradient_norm, rel=1e-3)
     assert sizes == passes
@@ -262,7 +263,7 @@ def test_out_of_memory_it_trains_on_with_fewer_sequences(
     run = larger_run(dataset)
     trainer = Trainer(run, on_device(), dataset)
     with memory_of_bytes(need_of(run, PassSettings(device=DEVICE.type)).activations // 3):
-        loss = trainer.train(0, 0, 1)[0].loss
+        loss = trainer.train(Share(0, 0, 1))[0].loss
         payload = trainer.contribute(0)
         trainer.apply(0, [payload])
     assert 5 < loss < 6.5
@@ -274,14 +275,14 @@ def test_out_of_memory_it_trains_on_with_fewer_sequences(
 @CUDA_ALONE
 def test_what_it_takes_is_what_was_told(dataset: TokenDataset) -> None:
     run = larger_run(dataset)
-    Trainer(run, on_device(), dataset).train(0, 0, 1)  # what cuBLAS takes stays taken
+    Trainer(run, on_device(), dataset).train(Share(0, 0, 1))  # what cuBLAS takes stays taken
     for autocast in ("off", "bf16"):
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(DEVICE)
         before = torch.cuda.memory_allocated(DEVICE)
         trainer = Trainer(run, on_device(autocast=autocast), dataset)
-        trainer.train(0, 0, 1)
+        trainer.train(Share(0, 0, 1))
         trainer.apply(0, [trainer.contribute(0)] * 10)
         took = torch.cuda.max_memory_allocated(DEVICE) - before
         need = need_of(run, PassSettings(autocast == "bf16", device="cuda"))

@@ -47,7 +47,7 @@ from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
 from p2ptrain.node.strangers import messages_of_strangers
 from p2ptrain.node.work import Worker
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import Share
 from p2ptrain.store.store import Store
 from p2ptrain.train.live import StepResult
 from p2ptrain.train.saved_state import Capture
@@ -108,9 +108,10 @@ class ChainTrainer:
     def kept_rounds(self) -> tuple[int, ...]:
         return tuple(sorted(self.kept))
 
-    def positions_for(self, number: int, place: int, places: int, slots: PassSlots | None = None) -> Positions:
+    def positions_for(self, share: Share) -> Positions:
         if self.dataset is None:
             return np.zeros(0, dtype=np.int64)
+        number, place, places, slots = share
         if slots is not None:
             return shard_of_slots(0, slots, self.dataset.sequences(SEQUENCE))
         if self.run.data.assignment == "window":
@@ -124,16 +125,14 @@ class ChainTrainer:
 
     def train(
         self,
-        number: int,
-        place: int,
-        places: int,
+        share: Share,
         on_step: Callable[[StepResult], object],
         shifted: Callable[[Any], Any] = lambda weights: None,
-        slots: PassSlots | None = None,
         sequences: int = 0,
     ) -> list[StepResult]:
+        number, place, places, _ = share
         if self.dataset is not None:
-            positions = self.positions_for(number, place, places, slots)
+            positions = self.positions_for(share)
             self.used[number] = positions.tolist()
             self.dataset.batch(positions, SEQUENCE)  # DataError if it is not here
         self.done.append(("train", number, place, places))

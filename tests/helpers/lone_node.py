@@ -24,7 +24,7 @@ from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
 from p2ptrain.node.work import Base
 from p2ptrain.observe.build import complaints_of
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import Share
 from p2ptrain.train.live import StepResult
 from tests.helpers.driver import SEQUENCE, STATE, ChainTrainer, loop_workshop, root_of
 from tests.helpers.memory_network import Network
@@ -46,17 +46,14 @@ class WatchedTrainer(ChainTrainer):
 
     def train(
         self,
-        number: int,
-        place: int,
-        places: int,
+        share: Share,
         on_step: Callable[[StepResult], object],
         shifted: Any = None,
-        slots: PassSlots | None = None,
         sequences: int = 0,
     ) -> list[StepResult]:
-        results = super().train(number, place, places, on_step, slots=slots)
+        results = super().train(share, on_step)
         assert self.dataset is not None
-        batch = self.dataset.batch(self.positions_for(number, place, places, slots), SEQUENCE)
+        batch = self.dataset.batch(self.positions_for(share), SEQUENCE)
         self.residual = digest("test data", self.residual, batch.tobytes())
         return results
 

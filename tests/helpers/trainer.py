@@ -13,6 +13,7 @@ from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.prepare import prepare
 from p2ptrain.data.tokenizer import load_tokenizer
+from p2ptrain.share import Share
 from p2ptrain.train.learner import Learner
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 64, "sequence_length": 64}
@@ -105,7 +106,7 @@ def swarm_round(trainers: list[Trainer], round_number: int) -> list[bytes]:
     """Trains and applies a round; each trainer applies the payloads in another order."""
     payloads = []
     for place, trainer in enumerate(trainers):
-        trainer.train(round_number, place, len(trainers))
+        trainer.train(Share(round_number, place, len(trainers)))
         payloads.append(trainer.contribute(round_number))
     for place, trainer in enumerate(trainers):
         assert [trainer.check(payload) for payload in payloads] == [None] * len(payloads)

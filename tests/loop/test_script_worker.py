@@ -22,6 +22,7 @@ from p2ptrain.loop.worker import ScriptWorker
 from p2ptrain.node.local_worker import LearnerThread
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import Done, StoppedError, Task
+from p2ptrain.share import Share
 from tests.helpers.trainer import Trainer, embedded
 
 OWN = {"kind": "own", "parameters": ["one.weight 40 30", "scale"], "sequence_length": 32}
@@ -47,7 +48,7 @@ async def replica(worker: ScriptWorker) -> AsyncIterator[ReplicaThread]:
 
 
 def begun(worker: ScriptWorker, number: int = 0) -> asyncio.Task[Done]:
-    return asyncio.create_task(worker.train(Task(number, 0, 1)))
+    return asyncio.create_task(worker.train(Task(Share(number, 0, 1))))
 
 
 async def test_a_round_goes_to_the_script_and_comes_back_as_a_contribution(worker: ScriptWorker) -> None:

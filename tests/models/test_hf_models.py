@@ -30,6 +30,7 @@ from p2ptrain.models.kinds import (
     refuse_trained_buffers,
     shapes_digest,
 )
+from p2ptrain.share import Share
 from p2ptrain.train.begin import begin
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.memory import PassSettings, activations, need_of
@@ -276,17 +277,17 @@ def test_a_training_that_is_repeated_gives_the_same_payload_also_with_dropout(
     first, again = Trainer(run, ONE_THREAD, dataset), Trainer(run, ONE_THREAD, dataset)
     payloads = []
     for number in range(2):
-        first.train(number, 0, 1)
+        first.train(Share(number, 0, 1))
         payloads.append(first.contribute(number))
         first.apply(number, payloads[-1:], {number: payloads[-1]})
         if number == 0:
             first.save(tmp_path / "saved")
     torch.rand(7)  # whatever else has drawn numbers since
     again.load(tmp_path / "saved")
-    again.train(1, 0, 1)
+    again.train(Share(1, 0, 1))
     assert again.contribute(1) == payloads[1]
     still = Trainer(run_of(hf_model(kind, **dict.fromkeys(DROPOUTS[kind], 0.0))), ONE_THREAD, dataset)
-    still.train(0, 0, 1)
+    still.train(Share(0, 0, 1))
     assert still.contribute(0) != payloads[0], "there was dropout"
 
 

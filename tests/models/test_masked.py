@@ -29,6 +29,7 @@ from p2ptrain.models.export import export, load_model
 from p2ptrain.models.given_weights import read_weights
 from p2ptrain.models.kinds import build, exported_shapes, first_model, parameter_count
 from p2ptrain.models.sample import SampleRequest
+from p2ptrain.share import Share
 from p2ptrain.train.begin import begin
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.memory import PassSettings, activations
@@ -149,7 +150,7 @@ def test_two_nodes_learn_to_fill_in_and_stay_the_same_bits(dataset: TokenDataset
 def test_a_training_that_is_repeated_draws_the_same_masks(dropout: dict[str, float], dataset: TokenDataset) -> None:
     def payload() -> bytes:
         trainer = Trainer(run_of(**dropout), ONE_THREAD, dataset)
-        trainer.train(4, 0, 1)
+        trainer.train(Share(4, 0, 1))
         return trainer.contribute(4)
 
     first = payload()
@@ -169,7 +170,7 @@ def test_what_a_node_has_learned_can_be_drawn_from_seed_round_and_places(
         return step(number, batch, *rest)
 
     monkeypatch.setattr(trainer.live, "gradient_step", noted)
-    trainer.train(6, 1, 3)
+    trainer.train(Share(6, 1, 3))
     places = shard(5, 6, 1, 3, run.recipe.round_sequences, dataset.sequences(MODEL.sequence_length))
     drawn = Masking(5, 256, 256, 0).draw(dataset.batch(places, MODEL.sequence_length), places, 6)
     assert torch.equal(torch.cat(seen), torch.from_numpy(drawn))
@@ -177,7 +178,7 @@ def test_what_a_node_has_learned_can_be_drawn_from_seed_round_and_places(
 
 def test_a_step_learns_a_seventh_of_its_tokens(dataset: TokenDataset) -> None:
     run = run_of()
-    results = Trainer(run, ONE_THREAD, dataset).train(1, 0, 1)
+    results = Trainer(run, ONE_THREAD, dataset).train(Share(1, 0, 1))
     assert {result.tokens for result in results} == {8 * MODEL.sequence_length}
     assert 0.1 < sum(result.learned for result in results) / sum(result.tokens for result in results) < 0.2
 

@@ -20,6 +20,7 @@ from p2ptrain.models import plugins
 from p2ptrain.models.given_weights import read_weights
 from p2ptrain.models.kinds import build, build_with, first_model, named_shapes, refuse_trained_buffers, shapes_digest
 from p2ptrain.models.sample import SampleRequest
+from p2ptrain.share import Share
 from p2ptrain.train.memory import need_of
 from tests.helpers.plugins import EXAMPLES, MODEL, RECIPE, install, install_example
 from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, embedded, swarm_round
@@ -214,7 +215,7 @@ def test_random_numbers_are_seeded_and_replicas_stay_equal(place: Path, dataset:
     assert first.root() == again.root()
     for trainer in (first, again):
         torch.manual_seed(id(trainer))  # as if something else had drawn
-        trainer.train(0, 0, 2)
+        trainer.train(Share(0, 0, 2))
     assert first.contribute(0) == again.contribute(0)
     trainers = [Trainer(run, ONE_THREAD, dataset) for _ in range(2)]
     before = trainers[0].evaluate()
@@ -229,7 +230,7 @@ def test_a_loss_that_fails_is_told_in_a_line(place: Path, dataset: TokenDataset)
         place, HEAD.replace("    def loss(self, sequences):", "    def loss(self, sequences):\n        sequences[7, 7]")
     )
     with pytest.raises(ConfigError) as caught:
-        Trainer(run_of(model_of()), ONE_THREAD, dataset).train(0, 0, 1)
+        Trainer(run_of(model_of()), ONE_THREAD, dataset).train(Share(0, 0, 1))
     told = str(caught.value)
     assert told.startswith("model.plugin: a-plugin 1.0 failed when it trained: IndexError: index 7 is out of bounds")
     assert "(theirs.py, line 13)" in told
@@ -253,7 +254,7 @@ def test_a_loss_that_looks_at_its_data_is_not_measured_but_trains(
     )
     need_of(run_of(model_of()))
     assert "the memory of a pass of a-plugin 1.0 is not known beforehand" in caplog.text
-    Trainer(run_of(model_of()), ONE_THREAD, dataset).train(0, 0, 1)
+    Trainer(run_of(model_of()), ONE_THREAD, dataset).train(Share(0, 0, 1))
 
 
 def test_it_writes_no_text_and_says_so(place: Path, dataset: TokenDataset) -> None:
@@ -316,7 +317,7 @@ def test_the_example_is_local_but_for_its_noise(dataset: TokenDataset) -> None:
     trainers.append(Trainer(run_of(ModelConfig(**TINY)), ONE_THREAD, dataset))
     for trainer in trainers:
         torch.manual_seed(id(trainer))
-        trainer.train(0, 0, 1)
+        trainer.train(Share(0, 0, 1))
     without, first, again, local = (trainer.contribute(0) for trainer in trainers)
     assert without == local, "no noise is `local`, to the bit"
     assert first == again != local, "and noise is drawn from the run's seed"
@@ -340,7 +341,7 @@ def test_contributions_of_a_recipe_plugin_are_applied_as_ours(dataset: TokenData
 @pytest.mark.usefixtures("example")
 def test_what_a_recipe_plugin_has_packed_is_applied_as_others_read_it(dataset: TokenDataset) -> None:
     trainer = noisy(dataset, "0.1")
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     trainer.contribute(0)
     assert not trainer.replica.unpacked, "it may be something else than its payload says"
 
@@ -366,7 +367,7 @@ def test_a_contribution_that_breaks_the_format_never_leaves_the_node(place: Path
     code += "    def contribute(self, number):\n        made = super().contribute(number)\n"
     written(place, code + "        made.values[:] = 0\n        return made\n")
     trainer = Trainer(run_of(ModelConfig(**TINY), plugin=THEIRS), ONE_THREAD, dataset)
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     with pytest.raises(
         ConfigError, match=r"recipe\.plugin: a-plugin 1\.0 failed when it made a contribution: Assertion"
     ):

@@ -15,6 +15,7 @@ from p2ptrain.data.tokenizer import BytesTokenizer, JsonTokenizer
 from p2ptrain.errors import ConfigError
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.models.sample import SampleRequest, sample
+from p2ptrain.share import Share
 from tests.helpers.tokenizers import END, json_lines, prepared, tokenizer_json, written
 from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, make
 
@@ -90,7 +91,7 @@ def test_a_trainer_samples_from_the_agreed_weights_and_not_from_its_own(tmp_path
     made = prepared(tmp_path / "data", written(tmp_path / "a.txt", "some text\n" * 5_000), held_out=Fraction(0))
     trainer = make(TokenDataset.open(made.path, made.digest), "local")
     before = trainer.sample(SampleRequest("some", 20, 1))
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     trainer.contribute(0)
     assert trainer.sample(SampleRequest("some", 20, 1)) == before
     assert trainer.sample(SampleRequest("some", 20, 1, temperature=0)) != before
@@ -100,7 +101,7 @@ def test_a_trainer_samples_what_it_has_learned(tmp_path: Path) -> None:
     made = prepared(tmp_path / "data", written(tmp_path / "a.txt", "abcdefgh" * 5_000), held_out=Fraction(0))
     trainer = make(TokenDataset.open(made.path, made.digest))
     for round_number in range(120):
-        trainer.train(round_number, 0, 1)
+        trainer.train(Share(round_number, 0, 1))
         payload = trainer.contribute(round_number)
         trainer.apply(round_number, [payload], {round_number: payload})
     assert trainer.sample(SampleRequest("abcdefghabcdefgh", 16, 1, temperature=0)) == "abcdefgh" * 4

@@ -17,7 +17,7 @@ from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.net.blobs.blob import BlobName
 from p2ptrain.node.trainings import DATA_SECONDS
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import PassSlots, Share
 from p2ptrain.store.diary import Trained
 from tests.helpers.blobs import BlobNode, MemoryBlob
 from tests.helpers.driver import PEER, SEQUENCE, DriverBench, a_manifest, bench, doing, of_kind, root_of
@@ -47,7 +47,8 @@ async def joined(
 
 
 def needed(each: DriverBench, whole: TokenDataset, number: int, place: int = PLACE) -> list[bytes]:
-    names = whole._pieces_of(whole.manifest.training, each.trainer.positions_for(number, place, PLACES), SEQUENCE)
+    positions = each.trainer.positions_for(Share(number, place, PLACES))
+    names = whole._pieces_of(whole.manifest.training, positions, SEQUENCE)
     return [bytes.fromhex(name) for name in names]
 
 
@@ -59,7 +60,7 @@ def give(server: BlobNode, whole: TokenDataset, names: Sequence[bytes]) -> None:
 
 
 def lacks(each: DriverBench, data: TokenDataset, number: int, place: int = PLACE) -> list[bytes]:
-    return data.missing(each.trainer.positions_for(number, place, PLACES), SEQUENCE)
+    return data.missing(each.trainer.positions_for(Share(number, place, PLACES)), SEQUENCE)
 
 
 @skipping_time
@@ -82,7 +83,7 @@ async def test_the_next_rounds_data_are_fetched_while_this_one_trains(tmp_path: 
 async def test_the_slots_of_the_next_round_are_fetched_ahead_by_capability(tmp_path: Path, whole: TokenDataset) -> None:
     async with joined(tmp_path, whole, 2 * ROUND_PIECES) as (each, data):
         server, slots = await each.serve(PEER), PassSlots(600, 8, 2, ROUND_PIECES)
-        used = [each.trainer.positions_for(1, PLACE, PLACES, at).tolist() for at in (slots, slots.next)]
+        used = [each.trainer.positions_for(Share(1, PLACE, PLACES, at)).tolist() for at in (slots, slots.next)]
         give(server, whole, [bytes.fromhex(name) for name in whole.manifest.training.pieces])
         doing(each, ev.Train(1, 0, PLACE, PLACES, slots=slots))
         await until(lambda: bool(of_kind(each, ev.TrainingFinished)))

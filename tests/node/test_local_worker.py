@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.core.messages import KEY_BYTES, payload_digest
+from p2ptrain.core.pace import sequences_that_fit
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import MemoryShortError, TrainingError
 from p2ptrain.node import pacing
@@ -24,7 +25,7 @@ from p2ptrain.node.local_worker import FAILED, LearnerThread, LocalWorker
 from p2ptrain.node.pacing import Pacing
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import Task
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import PassSlots, Share
 from p2ptrain.store.diary import Diary, Trained
 from tests.helpers.trainer import FAMILY, RECIPES, Trainer, embedded, make
 
@@ -37,7 +38,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     return embedded(tmp_path_factory.mktemp("corpus") / "data")
 
 
-async def fetch(number: int, place: int, places: int, slots: PassSlots | None) -> None:
+async def fetch(share: Share) -> None:
     """All data is here."""
 
 
@@ -62,7 +63,7 @@ class Life:
     async def train(self, number: int) -> None:
         outstanding = frozenset({3}) if number == 4 else NONE_OPEN
         ks = self.trainer.run.recipe.ks
-        done = await self.worker.train(Task(number, 0, 1, outstanding, k=ks[number % len(ks)]))
+        done = await self.worker.train(Task(Share(number, 0, 1), outstanding, k=ks[number % len(ks)]))
         assert len(done.payload) == KEY_BYTES + self.trainer.outer.sizes[ks[number % len(ks)]]
         self.payloads[number] = done.payload
         assert done.name == payload_digest(done.payload)
@@ -128,18 +129,18 @@ async def test_a_training_by_capability_is_repeated_on_the_same_sequences(
     dataset: TokenDataset, tmp_path: Path
 ) -> None:
     life, again, slots = Life(dataset, "local"), Life(dataset, "local"), PassSlots(200, 80, 8, 8)
-    done = await life.worker.train(Task(1, 0, 1, slots=slots))
+    done = await life.worker.train(Task(Share(1, 0, 1, slots)))
     for each in life.diary:
         Diary(tmp_path / "diary.jsonl").note(each)
-    fetched: list[object] = []
+    fetched: list[Share] = []
 
-    async def fetching(*asked: object) -> None:
+    async def fetching(asked: Share) -> None:
         fetched.append(asked)
 
     again.worker.repeat_all(Diary(tmp_path / "diary.jsonl").after(0), 1)
     await again.worker.repeat(fetching)
     assert fetched == [(1, 0, 1, slots)]
-    assert await again.worker.train(Task(1, 0, 1, slots=slots)) == done
+    assert await again.worker.train(Task(Share(1, 0, 1, slots))) == done
     assert again.diary == []
     for each in (life, again):
         each.close()
@@ -168,7 +169,7 @@ class LateLife(Life):
 
         last = {number - 1: self.payloads[number - 1]} if number > 1 else {}
         self.trainer.recipe.local_step = step  # type: ignore[method-assign]
-        done = await self.worker.train(Task(number, 0, 1, frozenset(last)))
+        done = await self.worker.train(Task(Share(number, 0, 1), frozenset(last)))
         self.trainer.recipe.local_step = self._step  # type: ignore[method-assign]
         self.payloads[number] = done.payload
         assert done.base == (number - 1 if self.after.get(number, 0) else max(0, number - 2))
@@ -235,7 +236,7 @@ async def test_a_training_that_waits_for_a_round_in_its_middle_ends_when_there_w
         await again.replica.adopt(5, bytes(32), [life.trainer.state_bytes()])
         await again.worker.repeat(fetch)
         assert "another state was adopted" in caplog.text
-        done = await again.worker.train(Task(6, 0, 1))
+        done = await again.worker.train(Task(Share(6, 0, 1)))
         assert done.base == 5
     again.close()
     life.close()
@@ -288,7 +289,7 @@ async def test_what_is_agreed_on_is_applied_while_a_step_takes_long(dataset: Tok
     life = Life(dataset, "local")
     await life.train(1)
     began, gate = slowed(life)
-    training = asyncio.ensure_future(life.worker.train(Task(2, 0, 1, frozenset({1}))))
+    training = asyncio.ensure_future(life.worker.train(Task(Share(2, 0, 1), frozenset({1}))))
     await asyncio.to_thread(began.wait)
     before = life.trainer.root()
     await life.apply(1)
@@ -323,7 +324,7 @@ async def test_rounds_beyond_the_next_one_are_not_taken_in_between_two_steps(dat
     for number in (1, 2):
         await life.train_and_apply_the_last(number)
     began, gate = slowed(life)
-    training = asyncio.ensure_future(life.worker.train(Task(3, 0, 1, frozenset({2}))))
+    training = asyncio.ensure_future(life.worker.train(Task(Share(3, 0, 1), frozenset({2}))))
     await asyncio.to_thread(began.wait)
     await life.apply(2)
     await life.apply(3, {})
@@ -501,27 +502,46 @@ def test_a_step_of_a_device_that_rests_takes_its_work_and_the_rest_that_follows(
 def test_a_machine_that_takes_no_whole_step_in_a_round_takes_one_on_fewer_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, second_a_sequence, taken = [1_000.0], 10.0, []
+    now, taken = [1_000.0], []
     monkeypatch.setattr(pacing, "perf_counter", lambda: now[0])
     made = Pacing(RecipeConfig(sequences_per_pass=8))
-    for number in range(1, 9):
+    for number in range(1, 13):
         made.begin()
-        made.keep(number, 25.0, 28.0)
-        sequences = made.sequences or 8
-        now[0] += sequences * second_a_sequence
+        sequences, has_pace = made.step_sequences or 8, number < 9
+        if has_pace:
+            made.keep(number, 25.0, 28.0)
+        now[0] += sequences * 10.0
         made.step()
-        another = made.takes_another(number, 1)
-        made.keep(number, 0.0, 0.0)  # the round is over, which says nothing of the time that there was
-        if number == 6:
-            second_a_sequence = 1.0
+        taken.append((sequences, made.takes_another(number, 1)))
+        if has_pace:
+            made.keep(number, 0.0, 0.0)  # the round is over, which says nothing of the time that there was
         made.end(number, 1)
-        taken.append((sequences, another))
-    assert taken == [(8, False), *[(2, False)] * 5, (2, False), (8, True)]
+    # With the ninth round the others are gone, and there is no pace to keep.
+    assert taken == [(8, False), *[(2, False)] * 8, (4, False), (8, True), (8, True)]
+
+
+@pytest.mark.parametrize(
+    ("before", "seconds", "usual", "last", "fit"),
+    [
+        (8, 80.0, 25.0, 28.0, 2),
+        (8, 800.0, 25.0, 28.0, 1),
+        (8, 26.0, 25.0, 28.0, 8),  # the others still wait
+        (2, 20.0, 25.0, 28.0, 2),
+        (2, 16.0, 25.0, 28.0, 3),
+        (2, 1.0, 25.0, 28.0, 8),
+        (8, 5.0, -2.0, -0.9, 8),  # it began too late, for another reason
+        (2, 30.0, 25.0, 28.0, 1),
+    ],
+)
+def test_a_step_takes_as_many_sequences_as_fit_a_round_by_the_last_one(
+    before: int, seconds: float, usual: float, last: float, fit: int
+) -> None:
+    assert sequences_that_fit(before, 8, seconds, usual, last) == fit
 
 
 async def test_a_step_on_fewer_sequences_is_repeated_on_as_many(dataset: TokenDataset, tmp_path: Path) -> None:
     life, again = Life(dataset, "local", sequences_per_pass=4), Life(dataset, "local", sequences_per_pass=4)
-    life.worker.pacing.sequences = 3
+    life.worker.pacing.step_sequences = 3
     await life.train(1)
     assert life.worker.figures.tokens == 3 * life.trainer.run.model.sequence_length
     assert life.trainer.recipe.rate == pytest.approx(math.sqrt(3 / 4) * float(RecipeConfig().inner_learning_rate))

@@ -24,6 +24,7 @@ from p2ptrain.node.model_progress import (
     evaluated_sequences,
 )
 from p2ptrain.node.work import Figures, StoppedError
+from p2ptrain.share import Share
 from p2ptrain.visible import one_line
 from tests.helpers.trainer import RECIPES, embedded, make, swarm_round
 from tests.helpers.worker import worker_of
@@ -310,7 +311,7 @@ def test_what_the_model_writes_is_one_bounded_line_of_what_is_printed() -> None:
 
 def test_text_is_written_by_the_agreed_weights_alone(dataset: TokenDataset) -> None:
     first, second = (make(dataset, "local", seed=seed) for seed in (1, 1))
-    second.train(0, 0, 1)  # its live weights are elsewhere now
+    second.train(Share(0, 0, 1))  # its live weights are elsewhere now
     second.contribute(0)
     texts = []
     for trainer in (first, second):

@@ -22,7 +22,7 @@ from p2ptrain.data.masking import Masking
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.exact.codec import Contribution, PayloadFormat, index_widths, pack
 from p2ptrain.exact.transform import COSINES
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import PassSlots
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
 KINDS = {

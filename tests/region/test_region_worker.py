@@ -23,6 +23,7 @@ from p2ptrain.node.work import Task
 from p2ptrain.region import worker as module
 from p2ptrain.region.shift import Region, World
 from p2ptrain.region.worker import RegionWorker
+from p2ptrain.share import Share
 from p2ptrain.store.diary import Trained
 from tests.helpers.trainer import ONE_THREAD, Trainer, embedded, make
 
@@ -49,7 +50,7 @@ class RegionNode:
         self.worker.hear(World(number, self.trainer.replica.weights.clone() if weights is None else weights))
 
     async def train(self, number: int) -> bytes:
-        return (await self.worker.train(Task(number, 0, 1))).payload
+        return (await self.worker.train(Task(Share(number, 0, 1)))).payload
 
     async def apply(self, number: int, payload: bytes) -> None:
         manifest: Any = SimpleNamespace(round=number, branch=bytes(32), digest=bytes(32))

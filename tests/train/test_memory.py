@@ -15,6 +15,7 @@ import pytest
 from p2ptrain.config import MODEL_PRESETS, ModelConfig, RunConfig
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.models.kinds import parameter_count
+from p2ptrain.share import Share
 from p2ptrain.train.memory import PROCESS_BYTES, WITHIN_OPERATIONS, PassSettings, activations, need_of
 from tests.helpers.live_memory import peak_of_pass
 from tests.helpers.trainer import embedded, make
@@ -48,7 +49,7 @@ before = most(True)
 def live():
     trainer = Trainer(RunConfig.model_validate(run), DeviceConfig(**device), dataset)
     for number in range(rounds):
-        trainer.train(number, 0, 1)
+        trainer.train(Share(number, 0, 1))
         payload = trainer.contribute(number)
         trainer.apply(number, [payload] * 10, {number: payload})
 
@@ -180,7 +181,7 @@ def test_the_disk_has_room_for_what_a_checkpoint_holds(name: str, tmp_path: Path
     """For the trainer's file, and for the state that peers are served from."""
     trainer = make(embedded(tmp_path), name)
     for number in range(1, 4):
-        trainer.train(number, 0, 1)
+        trainer.train(Share(number, 0, 1))
         payload = trainer.contribute(number)
         trainer.apply(number - 1, [payload], {number: payload})
     trainer.save(tmp_path / "saved")

@@ -15,6 +15,7 @@ from p2ptrain.data.dataset import TokenDataset, decode_manifest, manifest_digest
 from p2ptrain.data.tokenizer import JsonTokenizer
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.node.work import Task
+from p2ptrain.share import Share
 from p2ptrain.train.begin import begin
 from p2ptrain.train.own_data import OwnData, open_own, share_held_out
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
@@ -130,12 +131,12 @@ def test_a_shared_set_without_training_tokens_is_for_runs_of_own_data_alone(own:
 def test_a_node_trains_on_its_own_sequences_whatever_its_place(own: TokenDataset, tmp_path: Path) -> None:
     shared = share_held_out(own, tmp_path)
     one, other = (a_trainer(RUN, shared, OwnData(own, key)) for key in (ME, OTHER))
-    assert one.positions_for(3, 0, 1).tolist() == one.positions_for(3, 5, 9).tolist()
-    assert one.positions_for(3, 0, 1).tolist() != one.positions_for(4, 0, 1).tolist()
-    assert one.positions_for(3, 0, 1).tolist() != other.positions_for(3, 0, 1).tolist()
+    assert one.positions_for(Share(3, 0, 1)).tolist() == one.positions_for(Share(3, 5, 9)).tolist()
+    assert one.positions_for(Share(3, 0, 1)).tolist() != one.positions_for(Share(4, 0, 1)).tolist()
+    assert one.positions_for(Share(3, 0, 1)).tolist() != other.positions_for(Share(3, 0, 1)).tolist()
     sequences = own.sequences(RUN.model.sequence_length)
-    each = len(one.positions_for(0, 0, 1))
-    drawn = [n for number in range(sequences // each) for n in one.positions_for(number, 0, 1).tolist()]
+    each = len(one.positions_for(Share(0, 0, 1)))
+    drawn = [n for number in range(sequences // each) for n in one.positions_for(Share(number, 0, 1)).tolist()]
     assert len(set(drawn)) == len(drawn) <= sequences  # nothing twice in a pass
 
 
@@ -147,7 +148,7 @@ async def test_a_training_of_own_data_is_repeated_to_the_bit_in_another_place(
     payloads = []
     for key, data in ((ME, own), (ME, own), (OTHER, own), (ME, elsewhere)):
         worker = worker_of(a_trainer(RUN, shared, OwnData(data, key)), key)
-        payloads.append(content_of((await worker.train(Task(1, len(payloads), 5))).payload))
+        payloads.append(content_of((await worker.train(Task(Share(1, len(payloads), 5)))).payload))
         worker.close()
     assert payloads[0] == payloads[1]
     assert len(set(payloads)) == 3

@@ -17,6 +17,7 @@ from dp_accounting.pld import PLDAccountant
 from p2ptrain.config import PrivacyConfig, RunConfig
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, PrivacySpentError
+from p2ptrain.share import Share
 from p2ptrain.train.live import LiveModel, norm_of
 from p2ptrain.train.own_data import OwnData, share_held_out
 from p2ptrain.train.private import (
@@ -136,7 +137,7 @@ def test_a_damaged_ledger_never_counts_as_an_empty_one(tmp_path: Path, content: 
 def test_a_ledger_that_cannot_be_written_takes_no_step(own: TokenDataset, tmp_path: Path) -> None:
     trainer = a_trainer(own, tmp_path, privacy_of(tmp_path / "gone", config_of()))
     with pytest.raises(DataError, match=r"privacy\.json"):
-        trainer.train(0, 0, 1)
+        trainer.train(Share(0, 0, 1))
     assert not trainer.live.gradient.any()
 
 
@@ -226,7 +227,7 @@ def test_the_same_round_is_never_trained_with_the_same_noise(own: TokenDataset, 
     made = []
     for _ in range(2):
         trainer = a_trainer(own, tmp_path, privacy)
-        trainer.train(0, 0, 1)
+        trainer.train(Share(0, 0, 1))
         made.append(trainer.contribute(0))
     assert made[0] != made[1]
     assert privacy.ledger.steps == 8, "each is paid for"
@@ -236,7 +237,7 @@ def test_steps_that_the_pace_leaves_out_are_paid_back(own: TokenDataset, tmp_pat
     privacy = privacy_of(tmp_path, config_of())
     trainer = a_trainer(own, tmp_path, privacy)
     paid: list[int] = []
-    trainer.train(0, 0, 1, lambda result: paid.append(privacy.ledger.steps) or len(paid) < 3)  # type: ignore[func-returns-value]
+    trainer.train(Share(0, 0, 1), lambda result: paid.append(privacy.ledger.steps) or len(paid) < 3)  # type: ignore[func-returns-value]
     assert paid == [4, 4, 4], "before they are taken"
     assert privacy.ledger.steps == 3
 
@@ -309,7 +310,7 @@ def test_a_budget_too_small_for_these_settings_is_told_also_after_cheaper_ones(t
 
 def test_what_was_trained_without_privacy_is_dropped_when_it_begins(own: TokenDataset, tmp_path: Path) -> None:
     plain = a_trainer(own, tmp_path, None)
-    plain.train(0, 0, 1)
+    plain.train(Share(0, 0, 1))
     plain.contribute(0)
     plain.save(tmp_path / "plain")
     private = a_trainer(own, tmp_path, privacy_of(tmp_path, config_of()))
@@ -319,7 +320,7 @@ def test_what_was_trained_without_privacy_is_dropped_when_it_begins(own: TokenDa
     assert not any(
         bool(each.any()) for each in [private.recipe.residual.coefficients, *private.recipe.state().values()]
     )
-    private.train(0, 0, 1)
+    private.train(Share(0, 0, 1))
     private.save(tmp_path / "private")
     again = a_trainer(own, tmp_path, privacy_of(tmp_path, config_of()))
     again.load(tmp_path / "private")

@@ -20,6 +20,7 @@ from p2ptrain.errors import ConfigError, DataError, DeviceError, MemoryShortErro
 from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer
 from p2ptrain.models.sample import SampleRequest
+from p2ptrain.share import Share
 from p2ptrain.train import learner
 from p2ptrain.train.learner import open_device
 from tests.helpers.tokenizers import prepared
@@ -78,7 +79,7 @@ def test_a_trainer_that_loads_what_another_saved_goes_on_to_the_same_bits(
     others = [make(dataset, name, seed=1) for _ in range(2)]
 
     def go_on(trainer: Trainer, round_number: int, payloads: list[bytes]) -> bytes:
-        trainer.train(round_number, 0, 3)
+        trainer.train(Share(round_number, 0, 3))
         own = trainer.contribute(round_number)
         if round_number % 2:
             trainer.apply(round_number, payloads)
@@ -91,7 +92,7 @@ def test_a_trainer_that_loads_what_another_saved_goes_on_to_the_same_bits(
     def others_payloads(round_number: int) -> list[bytes]:
         payloads = []
         for place, other in enumerate(others, start=1):
-            other.train(round_number, place, 3)
+            other.train(Share(round_number, place, 3))
             payloads.append(other.contribute(round_number))
         return payloads
 
@@ -182,7 +183,7 @@ def test_saved_state_that_is_not_whole_is_refused_and_changes_nothing(
 ) -> None:
     change, reason = SPOILED[case]
     trainer = make(dataset)
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     payload = trainer.contribute(0)
     trainer.apply(0, [payload])
     trainer.save(tmp_path / "state")
@@ -208,14 +209,14 @@ def test_a_poisoned_step_is_an_error_and_never_a_contribution(dataset: TokenData
     trainer, healthy = make(dataset, name), make(dataset, name)
     trainer.replica.weights[0] = float("nan")
     with pytest.raises(TrainingError) as caught:
-        trainer.train(0, 0, 1)
+        trainer.train(Share(0, 0, 1))
     assert caught.value.what == "the loss"
     assert len(caught.value.positions) == 4
     with pytest.raises(AssertionError, match="a contribution follows its training"):
         trainer.contribute(0)
     trainer.replica.weights.copy_(healthy.replica.weights)  # as catching up would
     for one in (trainer, healthy):
-        one.train(0, 0, 1)
+        one.train(Share(0, 0, 1))
     assert trainer.contribute(0) == healthy.contribute(0)
 
 
@@ -231,34 +232,34 @@ def test_an_update_between_training_and_contributing_changes_nothing_that_is_sai
 ) -> None:
     """As happens with overlap, and when a round closes empty."""
     early, late, other = make(dataset, name), make(dataset, name), make(dataset, name)
-    other.train(0, 1, 2)
+    other.train(Share(0, 1, 2))
     payload = other.contribute(0)
     for trainer in (early, late):
-        trainer.train(0, 0, 2)
+        trainer.train(Share(0, 0, 2))
     early.apply(0, [payload])
     assert early.contribute(0) == late.contribute(0)
     late.apply(0, [payload])
     for trainer in (early, late):
-        trainer.train(1, 0, 2)
+        trainer.train(Share(1, 0, 2))
     assert early.contribute(1) == late.contribute(1)
 
 
 def test_a_failed_training_takes_back_the_one_before(dataset: TokenDataset) -> None:
     trainer = make(dataset)
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     trainer.replica.weights[0] = float("nan")
     with pytest.raises(TrainingError):
-        trainer.train(0, 0, 1)
+        trainer.train(Share(0, 0, 1))
     with pytest.raises(AssertionError, match="a contribution follows its training"):
         trainer.contribute(0)
 
 
 def test_a_rounds_contribution_is_made_once_and_a_second_try_changes_nothing(dataset: TokenDataset) -> None:
     trainer = make(dataset)
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     trainer.contribute(0)
     residual = trainer.recipe.residual.coefficients.clone()
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     with pytest.raises(AssertionError, match="made once"):
         trainer.contribute(0)
     assert torch.equal(trainer.recipe.residual.coefficients, residual)
@@ -269,7 +270,7 @@ def test_evaluating_looks_at_the_agreed_weights_and_costs_no_contribution(
 ) -> None:
     trainer = make(dataset, "local")
     agreed = trainer.evaluate()
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     assert not torch.equal(trainer.live.weights, trainer.replica.weights)
     with pytest.raises(AssertionError, match="between two rounds"):
         trainer.evaluate()
@@ -280,10 +281,10 @@ def test_evaluating_looks_at_the_agreed_weights_and_costs_no_contribution(
         patch.setattr(trainer.live, "loss", lambda batch: 1 / 0)
         trainer.evaluate()
     other = make(dataset, "local")
-    other.train(0, 0, 1)
+    other.train(Share(0, 0, 1))
     assert other.contribute(0) == payload
     for each in (trainer, other):
-        each.train(1, 0, 1)
+        each.train(Share(1, 0, 1))
     assert other.contribute(1) == trainer.contribute(1), "nor the next one"
 
 
@@ -314,7 +315,7 @@ def test_a_device_that_is_not_exact_is_refused_at_once(dataset: TokenDataset) ->
 
 def test_payloads_are_refused_with_the_reason(dataset: TokenDataset) -> None:
     trainer = make(dataset)
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     payload = trainer.contribute(0)
     assert trainer.check(payload) is None
     reason = trainer.check(payload[:-1])
@@ -368,7 +369,7 @@ def test_data_of_another_tokenizer_or_too_little_of_it_is_refused(dataset: Token
 def test_steps_are_reported_as_they_happen(dataset: TokenDataset) -> None:
     trainer = make(dataset, "local", local_steps=3)
     seen: list[float] = []
-    results = trainer.train(0, 0, 2, on_step=lambda result: seen.append(result.loss))
+    results = trainer.train(Share(0, 0, 2), on_step=lambda result: seen.append(result.loss))
     assert seen == [result.loss for result in results]
     assert [result.tokens for result in results] == [256, 256, 256]
 
@@ -395,7 +396,7 @@ def test_training_in_bf16_changes_the_steps_and_not_what_is_applied(dataset: Tok
     fine = make(dataset)
     payloads, losses = [], []
     for trainer in (coarse, fine):
-        losses.append(trainer.train(0, 0, 2)[0].loss)
+        losses.append(trainer.train(Share(0, 0, 2))[0].loss)
         payloads.append(trainer.contribute(0))
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
@@ -443,7 +444,7 @@ def test_a_contribution_that_a_device_has_no_room_for_is_made_on_the_cpu_with_no
     payloads, residuals = [], []
     for is_short in (False, True):
         trainer = make(dataset, name)
-        trainer.train(0, 0, 1)
+        trainer.train(Share(0, 0, 1))
         if is_short:
             fails_every_other_time(monkeypatch, place)
         payloads.append(trainer.contribute(0))
@@ -477,8 +478,8 @@ def test_a_training_that_runs_out_of_memory_anywhere_says_so_and_can_be_followed
         with monkeypatch.context() as here:
             here.setattr(owner, name, full)
             with pytest.raises(MemoryShortError, match=r"out of memory while training: .* are free\. A smaller device"):
-                trainer.train(0, 0, 1)
-    trainer.train(0, 0, 1)
+                trainer.train(Share(0, 0, 1))
+    trainer.train(Share(0, 0, 1))
     assert trainer.check(trainer.contribute(0)) is None
 
 
@@ -488,7 +489,7 @@ def test_settings_of_the_device_are_used(dataset: TokenDataset, monkeypatch: pyt
     trainer = Trainer(run, ONE_THREAD.model_copy(update={"sequences_per_pass": 1}), dataset)
     real = trainer.live.model.loss
     monkeypatch.setattr(trainer.live.model, "loss", lambda batch: (sizes.append(len(batch)), real(batch))[1])
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     trainer.contribute(0)
     trainer.evaluate(3)
     assert sizes == [1] * 4 + [1] * 3

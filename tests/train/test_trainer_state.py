@@ -16,7 +16,7 @@ from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.exact import replica
-from p2ptrain.slots import PassSlots
+from p2ptrain.share import PassSlots, Share
 from p2ptrain.train import learner
 from p2ptrain.train.learner import EVALUATED_SEQUENCES
 from tests.helpers.trainer import FAMILY, ONE_THREAD, RECIPES, Trainer, embedded, make, swarm_round
@@ -32,7 +32,7 @@ def newcomer(other: Trainer, dataset: TokenDataset) -> Trainer:
 
 
 def contribution(trainer: Trainer, round_number: int, place: int = 0, places: int = 1) -> bytes:
-    trainer.train(round_number, place, places)
+    trainer.train(Share(round_number, place, places))
     return trainer.contribute(round_number)
 
 
@@ -136,11 +136,11 @@ def test_a_state_that_is_adopted_while_a_round_trains_changes_nothing_of_its_con
 ) -> None:
     first, second, other = make(dataset, name), make(dataset, name, seed=2), make(dataset, name, seed=2)
     for trainer in (second, other):
-        trainer.train(0, 0, 1)
+        trainer.train(Share(0, 0, 1))
     second.replica.adopt(4, [first.state_bytes()])
     assert not second.rebase()
     assert second.contribute(0) == other.contribute(0)
-    second.train(4, 0, 1)
+    second.train(Share(4, 0, 1))
     assert second.round == 4
     assert second.check(second.contribute(4)) is None
 
@@ -176,7 +176,7 @@ def test_state_saved_during_a_round_leaves_out_its_steps(dataset: TokenDataset, 
     trainer = make(dataset, name)
     trainer.apply(0, [contribution(trainer, 0)])
     residual = trainer.recipe.residual.coefficients.clone()
-    trainer.train(1, 0, 1)
+    trainer.train(Share(1, 0, 1))
     trainer.save(tmp_path / "state")
     restarted = newcomer(trainer, dataset)
     restarted.load(tmp_path / "state")
@@ -194,7 +194,7 @@ def test_state_saved_before_the_announcement_has_the_contribution_to_give_back(
     dataset: TokenDataset, name: str, tmp_path: Path
 ) -> None:
     trainer = make(dataset, name)
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     trainer.contribute(0)
     trainer.save(tmp_path / "state")
     restarted = newcomer(trainer, dataset)
@@ -219,10 +219,10 @@ def test_positions_are_those_that_are_trained_on(dataset: TokenDataset, monkeypa
         return real(positions, length)
 
     monkeypatch.setattr(trainer.dataset, "batch", spy)
-    trainer.train(7, 1, 3)
-    assert used == trainer.positions_for(7, 1, 3).tolist()
+    trainer.train(Share(7, 1, 3))
+    assert used == trainer.positions_for(Share(7, 1, 3)).tolist()
     assert len(used) == 3 * 2 * 4
-    assert not set(used) & set(trainer.positions_for(7, 0, 3).tolist())
+    assert not set(used) & set(trainer.positions_for(Share(7, 0, 3)).tolist())
 
 
 def test_a_learner_reads_what_the_runs_policy_assigns(dataset: TokenDataset) -> None:
@@ -230,11 +230,11 @@ def test_a_learner_reads_what_the_runs_policy_assigns(dataset: TokenDataset) -> 
     run = drawn.run.model_copy(update={"data": DataConfig(assignment="window")})
     window, length, count = Trainer(run, ONE_THREAD, dataset), run.model.sequence_length, run.recipe.round_sequences
     sequences = dataset.sequences(length)
-    assert drawn.positions_for(7, 1, 3).tolist() == shard(1, 7, 1, 3, count, sequences).tolist()
+    assert drawn.positions_for(Share(7, 1, 3)).tolist() == shard(1, 7, 1, 3, count, sequences).tolist()
     most = dataset.sequences_in(WINDOW_PIECES, length)
-    assert window.positions_for(7, 1, 3).tolist() == shard_in_window(1, 7, 1, 3, count, sequences, most).tolist()
+    assert window.positions_for(Share(7, 1, 3)).tolist() == shard_in_window(1, 7, 1, 3, count, sequences, most).tolist()
     slots = PassSlots(40, 20, 8, 4)  # fewer than three steps of four sequences need
-    assert drawn.positions_for(7, 1, 3, slots).tolist() == 3 * shard_of_slots(1, slots, sequences).tolist()
+    assert drawn.positions_for(Share(7, 1, 3, slots)).tolist() == 3 * shard_of_slots(1, slots, sequences).tolist()
 
 
 def test_a_node_trains_and_evaluates_with_just_the_pieces_that_it_asked_for(
@@ -244,7 +244,7 @@ def test_a_node_trains_and_evaluates_with_just_the_pieces_that_it_asked_for(
     sparse = store_manifest(tmp_path / "sparse", encoded, manifest_digest(encoded))
     rich, poor = make(dataset), make(sparse)
     length = rich.run.model.sequence_length
-    missing = sparse.missing(poor.positions_for(0, 0, 1), length)
+    missing = sparse.missing(poor.positions_for(Share(0, 0, 1)), length)
     missing += sparse.missing_held_out(EVALUATED_SEQUENCES, length)
     assert 0 < len(missing) < len(sparse.missing_anywhere())
     for digest in missing:
@@ -277,7 +277,7 @@ def test_no_more_unpacked_payloads_are_kept_than_there_is_room_for(
     monkeypatch.setattr(replica, "UNPACKED_BYTES", 2 * trainer.outer.contribution_bytes)
     payloads = []
     for number in range(3):
-        trainer.train(number, 0, 1)
+        trainer.train(Share(number, 0, 1))
         payloads.append(trainer.contribute(number))
         assert trainer.check(payloads[-1]) is None
     assert list(trainer.replica.unpacked) == payloads[1:]
@@ -285,7 +285,7 @@ def test_no_more_unpacked_payloads_are_kept_than_there_is_room_for(
 
 def test_a_payload_that_came_too_late_for_its_round_is_not_kept_unpacked(dataset: TokenDataset) -> None:
     trainer = make(dataset)
-    trainer.train(0, 0, 1)
+    trainer.train(Share(0, 0, 1))
     payload = trainer.contribute(0)
     assert trainer.check(payload) is None
     trainer.apply(0, [])
