@@ -122,7 +122,7 @@ def test_daemons_on_a_line_learn_and_are_measured(
     assert wan.main() == 0
     found = json.loads(out.read_text())
     early, late = found["marks"]
-    assert (found["nodes"], found["line"]["up_megabits"], found["recipe"]["name"]) == (2, 10.0, "local")
+    assert (found["nodes"], found["lines"][0]["up_megabits"], found["recipe"]["name"]) == (2, 10.0, "local")
     assert 0 < early["round"] < late["round"] <= min(found["rounds"])
     assert late["loss"] < 5.6, "below that of a guess"
     assert 60 <= early["seconds"] < late["seconds"]

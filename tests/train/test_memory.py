@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.data.dataset import TokenDataset
+from p2ptrain.share import Share
 from tests.helpers.trainer import Trainer
 
 def most(reset):
