@@ -298,7 +298,7 @@ def test_dropout_differs_from_step_to_step_and_is_off_in_evaluation(dataset: Tok
     assert trainer.live.model.training
     drawn = []
     for number, place, step in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)):
-        with trainer._drawing(number, place, step):
+        with trainer._drawing(Share(number, place, 1), step):
             drawn.append(float(torch.rand(())))
     assert len(set(drawn[:4])) == 4
     assert drawn[4] == drawn[0]
