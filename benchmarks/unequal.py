@@ -27,7 +27,7 @@ def spread(*steps: int) -> Setting:
     return replace(MUON, peers=len(steps), steps_of=steps)
 
 
-def tiny(slow: int) -> Setting:
+def fortieth(slow: int) -> Setting:
     """Returns eight peers of which so many take one step, on one of its four sequences: a fortieth of the work."""
     fast = 8 - slow
     return replace(spread(*[1] * slow, *[10] * fast), sequences_of=(*[1] * slow, *[4] * fast))
@@ -51,11 +51,11 @@ COMPARED: dict[str, list[tuple[str, Setting]]] = {
         ("equal, as many tokens", spread(*[5] * 3, *[4] * 5)),
     ],
     "3 of 8 take a fortieth": [
-        ("all", tiny(3)),
+        ("all", fortieth(3)),
         ("without the slow ones", spread(*[0] * 3, *[10] * 5)),
     ],
     "5 of 8 take a fortieth": [
-        ("all", tiny(5)),
+        ("all", fortieth(5)),
         ("without the slow ones", spread(*[0] * 5, *[10] * 3)),
     ],
     "steps 10/5/2/1": [

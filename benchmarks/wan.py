@@ -293,8 +293,8 @@ def load_run(path: Path | None) -> tuple[str, RunConfig]:
 
 
 def tell(found: dict[str, Any]) -> None:
-    line, *others = found["lines"]
-    rates = ", ".join(f"{each['down_megabits']:g} and {each['up_megabits']:g}" for each in (line, *others))
+    line = found["lines"][0]  # they differ in rates alone
+    rates = ", ".join(f"{each['down_megabits']:g} and {each['up_megabits']:g}" for each in found["lines"])
     print(
         f"{found['system']}, {found['nodes']} nodes, {rates} Mbit/s, "
         f"{1_000 * line['delay_seconds']:g} ms, {line['loss']:.1%} of packets lost"

@@ -24,7 +24,7 @@ class PassSlots(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a node trains on in a round."""
+    """The data that a node trains on in a round."""
 
     round: int
     place: int  # of this node, among

@@ -109,7 +109,7 @@ class RecipeConfig(Section):
         1,
         ge=1,
         le=24,
-        description="bits of a sent number and its sign; 1: only the sign; above 8 only if all are sent; 24: as fp32",
+        description="bits of a sent number and its sign; 1: only the sign; above 8 only if all are sent",
     )
     decay: Rational = Field(Fraction(95, 100), ge=0, le=1, description="share of the residual that stays each round")
     residual_share: Rational = Field(

@@ -121,7 +121,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         """Returns what a key trains on in a later round, if nothing changes until then; None if its place says it."""
         if run.data.assignment != "capability":
             return None
-        each, place = run.recipe.round_sequences // run.recipe.local_steps, self.place[key]
+        each, place = run.recipe.step_sequences, self.place[key]
         steps = self._steps(run)
         start = self.assigned + (round_number - self.round - 1) * sum(steps)
         return PassSlots(start * each, sum(steps) * each, sum(steps[:place]) * each, steps[place] * each)

@@ -352,7 +352,7 @@ class LocalWorker:
 
     @property
     def _takes_fewer(self) -> bool:
-        """Whether a step may take fewer sequences: noise is made for steps of one size, as plug-ins are."""
+        """Whether a step may take fewer sequences: the noise of privacy and plug-ins count on whole steps."""
         return self.privacy is None and not self.learner.run.recipe.plugin
 
     @property

@@ -1,8 +1,7 @@
 """How fast a training goes: how much of the time the device works, and for how many steps its round leaves time.
 
-A machine that is so slow that not even one step fits a round takes that step on fewer of its sequences, so that it
-still contributes to every round. How many fit it learns from the training before: from the time that it took, and from
-the time after which the others contributed.
+A machine so slow that not even one step fits a round takes that step on fewer of its sequences. How many fit, it learns
+from the training before: from the time that it took, and the time after which the others contributed.
 """
 
 from __future__ import annotations
@@ -72,12 +71,12 @@ class Pacing:
 
     def end(self, number: int, steps: int) -> None:
         """Notes a training's end, and settles on how many sequences the next one's steps take."""
-        paced, usual, last = self._first_pace
         least, most = self._recipe.local_steps_min, self._recipe.step_sequences
         if (
-            not least < self._recipe.local_steps or steps > least
-        ):  # claims of fewer steps keep the others' pace from falling
+            steps > least or least == self._recipe.local_steps
+        ):  # who claims all steps would make the others' pace faster
             return
+        paced, usual, last = self._first_pace
         before = self.step_sequences or most
         fit = min(2 * before, most)  # where there is no pace to keep any more
         if paced == number:
