@@ -155,6 +155,7 @@ class TrainingFailed(Struct, frozen=True, tag=True):
 
     round: int
     why: str = ""
+    has_passed: bool = False  # nothing failed: the round passed before the training could begin
 
 
 class PayloadArrived(Struct, frozen=True, tag=True):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.claims import drawn
 from p2ptrain.core.context import Context
-from p2ptrain.core.events import Apply, CatchUp, NoteWrongState, Pace, Return, Train, TrainingFinished
+from p2ptrain.core.events import Apply, CatchUp, NoteWrongState, Pace, Return, Train, TrainingFailed, TrainingFinished
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Received, read
@@ -401,16 +401,16 @@ class LocalWork:
         context.voice.publish_once(received, payloads=(event.payload,))
         here.offer_held(context.me)
 
-    def failed(self, number: int) -> None:
+    def failed(self, event: TrainingFailed) -> None:
         """Tries again after a while, if the round is still open then: it may wait for a contribution of ours alone."""
-        if self.training is None or self.training.round != number:
+        if self.training is None or self.training.round != event.round:
             return
         self.training = None
-        context, failed = self.context, (self.chain.state.branch, number)
+        context, failed = self.context, (self.chain.state.branch, event.round)
         seconds = 2.0 * self.again_seconds if failed == self.failed_for else AGAIN_SECONDS
         self.failed_for, self.again_seconds = failed, min(seconds, AGAIN_SECONDS_MAX)
         self.again_at = context.now + self.again_seconds
-        context.counters["trainings failed"] += 1
+        context.counters["rounds let pass" if event.has_passed else "trainings failed"] += 1
 
     def restore(self, announcements: list[Received]) -> None:
         """Restores our announcements after a restart."""

@@ -73,7 +73,7 @@ class Participant:
             ev.PeerSeen: self._peer_seen,
             ev.PeerLost: lambda event: context.peers.pop(event.peer, None),
             ev.TrainingFinished: lambda event: self.work.finished(event, self.here),
-            ev.TrainingFailed: lambda event: self.work.failed(event.round),
+            ev.TrainingFailed: self.work.failed,
             ev.PayloadArrived: self._payload_arrived,
             ev.FetchFailed: lambda event: self.pools.payloads.failed(event.payload, event.peer),
             ev.Applied: self._applied,

@@ -33,7 +33,7 @@ from p2ptrain.core.complaints import Complaint
 from p2ptrain.core.messages import authored, payload_digest
 from p2ptrain.data.assignment import Positions
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
+from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, PassedError, TrainingError
 from p2ptrain.exact.outer import Uncounted
 from p2ptrain.exact.shortage import is_out_of_memory
 from p2ptrain.models.adapters import FrozenBase
@@ -277,6 +277,8 @@ class LocalWorker:
     def _train(self, task: Task) -> tuple[Done, Trained | None]:
         """Returns the contribution, and its entry in the diary; None if it has one, or is never repeated."""
         learner, diary = self.learner, self._diary
+        if self.pacing.rest_before() and self.replica.round >= task.round:
+            raise PassedError("it passed while the device rested")  # the next order is for a round that is still open
         learner.catch_up()
         if (again := diary.again(task, learner.round)) is not None:  # killed between training and announcing it
             self.figures.again(again.steps, again.entry.k)
@@ -389,6 +391,7 @@ class LocalWorker:
     def _repeat(self, each: Trained, awaits: tuple[int, Callable[[], object]]) -> None:
         learner, sequences = self.learner, self.learner.live.sequences_per_pass
         self._awaits = awaits
+        self.pacing.rest_before()
         learner.catch_up()
         _use_threads(each.threads)
         learner.live.set_sequences_per_pass(each.sequences_per_pass)

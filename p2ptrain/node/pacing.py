@@ -46,9 +46,13 @@ class Pacing:
         if self._first_pace[0] != number:
             self._first_pace = self._pace
 
+    def rest_before(self) -> bool:
+        """Takes the rest that is due before a training; idle time since the last one counts. Returns whether any was."""
+        due, self._owed = self._owed - (perf_counter() - self._stepped_at), 0.0
+        return self._rest(due) > 0.0 if due > 0.0 else False
+
     def begin(self) -> None:
-        """Begins a training, after the rest that is due; idle time since the last one counts."""
-        self._rest(self._owed - (perf_counter() - self._stepped_at))
+        """Begins a training."""
         self._owed = self._rested = 0.0
         self._began = self._stepped_at = perf_counter()
 

@@ -53,7 +53,7 @@ class Trainings:
         except StoppedError:
             return
         except PassedError as error:
-            self._give(ev.TrainingFailed(effect.round, str(error)))
+            self._give(ev.TrainingFailed(effect.round, str(error), has_passed=True))
             return
         except PrivacySpentError as error:  # from now on this node is one that never finishes its training
             self.pauses.begin(complaint(Code.PRIVACY_SPENT, spent=f"{error.spent:.2f}", budget=f"{error.budget:g}"))

@@ -112,6 +112,13 @@ def test_a_failed_training_is_tried_again_while_its_round_is_open() -> None:
     assert bench.tick(bench.now + 5.0)[-1] == ev.Train(2, 1, 0, 1), "another round begins with a short wait"
 
 
+def test_a_training_that_its_round_did_not_wait_for_is_no_failure() -> None:
+    bench = Bench(1)
+    bench.do(ev.TrainingFailed(1, "it passed while the device rested", has_passed=True))
+    counters = bench.node.context.counters
+    assert (counters["rounds let pass"], counters["trainings failed"]) == (1, 0)
+
+
 def test_a_small_payload_rides_along() -> None:
     bench = Bench(4, me=1)
     bench.now = 10.0

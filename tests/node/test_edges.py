@@ -404,7 +404,7 @@ async def test_a_round_that_passes_is_no_trouble_and_needs_no_data(
         each.driver.worker.train = passed  # type: ignore[method-assign,assignment]
         doing(each, ev.Train(1, 0, 1, 4))
         await until(lambda: bool(each.node.events))
-        assert each.node.events == [ev.TrainingFailed(1, "its turn has not come")]
+        assert each.node.events == [ev.TrainingFailed(1, "its turn has not come", has_passed=True)]
         assert caplog.text == ""
 
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from p2ptrain.config import RecipeConfig
 from p2ptrain.core.messages import KEY_BYTES, payload_digest
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.errors import MemoryShortError, TrainingError
+from p2ptrain.errors import MemoryShortError, PassedError, TrainingError
 from p2ptrain.node.local_worker import FAILED, LearnerThread, LocalWorker
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import Task
@@ -463,6 +463,21 @@ async def test_a_training_ends_after_the_last_step_that_fits_the_pace(dataset: T
     life.worker.keep_pace(2, 0.0, 0.0)
     await life.train(2)
     assert (life.worker.figures.steps, life.diary[-1].steps) == (2, 2)
+    life.close()
+
+
+async def test_a_device_that_rests_through_its_round_trains_for_the_next_one(dataset: TokenDataset) -> None:
+    life = Life(dataset, "local")
+    life.worker.set_percent(1)
+    await life.train(1)  # and a rest of a hundred times that is due
+    resting = asyncio.ensure_future(life.train(2))
+    for number in (1, 2):
+        await life.apply(number, {})
+    life.worker.set_percent(100)  # ends the rest
+    with pytest.raises(PassedError):
+        await resting
+    life.worker.set_percent(1)
+    await asyncio.wait_for(life.train(3), 5.0)  # of a base that all others have, too; no rest is due
     life.close()
 
 
