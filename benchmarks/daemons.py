@@ -29,7 +29,6 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -388,18 +387,14 @@ def measure_traffic(swarm: Swarm, rounds: int, minutes: float = 0.0) -> dict[str
     }
 
 
-def roots_in(swarm: Swarm) -> dict[int, set[str]]:
-    """Returns the roots that the nodes have of some rounds, until there is one of which all have told theirs."""
-    roots: defaultdict[int, dict[str, str]] = defaultdict(dict)  # by round and node
+def roots_in(swarm: Swarm) -> dict[str, set[str]]:
+    """Returns the roots that the nodes have of the last rounds that all of them still know, by round."""
 
-    def is_told() -> bool:
-        for node in swarm.nodes:
-            if status := node.status:
-                roots[status["applied_round"]][node.name] = status["state_root"]
-        return any(len(each) == len(swarm.nodes) for each in roots.values())
+    def common() -> set[str]:
+        return set.intersection(*(set(node.status.get("roots", ())) for node in swarm.nodes))
 
-    swarm.until(is_told, ROUND_SECONDS)
-    return {number: set(each.values()) for number, each in roots.items()}
+    swarm.until(lambda: bool(common()), ROUND_SECONDS)
+    return {number: {node.status["roots"][number] for node in swarm.nodes} for number in common()}
 
 
 def blob_bytes(node: DemoNode) -> int:

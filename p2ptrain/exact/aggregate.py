@@ -130,12 +130,12 @@ def sum_votes(
     added = 0
     for contribution in contributions:
         values = scales.votes(added, contribution.values) if scales else contribution.values
-        votes = torch.from_numpy(values).to(device, dtype).reshape(-1)
+        votes = torch.from_numpy(values).to(device).reshape(-1)
         if recipe.is_dense:
             sums.add_(votes)
         else:
             places = torch.from_numpy(np.add(contribution.indices, starts, dtype=index_type).reshape(-1)).to(device)
-            sums.index_add_(0, places, votes)
+            sums.index_add_(0, places, votes.to(dtype))
         added += 1
     assert added == count
     return Votes(sums.view(layout.chunks, layout.area), count, scales)

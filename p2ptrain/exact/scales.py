@@ -23,7 +23,7 @@ single vote never counts more than `vote_max`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ from p2ptrain.exact.transform import Layout
 
 VALUE_MAX, DENSE_VALUE_MAX = 2**15 - 1, 2**23 - 1  # the largest integers in contributions of some and of all weights
 NOTHING_BITS = 40  # so many halvings leave no such integer; so many doublings exceed any `vote_max`, within 64 bits
+BLOCK_VALUES = 2**18  # worked out at a time: all at once would take several times their memory
 SILENCED = 2**10  # halvings that leave zero, whatever the exponents
 SHARE_BITS = 20  # of a contribution's share in the effective number, which is a sum of integers
 Votes = NDArray[np.int16] | NDArray[np.int32]
@@ -90,10 +91,13 @@ class Scales:
         # A group of few non-zero values has a low root mean square, so these values are shifted far to the left.
         wide, most = (np.int64, NOTHING_BITS) if self.is_dense else (np.int32, 15)
         right = np.clip(-shifts, 0, most).astype(wide)  # a larger shift would change nothing
-        magnitudes = np.abs(values.astype(wide)) << np.clip(shifts, 0, most).astype(wide)
-        magnitudes = np.minimum((magnitudes + (np.ones((), wide) << right >> 1)) >> right, self.vote_max)
-        narrow = np.int16 if self.vote_max <= np.iinfo(np.int16).max else np.int32
-        votes: Votes = np.where(values < 0, -magnitudes, magnitudes).astype(narrow)
+        left = np.clip(shifts, 0, most).astype(wide)
+        votes: Votes = np.empty(values.shape, np.int16 if self.vote_max <= np.iinfo(np.int16).max else np.int32)
+        for rows in _blocks(values):
+            magnitudes = np.abs(values[rows].astype(wide)) << left[rows]
+            magnitudes += np.ones((), wide) << right[rows] >> 1
+            magnitudes = np.minimum(magnitudes >> right[rows], self.vote_max)
+            votes[rows] = np.where(values[rows] < 0, -magnitudes, magnitudes)
         return votes
 
     def uncounted(self, number: int, removed: NDArray[np.float32]) -> NDArray[np.float32]:  # [chunks, k]
@@ -101,9 +105,19 @@ class Scales:
         own, units = (np.repeat(each, self.chunks)[:, None] for each in (self.exponents[number], self.units))
         # Clipped, because a training that is repeated after a crash may differ from the announced one.
         most = DENSE_VALUE_MAX if self.is_dense else VALUE_MAX
-        votes = self.votes(number, np.clip(np.ldexp(removed, -own), -most, most).astype(np.int32))
-        left: NDArray[np.float32] = removed - np.ldexp(votes.astype(np.float32), units)
+        values = np.empty(removed.shape, np.int32)
+        for rows in _blocks(removed):
+            values[rows] = np.clip(np.ldexp(removed[rows], -own[rows]), -most, most)
+        votes, left = self.votes(number, values), np.empty_like(removed)
+        for rows in _blocks(removed):
+            left[rows] = removed[rows] - np.ldexp(votes[rows].astype(np.float32), units[rows])
         return left
+
+
+def _blocks(values: Values | NDArray[np.float32]) -> Iterator[slice]:
+    chunks, k = values.shape
+    step = max(1, BLOCK_VALUES // k)
+    return (slice(first, first + step) for first in range(0, chunks, step))
 
 
 def _doublings(larger: NDArray[np.float64], smaller: NDArray[np.float64]) -> NDArray[np.int64]:

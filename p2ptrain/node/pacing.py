@@ -47,9 +47,9 @@ class Pacing:
             self._first_pace = self._pace
 
     def rest_before(self) -> bool:
-        """Takes the rest that is due before a training; idle time since the last one counts. Returns whether any was."""
+        """Takes the rest that is due before a training, if any; idle time since the last one counts."""
         due, self._owed = self._owed - (perf_counter() - self._stepped_at), 0.0
-        return self._rest(due) > 0.0 if due > 0.0 else False
+        return due > 0.0 and self._rest(due) > 0.0
 
     def begin(self) -> None:
         """Begins a training."""

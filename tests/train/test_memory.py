@@ -129,8 +129,9 @@ def _compare(
     checkpointing: bool,
     half_state: bool = False,
     rounds: int = 2,
+    **settings: Any,
 ) -> None:
-    run: dict[str, Any] = {"name": "memory", "model": {"preset": preset}, "recipe": {"name": recipe}}
+    run: dict[str, Any] = {"name": "memory", "model": {"preset": preset}, "recipe": {"name": recipe} | settings}
     if recipe == "local":
         run["recipe"]["local_steps"] = 2
     device = {"name": "cpu", "threads": 1, "autocast": "bf16" if autocast else "off", "checkpointing": checkpointing}
@@ -149,6 +150,12 @@ def test_a_run_takes_the_memory_that_it_is_said_to_take(
     recipe: str, autocast: bool, checkpointing: bool, half_state: bool, tmp_path: Path
 ) -> None:
     _compare(tmp_path, "5m", recipe, autocast, checkpointing, half_state)
+
+
+@pytest.mark.parametrize("bits", [4, 16, 24])
+def test_a_run_without_compression_takes_the_memory_that_it_is_said_to_take(bits: int, tmp_path: Path) -> None:
+    dense = {"k": 64**2, "transform": "none", "value_bits": bits, "decay": 0}
+    _compare(tmp_path, "5m", "local", False, False, **dense)
 
 
 @pytest.mark.parametrize(("half_state", "bytes_a_parameter"), [(False, 12.5), (True, 8.5)])
