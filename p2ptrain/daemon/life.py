@@ -285,7 +285,7 @@ async def save_last(daemon: Daemon) -> None:
     """Saves a last checkpoint, unless the state is wrong, and everything else that is not on the disk yet."""
     driver, persistence = daemon.driver, daemon.edges.persistence
     number, standings = driver.replica.replica.round, driver.replica.standings
-    if number in standings and not persistence.has(number) and not driver.node.view().is_quarantined:
+    if standings and not persistence.has(number) and not driver.node.view().is_quarantined:
         await persistence.save(driver.worker, standings)
     addresses: list[str] = []
     with daemon.edges.transport.boundary.contain("the last addresses to remember"):

@@ -181,12 +181,14 @@ class Persistence:
     async def save(self, worker: Worker, standings: Standings) -> int | None:
         """Saves the state that the replica has now. Returns its round; None if that failed."""
         async with self._turn:
-            try:
-                capture = await worker.capture()
-            except DataError as error:
-                self._failed(worker.replica.round, error)
-                return None
-            standing, loop = standings[capture.round], asyncio.get_running_loop()
+            standing, loop = None, asyncio.get_running_loop()
+            while standing is None:  # another state may be adopted as soon as a copy is made
+                try:
+                    capture = await worker.capture()
+                except DataError as error:
+                    self._failed(worker.replica.round, error)
+                    return None
+                standing = standings.get(capture.round)
             return capture.round if await loop.run_in_executor(self._writer, self._try, capture, standing) else None
 
     def has(self, number: int) -> bool:

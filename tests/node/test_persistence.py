@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.node import persistence
+from p2ptrain.node.owner import save_now
 from p2ptrain.node.replica_thread import Standing
 from tests.helpers.driver import STATE, DriverBench, a_manifest, bench, root_of
 from tests.helpers.net import some_bytes
@@ -98,6 +99,38 @@ async def test_training_waits_for_a_copy_of_the_state_and_not_for_the_disk(
         assert (checkpoint.round, checkpoint.root) == (4, root_of(STATE))
         assert (checkpoint.path / "state.bin").read_bytes() == STATE
         assert each.store.checkpoints.verify(checkpoint) is None
+
+
+async def test_a_state_that_is_just_being_applied_is_saved_as_soon_as_it_is_noted(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        stands(each, 4)
+        each.trainer.round, capture = 5, each.trainer.capture  # its root is not computed yet
+
+        def after_it() -> Any:
+            stands(each, 5)
+            return capture()
+
+        each.trainer.capture = after_it  # type: ignore[method-assign]
+        edges = SimpleNamespace(persistence=each.persistence)
+        driver: Any = SimpleNamespace(edges=edges, replica=each.replica, worker=each.workshop.worker)
+        assert await save_now(driver) == 5
+        assert rounds_saved(each) == [5]
+
+
+async def test_a_copy_of_a_state_that_was_given_up_meanwhile_is_made_again(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        stands(each, 4)
+        capture = each.trainer.capture
+
+        def before_another_is_adopted() -> Any:
+            moment, each.trainer.capture = capture(), capture  # type: ignore[method-assign]
+            each.replica.standings.clear()
+            stands(each, 7)
+            return moment
+
+        each.trainer.capture = before_another_is_adopted  # type: ignore[method-assign]
+        assert await each.persistence.save(each.workshop.worker, each.replica.standings) == 7
+        assert rounds_saved(each) == [7]
 
 
 async def test_a_checkpoint_that_is_due_while_one_is_written_is_left_out_unless_it_is_the_last(
