@@ -2,7 +2,8 @@
 
 `live` is the model in training, `recipes` with `inner` turn steps into a contribution, and `private` limits how much a
 contribution reveals of `own_data`. `learner` joins them, beside a replica of the agreed state; `saved_state` is its
-file. `begin` makes a run's first weights, `memory` estimates a run's needs, `evaluate` measures the held-out loss.
+file. `begin` makes a run's first weights, `memory` estimates a run's needs, `evaluate` measures the held-out loss, and
+`matched_filter` judges whether a contribution comes from its author's own sequences.
 
 Nothing here opens a socket or runs an event loop; a recipe never communicates.
 """

@@ -60,7 +60,7 @@ class Muon:
         self.config, self.live = config, live
         sizes = [part.numel() for part in live.parts(live.weights)]
         self.others = [place for place, is_hidden in enumerate(live.is_hidden_matrix) if not is_hidden]
-        self.batches = list(_batches(live))
+        self.batches = list(hidden_batches(live))
         self.mean = torch.zeros_like(live.weights, dtype=live.state_type)
         self.squares = [torch.zeros(sizes[place], device=live.weights.device) for place in self.others]
         self.steps = torch.zeros((), dtype=torch.int64)
@@ -118,7 +118,7 @@ def batch_elements(device: str) -> int:
     return BATCH_ELEMENTS if device == "cpu" else DEVICE_BATCH_ELEMENTS
 
 
-def _batches(live: LiveModel) -> Iterator[list[int]]:
+def hidden_batches(live: LiveModel) -> Iterator[list[int]]:
     """Yields the places of hidden matrices that are orthogonalised together."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, shape in enumerate(live.shapes):
