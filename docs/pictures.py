@@ -4,7 +4,8 @@
 trains. `loss_over_bytes.png` is drawn from the figures in benchmarks/figures/learning-0.8m.json, which
 benchmarks/learning.py has made, and `loss_over_steps.png` from family-0.8m.json beside it, some of the runs that the
 program keeps with --json. DiLoCo and MuLoCo in the first picture are from there as well: one seed, and our codec.
-`lateness.png` is drawn from lateness.json, which benchmarks/lateness.py has made.
+`lateness.png` is drawn from lateness.json, which benchmarks/lateness.py has made, and `distro.png` from distro.json:
+runs of `distro` and AdamW that benchmarks/learning.py has kept, with their curves.
 
     python docs/pictures.py [dashboard] [loss]
 """
@@ -24,8 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-FIGURES, FAMILY, LATENESS = (
-    ROOT / "benchmarks" / "figures" / f"{name}.json" for name in ("learning-0.8m", "family-0.8m", "lateness")
+FIGURES, FAMILY, LATENESS, DISTRO = (
+    ROOT / "benchmarks" / "figures" / f"{name}.json" for name in ("learning-0.8m", "family-0.8m", "lateness", "distro")
 )
 OURS = ["k=64, 10 steps", "k=128, 10 steps", "k=256, 10 steps", "k=512, 8 steps"]  # the points of our line
 DILOCO = "local adamw, all weights, 16 bits, 30 steps, decay 0, momentum 0.9, outer rate 0.7"
@@ -53,6 +54,7 @@ def main() -> None:
         loss_over_bytes(PICTURES / "loss_over_bytes.png")
         loss_over_steps(PICTURES / "loss_over_steps.png")
         lateness(PICTURES / "lateness.png")
+        distro(PICTURES / "distro.png")
     if "dashboard" in wanted:
         dashboard(PICTURES / "dashboard.png")
     for picture in sorted(PICTURES.glob("*.png")):
@@ -174,6 +176,33 @@ def loss_over_steps(path: Path) -> None:
     axes.set(xlabel="local steps", ylabel="validation loss, nats a byte", ylim=(1.3, 3.1), xlim=(0, 600))
     axes.legend(fontsize=6.5)
     axes.grid(alpha=0.3)
+    figure.savefig(path)
+    pyplot.close(figure)
+    with_few_colours(path)
+
+
+def distro(path: Path) -> None:
+    """Draw the loss of `distro` and of AdamW while they train, for each size of the model."""
+    import matplotlib as mpl  # noqa: PLC0415  (slow, and only for this)
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    rows = json.loads(DISTRO.read_text())
+    sizes = list(dict.fromkeys(row["parameters"] for row in rows))
+    figure, panels = pyplot.subplots(1, len(sizes), figsize=(9, 3.8), dpi=110, layout="constrained")
+    for axes, size in zip(panels, sizes, strict=True):
+        for row in rows:
+            if row["parameters"] == size:
+                steps, losses = zip(*row["curve"][1:], strict=True)
+                (line,) = axes.plot(steps, losses, marker="o", markersize=3)
+                label = f"{row['name']}, {losses[-1]:.2f}\n{row['bytes_per_peer_step']:,.0f} bytes a step"
+                place = (0, 28 if row["name"] == "distro" else -26)
+                style = {"textcoords": "offset points", "ha": "right", "color": line.get_color()}
+                axes.annotate(label, (steps[-1], losses[-1]), place, **style)
+        axes.set(xlabel="steps", ylabel="validation loss, nats a byte", title=f"{size / 1e6:.1f} million parameters")
+        axes.set_ylim(bottom=1.3)
+        axes.grid(alpha=0.3)
     figure.savefig(path)
     pyplot.close(figure)
     with_few_colours(path)

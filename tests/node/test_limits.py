@@ -315,6 +315,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def trained(made: Pacing, time: Any) -> None:
     """Takes two steps of one second each."""
+    made.rest_before()
     made.begin()
     for step in (1, 2):
         time.now += 1.0
