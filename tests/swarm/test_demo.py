@@ -37,9 +37,10 @@ def test_a_swarm_trains_loses_a_node_gets_it_back_and_agrees_on_every_root(tmp_p
     [(compared, by_all)] = re.findall(r"(\d+) rounds compared, (\d+) of them between all 3: 0 differ", done.stdout)
     assert int(compared) >= int(by_all) >= 8  # of 40: two join in the first dozen, one is away for a few
     assert done.stdout.endswith("all replicas are bit-identical\n")
-    [(first, seen, last)] = re.findall(r"loss +([\d.]+) in round (\d+), ([\d.]+) at the end", done.stdout)
-    assert float(first) > (3.8 if int(seen) <= 1 else 3.0), "each round is five steps, and the first may be missed"
-    assert float(last) < 3.2, "it learns"
+    [(first, last)] = re.findall(r"loss +([\d.]+) in round \d+, ([\d.]+) at the end", done.stdout)
+    # Of the newest training: 4.3 to 4.7 of the first, 3.8 where the second was over already.
+    assert float(first) > 3.0
+    assert float(last) < min(3.2, float(first) - 0.3), "it learns"
     for node in (1, 2, 3):
         log = (tmp_path / "demo" / f"node{node}.log").read_text()
         assert "Traceback" not in log
