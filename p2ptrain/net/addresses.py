@@ -163,7 +163,7 @@ def reason(told: str | bytes) -> str:
         "connection refused": "nobody listens there (connection refused)",
         "no route to host": "no way there (no route to host)",
         "network is unreachable": "no way there (network is unreachable: is this machine connected?)",
-        "no good addresses": "its name does not resolve to an address that this machine can reach",
+        "no good addresses": "no address to reach: its name does not resolve, or it is an address of this node itself",
         "dial backoff": "it cannot be reached; the next attempt comes in a few seconds",
         "protocols not supported": "it does not speak this protocol",
         "deadline exceeded": "no answer",
