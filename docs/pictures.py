@@ -155,8 +155,9 @@ def loss_over_bytes(path: Path) -> None:
     axes.set_ylim(1.28, 1.98)
     axes.set_title("820,352 parameters, 600 steps, 4 simulated peers", fontsize=10)
     axes.grid(visible=True, which="major", alpha=0.3)
-    figure.savefig(path, pil_kwargs={"optimize": True})
+    figure.savefig(path)
     pyplot.close(figure)
+    with_few_colours(path)
 
 
 def loss_over_steps(path: Path) -> None:
