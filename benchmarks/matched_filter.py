@@ -24,20 +24,17 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from poison import prepare_embedded
 from simulated import Swarm
 
 from p2ptrain.config import ModelConfig, RecipeConfig
 from p2ptrain.data.assignment import shard
-from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.data.prepare import prepare
-from p2ptrain.data.tokenizer import load_tokenizer
 from p2ptrain.exact.codec import Contribution
 from p2ptrain.exact.selection import largest
 from p2ptrain.models.built_in import Transformer, initialise
@@ -220,9 +217,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    tokenizer, share = load_tokenizer(None), Fraction(2, 100)
-    made = prepare(CACHE, [], embedded=True, how=Reading(tokenizer=tokenizer), held_out=share, progress=lambda *_: None)
-    (CACHE / "digest").write_text(made.digest)
+    prepare_embedded(CACHE)
     names = [name for name in RECIPES if arguments.only in name]
     cases = [Case(name, seed, arguments.rounds) for name in names for seed in range(arguments.seeds)]
     rows, start = [], time.perf_counter()

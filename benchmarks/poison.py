@@ -161,6 +161,14 @@ def _use_cache(directory: Path) -> None:
     CACHE = directory
 
 
+def prepare_embedded(directory: Path) -> None:
+    """Prepares the text that every Python carries, with a fiftieth held out; `digest` beside it names its manifest."""
+    tokenizer, share = load_tokenizer(None), Fraction(2, 100)
+    how = Reading(tokenizer=tokenizer)
+    made = prepare(directory, [], embedded=True, how=how, held_out=share, progress=lambda *_: None)
+    (directory / "digest").write_text(made.digest)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", action="append", metavar="WORDS", help="only recipes and rules with these words")
@@ -169,9 +177,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    tokenizer, share = load_tokenizer(None), Fraction(2, 100)
-    made = prepare(CACHE, [], embedded=True, how=Reading(tokenizer=tokenizer), held_out=share, progress=lambda *_: None)
-    (CACHE / "digest").write_text(made.digest)
+    prepare_embedded(CACHE)
     rules = [each for each in RULES if any(word in " ".join(each) for word in arguments.only or [""])]
     swarms = [(name, outer, peers - 1) for name, outer in rules for peers in PEERS]
     cases = [Case(*swarm, lie, arguments.steps) for swarm in swarms for lie in ("", *LIES)]

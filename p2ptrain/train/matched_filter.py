@@ -32,7 +32,7 @@ OTHERS_MIN = 4  # contributions without which there is no spread to compare with
 
 
 class Match(NamedTuple):
-    """What the sequences of an author say of its contribution."""
+    """How well a contribution matches its author's sequences."""
 
     z: float
     strength: float

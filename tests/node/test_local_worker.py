@@ -19,6 +19,7 @@ from p2ptrain.config import RecipeConfig
 from p2ptrain.core.messages import KEY_BYTES, payload_digest
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import MemoryShortError, PassedError, TrainingError
+from p2ptrain.node import pacing
 from p2ptrain.node.local_worker import FAILED, LearnerThread, LocalWorker
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import Task
@@ -466,10 +467,13 @@ async def test_a_training_ends_after_the_last_step_that_fits_the_pace(dataset: T
     life.close()
 
 
-async def test_a_device_that_rests_through_its_round_trains_for_the_next_one(dataset: TokenDataset) -> None:
-    life = Life(dataset, "local")
+async def test_a_device_that_rests_through_its_round_trains_for_the_next_one(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(dataset, "local", local_steps=1)
+    monkeypatch.setattr(pacing, "rest_seconds", lambda worked, percent: 600.0)
     life.worker.set_percent(1)
-    await life.train(1)  # and a rest of a hundred times that is due
+    await life.train(1)  # and its rest is due
     resting = asyncio.ensure_future(life.train(2))
     for number in (1, 2):
         await life.apply(number, {})
