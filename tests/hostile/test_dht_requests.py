@@ -109,7 +109,8 @@ async def test_whatever_a_stranger_asks_of_the_dht_costs_no_more_than_one_key(
             print(f"{what}: {len(request):,} bytes: {cost}")  # for `pytest -s`
             assert len(answer) < 100, what
             assert cost.longest_seconds < 0.05, what
-            assert cost.memory_bytes < 8 * 2**20 + 2 * len(request), what  # the stranger's copies are in this process
+            # The stranger's own copies are in this process: as it builds, frames and sends. 5 alone, 7.5 in a suite.
+            assert cost.memory_bytes < 8 * 2**20 + 5 * len(request), what
     assert await nodes[2].look_up("run") == {nodes[0].me: b"here"}
     assert not nodes[0].boundary.counts  # all of this is foreseen
 
