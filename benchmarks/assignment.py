@@ -136,7 +136,7 @@ def with_members(state: AgreedState, keys: Sequence[bytes]) -> AgreedState:
 
 def taking(state: AgreedState, contributed: Sequence[tuple[bytes, int]]) -> Manifest:
     number = state.round + 1
-    taken = tuple(Taken(key, number, state.round, bytes(32), 1, steps) for key, steps in contributed)
+    taken = tuple(Taken(key, number, state.round, bytes(32), 1, steps, key[:16]) for key, steps in contributed)
     none: tuple[bytes, ...] = ()
     return Manifest(
         state.branch, number, state.head, state.digest, 0, bytes(32), taken, none, none, (), none, none, b"", none, none

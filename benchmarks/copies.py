@@ -261,7 +261,9 @@ async def a_round(preset: str, place: Path, count: int) -> dict[str, float]:
             await here.driver.payloads._beside([], (PEER,), ev.Fetch(each.payload, each.payload_bytes, (PEER,)))
         who[0] = "state"
         seconds["fetch and check"], began = time.perf_counter() - began, time.perf_counter()
-        taken = tuple(Taken(PEER, each.round, 0, each.payload, each.payload_bytes, each.steps) for each in made)
+        taken = tuple(
+            Taken(PEER, each.round, 0, each.payload, each.payload_bytes, each.steps, each.content) for each in made
+        )
         manifest = SimpleNamespace(taken=taken, branch=b"", round=1, digest=bytes(32))
         await here.driver._apply(ev.Apply(manifest), 0)  # type: ignore[arg-type]
         seconds["apply"] = time.perf_counter() - began

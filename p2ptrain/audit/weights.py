@@ -26,7 +26,7 @@ from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs, read_flat
 from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RunConfig
 from p2ptrain.core.history import Entry
-from p2ptrain.core.messages import KEY_BYTES, author_of, content_of, payload_digest
+from p2ptrain.core.messages import KEY_BYTES, author_of, content_name, content_of, payload_digest
 from p2ptrain.core.state import Taken
 from p2ptrain.digest import DIGEST_BYTES
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
@@ -166,6 +166,8 @@ class PayloadFiles:
             return f"round {taken.round} took it as {taken.payload_bytes} bytes, but it has {len(content)}"
         if author_of(content) != taken.author:
             return f"round {taken.round} took it as another author's"
+        if content_name(content) != taken.content:
+            return f"round {taken.round} took it as another content"
         try:
             self.model.outer.unpack(content_of(content))
         except RemoteProtocolError as error:
@@ -178,7 +180,7 @@ class PayloadFiles:
     def of(self, entry: Entry) -> list[bytes] | None:
         """Returns all payloads that a round applies; None if one of them is missing or bad."""
         found = []
-        for taken in entry.manifest.taken:
+        for taken in entry.manifest.counted:
             if taken.payload in self.bad:
                 return None
             try:
@@ -191,7 +193,7 @@ class PayloadFiles:
         return found
 
     def lacks(self, entry: Entry) -> bool:
-        return not all(self.has(taken.payload) for taken in entry.manifest.taken)
+        return not all(self.has(taken.payload) for taken in entry.manifest.counted)
 
 
 # ---------------------------------------------------------------------------------------------------

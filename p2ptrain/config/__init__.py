@@ -39,6 +39,7 @@ from p2ptrain.config.node import StorageConfig as StorageConfig
 from p2ptrain.config.node import TrackingConfig as TrackingConfig
 from p2ptrain.config.recipe import RECIPES as RECIPES
 from p2ptrain.config.recipe import RecipeConfig as RecipeConfig
+from p2ptrain.config.run import AUDIT_SEQUENCES as AUDIT_SEQUENCES
 from p2ptrain.config.run import BASIS_PEAK as BASIS_PEAK
 from p2ptrain.config.run import CONFIG_BYTES_MAX as CONFIG_BYTES_MAX
 from p2ptrain.config.run import EXACT_MAX as EXACT_MAX

@@ -306,6 +306,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"  # any other name may resolve to any address
 
 
+class AuditConfig(Section):
+    """What this node does to find out whether others have trained what they contribute."""
+
+    share: float = Field(
+        0.035,
+        ge=0,
+        le=1,
+        description="of what it trains, that it spends on measuring others' contributions; 0: nothing",
+    )
+
+
 class HttpConfig(Section):
     """The dashboard, and status and metrics for other programs; all of it is read-only."""
 
@@ -403,6 +414,7 @@ class NodeConfig(BaseSettings):
     limits: LimitsConfig = LimitsConfig()
     storage: StorageConfig = StorageConfig()
     privacy: PrivacyConfig = PrivacyConfig()
+    audit: AuditConfig = AuditConfig()
     http: HttpConfig = HttpConfig()
     plugins: PluginsConfig = PluginsConfig()
     region: RegionConfig = RegionConfig()

@@ -36,6 +36,7 @@ REGION_BITS_MIN = 4  # enough bits for a region's contributions to carry the wor
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (exact/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
+AUDIT_SEQUENCES = 32  # of an author, without which its contribution cannot be told from others (core/audits.py)
 
 
 class TokenizerConfig(Section):
@@ -252,6 +253,13 @@ class RunConfig(Section):
     admission: AdmissionConfig = AdmissionConfig()
     eval: EvalConfig = EvalConfig()
     world: WorldConfig = WorldConfig()
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether members can measure each other's contributions: they have the data, know what was made of it, and it
+        is enough for a measurement."""
+        is_known = self.data.source == "shared" and not (self.recipe.plugin or self.world.run)
+        return is_known and self.recipe.round_sequences >= AUDIT_SEQUENCES
 
     @model_validator(mode="before")
     @classmethod

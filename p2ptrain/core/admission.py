@@ -1,4 +1,4 @@
-"""Admission: decides which join requests, leaves and evidence a member attests.
+"""Admission: decides which join requests, leaves, evidence and audits a member attests.
 
 A run's policy is `open` (anyone may join; a seat is earned by contributions that were applied), `invite` or
 `allowlist`. Every decision depends only on the message, the agreed state and the run's config, so honest members always
@@ -12,15 +12,18 @@ So a request that is overheard is of no use to another key.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import msgspec
 from msgspec import Struct
 
 from p2ptrain.config import PROTOCOL_VERSION, RunConfig
 from p2ptrain.core import wire
+from p2ptrain.core.audits import Measured, may_report
 from p2ptrain.core.manifest import NO_BEARER, Join, Request
 from p2ptrain.core.messages import (
     CLAIM_BYTES_MAX,
+    AuditReport,
     Evidence,
     JoinRequest,
     Key,
@@ -63,6 +66,7 @@ class Invitation(Struct, frozen=True, array_like=True):
 
 
 Sign = Callable[[bytes], bytes]
+Asking: TypeAlias = JoinRequest | Leave | Evidence | AuditReport
 
 _CLAIM = msgspec.msgpack.Decoder(Claim)
 _INVITATION = msgspec.msgpack.Decoder(Invitation)
@@ -125,9 +129,7 @@ def _signed_bytes(kind: str, run_id: bytes, *parts: bytes) -> bytes:
     return f"p2ptrain {PROTOCOL_VERSION} {kind}".encode() + b"\0" + run_id + digest(kind, *parts)
 
 
-def check_request(
-    message: JoinRequest | Leave | Evidence, state: AgreedState, run: RunConfig, verifier: Verifier
-) -> Request:
+def check_request(message: Asking, state: AgreedState, run: RunConfig, verifier: Verifier) -> Request:
     """Returns the change that a request asks for; raises RemoteProtocolError if the request is not allowed."""
     if isinstance(message, Evidence):
         guilty = convict(message, verifier)
@@ -136,6 +138,15 @@ def check_request(
         return Request(guilty=guilty)
     if message.branch != state.branch:
         raise RemoteProtocolError("the request is for another branch")
+    if isinstance(message, AuditReport):
+        measured = Measured(
+            message.author, message.key, message.round, message.z, message.strength, message.is_summoned
+        )
+        if not run.is_audited:
+            raise RemoteProtocolError("nobody but the author has the data of this run's contributions")
+        if not may_report(state, measured):
+            raise RemoteProtocolError("the audit is of nothing that its author may audit now")
+        return Request(measured=measured)
     if not state.round - REQUEST_ROUNDS <= message.round <= state.round + 2:
         raise RemoteProtocolError(f"the request is of round {message.round}, and this is round {state.round + 1}")
     if isinstance(message, Leave):

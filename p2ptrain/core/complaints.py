@@ -22,6 +22,7 @@ class Code(StrEnum):
     SPLIT = "split"
     BANNED = "banned"
     QUARANTINED = "quarantined"
+    SUSPENDED = "suspended"
     STALLED = "stalled"
     FEW_HEARD = "few_heard"
     NO_PEERS = "no_peers"
@@ -33,6 +34,7 @@ class Code(StrEnum):
     CATCHING_UP = "catching_up"
     SILENT = "silent"
     NOT_ADMITTED = "not_admitted"
+    ON_TRIAL = "on_trial"
     WORLD_AWAY = "world_away"
     LOOP_AWAY = "loop_away"
     OUTSIDE_HOURS = "outside_hours"
@@ -108,6 +110,15 @@ MEANINGS: dict[Code, Meaning] = {
         "test the memory and turn off overclocking.",
         "no longer quarantined: this node's state is the certified one again",
     ),
+    Code.SUSPENDED: Meaning(
+        "error", False, "suspended: the members found no work of this node's own in a contribution; since then, "
+        "{passed} of {needed} have found some",
+        "Its contributions count for nothing",
+        "All members measured a contribution of this node, and it did not answer to the data that the node was given. "
+        "Faulty memory, overclocking or changed code can be the reason. `p2ptrain audit --contribution` measures one "
+        "again on this machine. It counts again once enough members have found its work.",
+        "no longer suspended: its contributions count again",
+    ),
     Code.STALLED: Meaning(
         "error", True, "stalled: quorum lost", "The quorum is lost",
         "Rounds wait until enough members are back. Check your own connection first; if others are gone, the "
@@ -176,6 +187,13 @@ MEANINGS: dict[Code, Meaning] = {
         "warning", True, "not admitted", "Not admitted yet",
         "Its contributions count as soon as the members have admitted it. That takes a few rounds.",
         "admitted",
+    ),
+    Code.ON_TRIAL: Meaning(
+        "info", False, "on trial: {passed} of {needed} members have found this node's own work in what it contributes",
+        "Its contributions do not count yet",
+        "In a run that is open to everyone, members first measure whether a newcomer trains. It takes a few audits; "
+        "then its contributions count, and it can get a vote.",
+        "its contributions count",
     ),
     Code.WORLD_AWAY: Meaning(
         "warning", False, "the world's run is away: {why}", "The world’s run cannot be followed",

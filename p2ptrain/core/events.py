@@ -17,7 +17,7 @@ from msgspec import Struct
 from p2ptrain.core.history import BranchStart, Entry, History, Step
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Received
-from p2ptrain.core.state import AgreedState
+from p2ptrain.core.state import AgreedState, Taken
 from p2ptrain.share import PassSlots, Share
 
 # ---------------------------------------------------------------------------------------------------
@@ -110,6 +110,7 @@ class Started(Struct, frozen=True, tag=True):
     forgetful: bool = False
     claim: bytes = b""  # to an invitation (admission.py), for a run that wants one
     trust: bytes = b""  # adopt only a history with this head (trust.py); only before the first history is adopted
+    audit_share: float = 0.0  # of its training, that this node spends on audits
     can_overlap: bool = True  # whoever trains can go on from weights that change between two steps (overlap.py)
 
 
@@ -148,6 +149,7 @@ class TrainingFinished(Struct, frozen=True, tag=True):
     held_out: int = 0  # and of the base
     base_round: int = -1  # what its last steps went on from; later than asked if a round was applied in between
     k: int = 0  # numbers of each chunk in it, of which the owner may allow fewer than asked; 0: as asked
+    content: bytes = b""  # its content's name; empty: the payload's own digest stands for it
 
 
 class TrainingFailed(Struct, frozen=True, tag=True):
@@ -158,6 +160,16 @@ class TrainingFailed(Struct, frozen=True, tag=True):
     has_passed: bool = False  # nothing failed: the round passed before the training could begin
 
 
+class Audited(Struct, frozen=True, tag=True):
+    """An `Audit` is over."""
+
+    round: int
+    key: bytes
+    z: int = 0  # in thousandths
+    strength: int = 0
+    why: str = ""  # it was dropped
+
+
 class PayloadArrived(Struct, frozen=True, tag=True):
     """A payload with the right digest is here, and the strict decoder has found it good or bad."""
 
@@ -165,6 +177,7 @@ class PayloadArrived(Struct, frozen=True, tag=True):
     good: bool
     author: bytes  # covered by the digest, as its length is
     payload_bytes: int
+    content: bytes = b""  # as in `TrainingFinished`
 
 
 class FetchFailed(Struct, frozen=True, tag=True):
@@ -232,7 +245,7 @@ class Tick(Struct, frozen=True, tag=True):
 Event: TypeAlias = (
     Started | MessageReceived | MalformedReceived | PeerSeen | PeerLost | TrainingFinished | TrainingFailed
     | PayloadArrived | FetchFailed | Applied | CaughtUp | CatchUpFailed | Asked | HistoryAsked | HistoryArrived
-    | HistoryFailed | StopRequested | Tick
+    | HistoryFailed | StopRequested | Tick | Audited
 )  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------
@@ -299,6 +312,19 @@ class Apply(Struct, frozen=True, tag=True):
     manifest: Manifest
 
 
+class Audit(Struct, frozen=True, tag=True):
+    """Measure a contribution that was taken by the first of these manifests, which have all been applied."""
+
+    since: tuple[Manifest, ...]  # up to the newest: they lead from the weights before it to the present ones
+    taken: Taken
+    share: Share  # of the data, that its author was given
+    sequences: int  # of these to read
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.since[0]
+
+
 class Return(Struct, frozen=True, tag=True):
     """Add this node's contribution of this round, which can no longer be taken, back to the residual."""
 
@@ -349,5 +375,5 @@ class Stop(Struct, frozen=True, tag=True):
 
 Effect: TypeAlias = (
     Publish | Send | Ask | Fetch | Train | Pace | Apply | Return | NoteWrongState | Persist | CatchUp | AskHistory
-    | SendHistory | Disconnect | Stop
+    | SendHistory | Disconnect | Stop | Audit
 )  # fmt: skip

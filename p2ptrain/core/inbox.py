@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from p2ptrain.core.admission import Asking
 from p2ptrain.core.agreement import Heard
 from p2ptrain.core.catchup import CatchingUp
 from p2ptrain.core.chain import Chain
@@ -17,6 +18,7 @@ from p2ptrain.core.context import Context
 from p2ptrain.core.events import Disconnect, MessageReceived
 from p2ptrain.core.messages import (
     Announcement,
+    AuditReport,
     Availability,
     Call,
     Certificate,
@@ -70,6 +72,7 @@ class Inbox:
             JoinRequest: self._request,
             Leave: self._request,
             Evidence: self._request,
+            AuditReport: self._request,
             Call: self._of_regroup,
             Regroup: self._of_regroup,
             Certificate: lambda event: self._useless(event.sender),  # never gossiped: they come with history
@@ -308,7 +311,7 @@ class Inbox:
     def _request(self, event: MessageReceived) -> None:
         asked_for = event.received.name in self.here.questions.open
         message = event.received.message
-        assert isinstance(message, JoinRequest | Leave | Evidence)
+        assert isinstance(message, Asking)
         is_second_hand = isinstance(message, JoinRequest) and event.sender != message.author and not asked_for
         if is_second_hand or (not isinstance(message, Evidence) and message.branch != self.here.branch):
             self._useless(event.sender)  # each newcomer needs a connection of its own, or a member that vouches for it

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from p2ptrain.core.auditing import Auditing
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.claims import drawn
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Apply, CatchUp, NoteWrongState, Pace, Return, Train, TrainingFailed, TrainingFinished
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Manifest
-from p2ptrain.core.messages import Announcement, Received, read
+from p2ptrain.core.messages import SHORT_BYTES, Announcement, Received, read
 from p2ptrain.core.overlap import Overlap
 from p2ptrain.core.pace import pace_of
 from p2ptrain.core.pools import Pools
@@ -64,6 +65,7 @@ class LocalWork:
         applied_round: int,
         applied_root: bytes,
         can_overlap: bool = True,
+        audit_share: float = 0.0,
     ) -> None:
         self.context, self.pools, self.chain = context, pools, chain
         self.overlap = Overlap(context.run.agreement.overlap_rounds, can_overlap)
@@ -79,6 +81,7 @@ class LocalWork:
         self.again_at = self.again_seconds = 0.0  # when it is tried again, and how long that is after it failed
         self.outstanding: dict[int, Received] = {}  # our announcements that may still be taken
         self.sizing = Sizing(context.run.recipe.ks)
+        self.auditing = Auditing(context, pools, chain, audit_share)
         self.announced: dict[bytes, int] = {}  # by branch: the last round that we announced for
         self.is_astray = not applied_root  # the applied state is not on our chain, or there is none
         self.is_quarantined = False  # our root is not the certified one
@@ -212,6 +215,7 @@ class LocalWork:
         self._remember(number, root)
         self._check_root()
         self._look_at_exchange(manifest)
+        self.auditing.look(number)
 
     def _look_at_exchange(self, manifest: Manifest) -> None:
         """Decides anew whether to overlap, after a round was applied; one of this node alone has no exchange."""
@@ -356,6 +360,7 @@ class LocalWork:
             return
         self.training = None
         self.sizing.sent(event.k)
+        self.auditing.trained()
         state, context = self.chain.state, self.context
         recipe, seconds = context.run.recipe, context.now - training.began
         fewest = (recipe.local_steps_min or recipe.local_steps) / (event.steps or recipe.local_steps)
@@ -365,8 +370,8 @@ class LocalWork:
             later = min(event.base_round, event.round)
             base, base_root = (later, self.roots[later]) if later in self.roots else (base, base_root)
         announcement = Announcement(
-            state.branch, event.round, base, base_root, event.payload, event.payload_bytes, event.steps, event.loss,
-            event.held_out, context.me,
+            state.branch, event.round, base, base_root, event.payload, event.payload_bytes,
+            event.content or event.payload[:SHORT_BYTES], event.steps, event.loss, event.held_out, context.me,
         )  # fmt: skip
         is_mine_to_say = (
             training.is_useful

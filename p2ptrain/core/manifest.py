@@ -21,6 +21,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import Meta, Struct
 
+from p2ptrain.core.audits import Measured, Tier, counts, has_earned_seat, may_report
 from p2ptrain.core.messages import (
     ADMITTED_MAX,
     HELD_MAX,
@@ -66,6 +67,7 @@ class Request(Struct, frozen=True):
     leave: bytes = b""
     leave_round: int = 0
     guilty: bytes = b""  # the key that evidence convicts
+    measured: Measured | None = None  # by a member's audit
 
 
 class Manifest(Struct, frozen=True, array_like=True, dict=True):
@@ -86,10 +88,16 @@ class Manifest(Struct, frozen=True, array_like=True, dict=True):
     absent: SeatBits  # members that fewer than q - f of the named authors heard
     seated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # have a seat from the next round on
     unseated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # lose their seat
+    audits: Annotated[tuple[Measured, ...], Meta(max_length=ASKED_MAX)] = ()  # ascending
 
     @cached_property
     def digest(self) -> bytes:
         return digest("manifest", _ENCODER.encode(self))
+
+    @property
+    def counted(self) -> tuple[Taken, ...]:
+        """The contributions that are applied."""
+        return tuple(taken for taken in self.taken if taken.counts)
 
     @property
     def changes_roster(self) -> bool:
@@ -160,8 +168,8 @@ def manifest_of(
     if len(unseated) == roster.size:  # a roster must not become empty: in that case nobody leaves it
         banned, leaves, unseated = banned - unseated, leaves - unseated, set()
     gone = banned | leaves
-    oldest = _oldest_of_each(offer for offer in candidates if offer.author not in gone | liars)
-    taken = _drawn(state, run, oldest)
+    oldest = _oldest_of_each(state, (offer for offer in candidates if offer.author not in gone | liars))
+    taken = _drawn(state, run, _of_one_author_each(state, oldest))
     authors = {entry.author for entry in taken}
     seated = _seated(state, run, authors, gone | unseated, len(unseated))
     root_round, root = _newest_root(state, named, least)
@@ -181,6 +189,7 @@ def manifest_of(
         absent=bitmap(absent),
         seated=seated,
         unseated=tuple(sorted(unseated)),
+        audits=_audits([request.measured for request in wanted if request.measured], state),
     )
 
 
@@ -216,12 +225,22 @@ def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig) -> I
         state.root_round < manifest.root_round <= state.round
     ):
         yield "its state root is of a round that cannot be next"
+    if manifest.audits != _audits(manifest.audits, state):
+        yield "its audits are out of order, or by keys that may not audit"
     authors = [taken.author for taken in manifest.taken]
     rising = (authors, manifest.refused, manifest.evidence, manifest.leaves, manifest.banned)
     if any(first >= second for names in rising for first, second in pairwise(names)):
         yield "its lists are not in ascending order"
+    yield from _contradictions_of_taken(manifest, state, run)
+
+
+def _contradictions_of_taken(manifest: Manifest, state: AgreedState, run: RunConfig) -> Iterator[str]:
+    if manifest.taken != _of_one_author_each(state, manifest.taken):
+        yield "it takes the same content of two authors"
     if manifest.taken != _drawn(state, run, manifest.taken):
         yield "it takes too many contributions of keys without a seat"
+    if any(taken.counts != counts(state, taken.author) for taken in manifest.taken):
+        yield "it applies contributions that do not count, or the other way round"
     staleness = run.agreement.staleness_rounds_max
     for taken in manifest.taken:
         offer = Announcement(
@@ -231,6 +250,7 @@ def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig) -> I
             state.root,
             taken.payload,
             taken.payload_bytes,
+            taken.content,
             0,
             0,
             0,
@@ -246,15 +266,41 @@ def _conflicting(candidates: list[Announcement]) -> set[bytes]:
     return {author for (author, _), times in places.items() if times > 1}
 
 
-def _oldest_of_each(candidates: Iterable[Announcement]) -> tuple[Taken, ...]:
+def _audits(measured: Iterable[Measured], state: AgreedState) -> tuple[Measured, ...]:
+    order = sorted(
+        measured, key=lambda each: (each.author, each.round, each.key, each.is_summoned, each.z, each.strength)
+    )
+    return tuple(each for each in order if may_report(state, each))
+
+
+def _oldest_of_each(state: AgreedState, candidates: Iterable[Announcement]) -> tuple[Taken, ...]:
     oldest: dict[bytes, Announcement] = {}
     for offer in candidates:
         if offer.author not in oldest or offer.round < oldest[offer.author].round:
             oldest[offer.author] = offer
     return tuple(
-        Taken(offer.author, offer.round, offer.base_round, offer.payload, offer.payload_bytes, offer.steps)
+        Taken(
+            offer.author, offer.round, offer.base_round, offer.payload, offer.payload_bytes, offer.steps, offer.content,
+            counts(state, offer.author),
+        )
         for _, offer in sorted(oldest.items())
-    )
+    )  # fmt: skip
+
+
+def _of_one_author_each(state: AgreedState, taken: tuple[Taken, ...]) -> tuple[Taken, ...]:
+    """Returns the contributions without copies: of several with the same content a member's counts, and of several
+    members' the one that is drawn. A thousand keys behind one content are one contribution."""
+    first: dict[bytes, Taken] = {}
+    draw = draw_of(state)
+
+    def rank(entry: Taken) -> tuple[bool, bytes]:
+        return entry.author not in state.roster.seat, draw(entry.author)
+
+    for entry in taken:
+        other = first.setdefault(entry.content, entry)
+        if other is not entry and rank(entry) < rank(other):
+            first[entry.content] = entry
+    return taken if len(first) == len(taken) else tuple(entry for entry in taken if first[entry.content] is entry)
 
 
 def _unheard(named: list[Availability], size: int, least: int) -> list[int]:
@@ -270,10 +316,11 @@ def _unseated(state: AgreedState, run: RunConfig, gone: set[bytes], absent: list
     """Returns the members that lose their seat: gone, or unheard for too long."""
     unheard = {state.members[seat] for seat in absent}
     limit = run.admission.absence_rounds_max
+    entries = ((key, state.admitted[state.place[key]]) for key in state.members)
     return {
         key
-        for key in state.members
-        if key in gone or (key in unheard and state.admitted[state.place[key]].absent + 1 >= limit)
+        for key, entry in entries
+        if key in gone or (key in unheard and entry.absent + 1 >= limit) or entry.conduct.tier is Tier.EXPELLED
     }
 
 
@@ -290,6 +337,7 @@ def _seated(state: AgreedState, run: RunConfig, taken: set[bytes], out: set[byte
         if entry.key not in roster_of(state.members).seat
         and entry.key not in out
         and entry.taken + (entry.key in taken) >= run.admission.probation_rounds
+        and has_earned_seat(state, entry.key, run)
     ]
     draw = draw_of(state)
     ready.sort(key=lambda entry: (entry.since, draw(entry.key)))
@@ -298,12 +346,13 @@ def _seated(state: AgreedState, run: RunConfig, taken: set[bytes], out: set[byte
 
 def _drawn(state: AgreedState, run: RunConfig, taken: tuple[Taken, ...]) -> tuple[Taken, ...]:
     """Returns the contributions without some of keys that have no seat, if these are too many in an open run, where
-    one person can have any number of keys."""
+    one person can have any number of keys: first of those of which audits have found work."""
     seat, most = state.roster.seat, max(1, state.roster.size // 4)
     others = [entry.author for entry in taken if entry.author not in seat]
     if run.admission.policy != "open" or len(others) <= most:
         return taken
-    drawn = set(sorted(others, key=draw_of(state))[:most])
+    draw, admitted, place = draw_of(state), state.admitted, state.place
+    drawn = set(sorted(others, key=lambda key: (not admitted[place[key]].conduct.credit, draw(key)))[:most])
     return tuple(entry for entry in taken if entry.author in seat or entry.author in drawn)
 
 

@@ -42,10 +42,13 @@ REQUESTS_MAX = 512  # joins, leaves and evidence per round; the rest waits for t
 ATTACHMENT_BYTES_MAX = 262_144  # RunConfig.agreement.inline_bytes_max at its largest
 CLAIM_BYTES_MAX = 256  # a ticket (signer, bearer, uses, last round, signature), and another signature
 PROVEN_BYTES_MAX = 65_536  # per half of evidence; a proposal that names 256 availabilities takes 9 KB
+Z_MAX, STRENGTH_MAX = 2_000, 8_000  # thousandths: a set's z is cut off there, and larger strengths say no more
 NUMBER_MAX = 2**48  # rounds, views and attempts: one per microsecond for nine years
 
 Number = Annotated[int, Meta(ge=0, lt=NUMBER_MAX)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Z = Annotated[int, Meta(ge=-Z_MAX, le=Z_MAX)]
+Strength = Annotated[int, Meta(ge=-STRENGTH_MAX, le=STRENGTH_MAX)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Short = Annotated[bytes, Meta(min_length=SHORT_BYTES, max_length=SHORT_BYTES)]
 Signature = Annotated[bytes, Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
@@ -83,6 +86,7 @@ class Announcement(Struct, frozen=True, array_like=True, tag="announcement"):
     base_root: Digest
     payload: Digest
     payload_bytes: Annotated[int, Meta(ge=1, lt=PAYLOAD_BYTES_MAX)]
+    content: Short  # names the payload without its author: the same content counts once, whatever key stands in front
     steps: Number  # a claim: local steps behind it
     loss: Number  # a claim: their mean training loss, in millionths of a nat
     held_out: Number  # a claim: the held-out loss of the base, likewise; 0: not measured
@@ -188,7 +192,21 @@ class Evidence(Struct, frozen=True, array_like=True, tag="evidence"):
     second: Annotated[bytes, Meta(min_length=1, max_length=PROVEN_BYTES_MAX)]
 
 
-Authored: TypeAlias = Announcement | Availability | Proposal | Vote | Hello | JoinRequest | Leave | Call | Regroup
+class AuditReport(Struct, frozen=True, array_like=True, tag="audit"):
+    """Says what the author has measured of the contribution of `key` that round `round` took (audits.py)."""
+
+    branch: Digest
+    round: Number
+    key: Key
+    z: Z
+    strength: Strength
+    is_summoned: bool  # it read as many sequences as all are summoned to read
+    author: Key
+
+
+Authored: TypeAlias = (
+    Announcement | Availability | Proposal | Vote | Hello | JoinRequest | Leave | Call | Regroup | AuditReport
+)
 Message: TypeAlias = Authored | Certificate | Evidence
 
 
@@ -279,6 +297,11 @@ def content_of(payload: bytes) -> bytes:
     return payload[KEY_BYTES:]
 
 
+def content_name(payload: bytes) -> bytes:
+    """Returns the name of a payload's content, the same for every author."""
+    return digest("content", content_of(payload))[:SHORT_BYTES]
+
+
 def payload_digest(payload: bytes) -> bytes:
     """Returns the payload's Merkle root, so that each piece of a large payload can be checked as it arrives."""
     return merkle_root(leaf_digests(payload), len(payload))
@@ -343,3 +366,5 @@ def _check_attachment(message: Message, attachment: bytes) -> None:
         raise RemoteProtocolError("an attachment that is not the announced payload")
     if author_of(attachment) != message.author:
         raise RemoteProtocolError("a payload of another author")
+    if content_name(attachment) != message.content:
+        raise RemoteProtocolError("a payload with another content than was announced")

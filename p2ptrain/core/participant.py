@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.admission import REQUEST_ROUNDS
+from p2ptrain.core.admission import REQUEST_ROUNDS, Asking
 from p2ptrain.core.catchup import CatchingUp, Verified
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.context import Context
@@ -23,9 +23,6 @@ from p2ptrain.core.membership import Membership
 from p2ptrain.core.messages import (
     Announcement,
     Availability,
-    Evidence,
-    JoinRequest,
-    Leave,
     Proposal,
     Regroup,
     Vote,
@@ -60,7 +57,13 @@ class Participant:
         is_forgetful = event.forgetful and self.chain.state.members != (context.me,)
         said = context.voice.restore(saved, context.signer, is_forgetful)
         self.work = LocalWork(
-            context, self.pools, self.chain, saved.applied_round, saved.applied_root, event.can_overlap
+            context,
+            self.pools,
+            self.chain,
+            saved.applied_round,
+            saved.applied_root,
+            event.can_overlap,
+            event.audit_share,
         )
         self.repair = Repair(context)
         self.catching_up = CatchingUp(context, self.chain, lambda: self.regrouping, saved.halted)
@@ -74,6 +77,7 @@ class Participant:
             ev.PeerLost: lambda event: context.peers.pop(event.peer, None),
             ev.TrainingFinished: lambda event: self.work.finished(event, self.here),
             ev.TrainingFailed: self.work.failed,
+            ev.Audited: self.work.auditing.done,
             ev.PayloadArrived: self._payload_arrived,
             ev.FetchFailed: lambda event: self.pools.payloads.failed(event.payload, event.peer),
             ev.Applied: self._applied,
@@ -107,7 +111,7 @@ class Participant:
                 here.availabilities.setdefault(received.digest, received)
             elif isinstance(received.message, Announcement):
                 self.inbox.announcement(context.me, received, asked_for=True)
-            elif isinstance(received.message, JoinRequest | Leave | Evidence):
+            elif isinstance(received.message, Asking):
                 self.pools.requests.add(received, self.chain.state, asked_for=True)
         here.agreement.restore(
             votes, [each for each in backing if isinstance(each.message, Proposal | Vote)], context.now
@@ -143,7 +147,7 @@ class Participant:
             self.work.peer_seen()
 
     def _payload_arrived(self, event: ev.PayloadArrived) -> None:
-        if self.pools.payloads.arrived(event.payload, event.good, event.author, event.payload_bytes):
+        if self.pools.payloads.arrived(event.payload, event.good, event.author, event.payload_bytes, event.content):
             self.inbox.payload_came(event.payload)
 
     def _applied(self, event: ev.Applied) -> None:

@@ -5,7 +5,7 @@ This module decides which payloads are wanted, which peers are asked, and when t
 
 An announcement claims a payload's length and author, and a liar may announce somebody else's payload, even with a
 false length. So each author's claim is fetched separately, and none of them blocks the right one. The digest covers
-length and author: for a payload that is here both are known, and announcements with others are bad.
+length, author and content: for a payload that is here they are known, and announcements with others are bad.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Fetch
-from p2ptrain.core.messages import ADMITTED_MAX, Announcement
+from p2ptrain.core.messages import ADMITTED_MAX, SHORT_BYTES, Announcement
 from p2ptrain.core.reputation import Reason
 
 SOURCES_MAX = 8  # sources per fetch; the next fetch tries others
@@ -47,7 +47,7 @@ class Payloads:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.held: dict[bytes, bool] = {}  # True if it was found good
-        self.known: dict[bytes, tuple[bytes, int]] = {}  # author and length in bytes, where known
+        self.known: dict[bytes, tuple[bytes, int, bytes]] = {}  # author, length in bytes and content, where known
         self.wanted: dict[bytes, WantedPayload] = {}
         self.deadline: float | None = None
 
@@ -56,8 +56,9 @@ class Payloads:
         return self.held.get(payload) is True
 
     def checked(self, offer: Announcement) -> bool | None:
-        """Whether an announced payload is good, and of the announced author and length; None if it is not here."""
-        claimed = offer.author, offer.payload_bytes
+        """Whether an announced payload is good, and has the announced author, length and content; None if it is not
+        here."""
+        claimed = offer.author, offer.payload_bytes, offer.content
         is_false = self.known.get(offer.payload, claimed) != claimed
         return False if is_false else self.held.get(offer.payload)
 
@@ -115,25 +116,25 @@ class Payloads:
         context.emit(Fetch(payload, want.claims[author], sources))
         return len(sources)
 
-    def arrived(self, payload: bytes, good: bool, author: bytes, payload_bytes: int) -> bool:
+    def arrived(self, payload: bytes, good: bool, author: bytes, payload_bytes: int, content: bytes = b"") -> bool:
         """Records a payload that was fetched; returns False if it was not wanted."""
         if self.wanted.pop(payload, None) is None:
             return False
-        self._hold(payload, good, author, payload_bytes)
+        self._hold(payload, good, (author, payload_bytes, content or payload[:SHORT_BYTES]))
         self._reschedule()
         return True
 
     def came_along(self, offer: Announcement, good: bool) -> bool:
         """Records a payload that was attached to its announcement; returns False if it was not wanted."""
         want = self.wanted.pop(offer.payload, None)
-        self._hold(offer.payload, good, offer.author, offer.payload_bytes)
+        self._hold(offer.payload, good, (offer.author, offer.payload_bytes, offer.content))
         return want is not None
 
     def mine(self, offer: Announcement) -> None:
-        self._hold(offer.payload, True, offer.author, offer.payload_bytes)
+        self._hold(offer.payload, True, (offer.author, offer.payload_bytes, offer.content))
 
-    def _hold(self, payload: bytes, good: bool, author: bytes, payload_bytes: int) -> None:
-        self.held[payload], self.known[payload] = good, (author, payload_bytes)
+    def _hold(self, payload: bytes, good: bool, known: tuple[bytes, int, bytes]) -> None:
+        self.held[payload], self.known[payload] = good, known
 
     def failed(self, payload: bytes, peer: bytes) -> None:
         """Records that a source does not have a payload or cannot be reached."""

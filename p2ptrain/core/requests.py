@@ -1,4 +1,4 @@
-"""Requests: the pool of verified joins, leaves and evidence that wait for a manifest.
+"""Requests: the pool of verified joins, leaves, evidence and audits that wait for a manifest.
 
 At most two requests per author wait, and joins may fill only part of the pool, so that a crowd of newcomers cannot keep
 out evidence and leaves. Each round begins with room for new joins, so that nobody keeps the others out; newcomers ask
@@ -15,16 +15,19 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from p2ptrain.core.admission import check_request
+from p2ptrain.core.admission import Asking, check_request
+from p2ptrain.core.audits import SUMMONS_MAX
 from p2ptrain.core.context import Context
 from p2ptrain.core.manifest import Manifest, Request, joins_max
-from p2ptrain.core.messages import REQUESTS_MAX, Evidence, JoinRequest, Leave, Received
+from p2ptrain.core.messages import REQUESTS_MAX, SEATS_MAX, AuditReport, Evidence, JoinRequest, Received
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
 
 JOINS_MAX = REQUESTS_MAX // 2
 EVIDENCE_MAX = REQUESTS_MAX // 2  # apart from joins and leaves; three times the number of tolerated liars
 OF_AUTHOR_MAX = 2
+AUDITS_OF_MEMBER_MAX = SUMMONS_MAX + 2  # one for each summons, and those of two rounds
+AUDITS_MAX = SEATS_MAX * AUDITS_OF_MEMBER_MAX
 
 
 class Waiting(Struct):
@@ -51,22 +54,33 @@ class Requests:
         if name in self.by_name:
             return False
         message = received.message
-        assert isinstance(message, JoinRequest | Leave | Evidence)
+        assert isinstance(message, Asking)
         joins = self._joins()
         proofs = sum(bool(waiting.request.guilty) for waiting in self.by_name.values())
         is_proof = isinstance(message, Evidence)
-        if is_proof:
+        audits = [waiting for waiting in self.by_name.values() if waiting.request.measured]
+        if isinstance(message, AuditReport):
+            mine = sum(each.about == message.author for each in audits)
+            is_full = len(audits) >= AUDITS_MAX or mine >= AUDITS_OF_MEMBER_MAX
+        elif is_proof:
             is_full = proofs >= EVIDENCE_MAX
         else:
-            is_full = len(self.by_name) - proofs >= REQUESTS_MAX
+            is_full = len(self.by_name) - proofs - len(audits) >= REQUESTS_MAX
             is_full = is_full or (isinstance(message, JoinRequest) and len(joins) >= JOINS_MAX)
         room = 2 * REQUESTS_MAX - (0 if is_proof else EVIDENCE_MAX - min(proofs, EVIDENCE_MAX))
-        if (is_full and not asked_for) or len(self.by_name) >= room:
+        if (is_full and not asked_for) or len(self.by_name) - len(audits) >= room or len(audits) >= 2 * AUDITS_MAX:
             self.context.counters["requests without room"] += 1
             return False
         request = check_request(message, state, self.context.run, self.context.signer)
+        if request.measured:
+            self.by_name[name] = Waiting(received, request, request.measured.author, state.round)
+            return True
         about = request.guilty or request.leave or (request.join.key if request.join else b"")
-        same = [each for each in self.by_name.values() if each.about == about and bool(each.request.guilty) == is_proof]
+        same = [
+            each
+            for each in self.by_name.values()
+            if each.about == about and bool(each.request.guilty) == is_proof and not each.request.measured
+        ]
         waiting = Waiting(received, request, about, state.round)
         if not asked_for and (len(same) >= OF_AUTHOR_MAX or self._is_repeated(waiting)):
             return False
@@ -90,7 +104,7 @@ class Requests:
         return waiting.received if waiting else None
 
     def names(self, state: AgreedState) -> tuple[bytes, ...]:
-        """Returns the names for an availability, ascending; if there are too many, evidence goes first.
+        """Returns the names for an availability, ascending; if there are too many, evidence and audits go first.
 
         The last manifest draws which joins are granted. If that matters, joins that came in its round or later wait,
         because their keys may have been made to be drawn: its digest is known when it is proposed.
@@ -99,7 +113,12 @@ class Requests:
         late = {name for name in joins if self.by_name[name].since >= state.round - 1}
         known = self.by_name.keys() - late if len(joins) > joins_max(state.roster.size) else self.by_name
         fresh = [name for name in known if not self._is_repeated(self.by_name[name])]
-        chosen = sorted(fresh, key=lambda name: (not self.by_name[name].request.guilty, name))[:REQUESTS_MAX]
+
+        def rank(name: bytes) -> tuple[bool, bool, bytes]:  # a crowd of newcomers keeps out neither proofs nor audits
+            request = self.by_name[name].request
+            return not request.guilty, not request.measured, name
+
+        chosen = sorted(fresh, key=rank)[:REQUESTS_MAX]
         return tuple(sorted(chosen))
 
     def prune(self, state: AgreedState, recent: Iterable[Manifest]) -> None:
@@ -117,7 +136,7 @@ class Requests:
     def _still(self, waiting: Waiting, state: AgreedState) -> bool:
         """Whether a request is still valid, by the same test that others apply to what we attest."""
         message = waiting.received.message
-        assert isinstance(message, JoinRequest | Leave | Evidence)
+        assert isinstance(message, Asking)
         if isinstance(message, Evidence):
             return waiting.about in state.place  # a proof stays valid
         try:
@@ -127,4 +146,5 @@ class Requests:
         return True
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        return {"requests": (len(self.by_name), 2 * REQUESTS_MAX)}
+        audits = sum(waiting.request.measured is not None for waiting in self.by_name.values())
+        return {"requests": (len(self.by_name) - audits, 2 * REQUESTS_MAX), "audits": (audits, 2 * AUDITS_MAX)}

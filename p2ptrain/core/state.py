@@ -1,6 +1,7 @@
 """The agreed state: the replicated state that all members share after a round, and its transition by a manifest.
 
-It holds the roster, admitted keys, bans, the window of contributions taken, absences and spent invitations. A manifest
+It holds the roster, admitted keys with what audits have found of them, bans, the window of contributions taken,
+absences and spent invitations. A manifest
 names the digest of the state before it, so that a certificate also proves the state. Everything here is a function of
 the state and the manifest alone, without lookups, randomness or time.
 
@@ -18,7 +19,18 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2ptrain.config import RunConfig
-from p2ptrain.core.messages import ADMITTED_MAX, NUMBER_MAX, SEATS_MAX, Announcement, Digest, Key, Number
+from p2ptrain.core.audits import (
+    AUDIT_ROUNDS,
+    CLEAN,
+    SUMMONS_MAX,
+    TRIAL_ROUNDS,
+    Conduct,
+    Summons,
+    Tier,
+    begins_as,
+    settle,
+)
+from p2ptrain.core.messages import ADMITTED_MAX, NUMBER_MAX, SEATS_MAX, Announcement, Digest, Key, Number, Short
 from p2ptrain.core.roster import Roster, roster_of
 from p2ptrain.digest import digest
 from p2ptrain.share import PassSlots
@@ -43,6 +55,7 @@ class Admitted(Struct, frozen=True, array_like=True):
     taken: Number  # contributions taken since it was last without a seat
     absent: Number  # rounds in a row unheard (members), or with nothing taken (others)
     steps: Number = 0  # by capability: of its last contributions, the most of them fading; 0: none known, so all
+    conduct: Conduct = CLEAN  # by the audits
 
 
 class Taken(Struct, frozen=True, array_like=True):
@@ -54,6 +67,8 @@ class Taken(Struct, frozen=True, array_like=True):
     payload: Digest
     payload_bytes: Number
     steps: Number  # a claim: local steps behind it
+    content: Short
+    counts: bool = True  # False: it is taken so that it can be audited, and applied to nothing
 
 
 Uses = Annotated[int, Meta(ge=0, le=USES_MAX)]
@@ -68,12 +83,17 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
     members: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # ascending
     admitted: Annotated[tuple[Admitted, ...], Meta(max_length=ADMITTED_MAX)]  # by key, ascending; includes the members
     bans: Annotated[tuple[Key, ...], Meta(max_length=BANS_MAX)]  # the oldest first
-    window: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=WINDOW_MAX)]  # (author, round) taken; ascending
+    # (author, round, content) taken; ascending
+    window: Annotated[tuple[tuple[Key, Number, Short], ...], Meta(max_length=WINDOW_MAX)]
     filled: Annotated[tuple[Number, ...], Meta(max_length=65)]  # the last rounds whose manifest was not empty
     spent: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=SPENT_MAX)]  # (bearer, last round) of each use
     root_round: Number  # the round of the newest certified root
     root: Digest
     assigned: Number  # by capability: local steps that all rounds so far have given out data for
+    # (author, round that took it) of what may be audited, by round
+    taken_lately: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=AUDIT_ROUNDS * ADMITTED_MAX)] = ()
+    typical: Number = 0  # z of a member's contribution
+    summons: Annotated[tuple[Summons, ...], Meta(max_length=SUMMONS_MAX)] = ()
 
     @cached_property
     def digest(self) -> bytes:
@@ -90,7 +110,16 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def taken(self) -> frozenset[tuple[bytes, int]]:
-        return _as_set(self.window)
+        return _as_set(tuple([entry[:2] for entry in self.window]))
+
+    @cached_property
+    def contents(self) -> frozenset[bytes]:
+        """What was taken lately: nobody contributes it again, its author neither."""
+        return frozenset(entry[2] for entry in self.window)
+
+    @cached_property
+    def auditable(self) -> frozenset[tuple[bytes, int]]:
+        return frozenset(self.taken_lately)
 
     @cached_property
     def roster(self) -> Roster:
@@ -115,6 +144,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             and offer.round <= self.round + 1
             and offer.base_round >= self.oldest_base(staleness)
             and (offer.author, offer.round) not in self.taken
+            and offer.content not in self.contents
         )
 
     def slots_of(self, key: bytes, round_number: int, run: RunConfig) -> PassSlots | None:
@@ -132,16 +162,19 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         members = _changed(self.members, add=manifest.seated, drop=manifest.unseated)
         filled = (*self.filled, manifest.round) if manifest.taken else self.filled
         filled = filled[-run.agreement.staleness_rounds_max - 1 :]
-        window = (*self.window, *((taken.author, taken.round) for taken in manifest.taken))
+        window = (*self.window, *((taken.author, taken.round, taken.content) for taken in manifest.taken))
         if len(filled) > run.agreement.staleness_rounds_max:
             window = tuple(entry for entry in window if entry[1] >= filled[0])
+        oldest = manifest.round - AUDIT_ROUNDS
+        taken_lately = (*self.taken_lately, *((taken.author, manifest.round) for taken in manifest.taken))
+        settled = settle(self, manifest)
         spent = (*self.spent, *((join.bearer, join.last_round) for join in manifest.joins if join.last_round))
         return AgreedState(
             branch=self.branch,
             round=manifest.round,
             head=manifest.digest,
             members=members,
-            admitted=self._admitted_after(manifest, members, run),
+            admitted=self._admitted_after(manifest, members, run, settled.conduct),
             bans=(*self.bans, *manifest.banned)[-BANS_MAX:],
             window=tuple(sorted(window)),
             filled=filled,
@@ -149,6 +182,9 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             root_round=manifest.root_round,
             root=manifest.root,
             assigned=self._assigned_after(run),
+            taken_lately=tuple([entry for entry in taken_lately if entry[1] > oldest]),
+            typical=settled.typical,
+            summons=settled.summons,
         )
 
     def _assigned_after(self, run: RunConfig) -> int:
@@ -160,14 +196,18 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         """The steps that a round has data for, by place."""
         return [entry.steps or run.recipe.local_steps for entry in self.admitted]
 
-    def _admitted_after(self, manifest: Manifest, members: tuple[bytes, ...], run: RunConfig) -> tuple[Admitted, ...]:
+    def _admitted_after(
+        self, manifest: Manifest, members: tuple[bytes, ...], run: RunConfig, conducts: dict[bytes, Conduct]
+    ) -> tuple[Admitted, ...]:
         taken = {taken.author: taken.steps for taken in manifest.taken}
         unheard = set(self.roster.in_seats(manifest.absent) or ())
         unseated = set(manifest.unseated)
         gone = {*manifest.leaves, *manifest.banned}
         seated = set(members)
         patience = UNSEATED_ABSENCES * run.admission.absence_rounds_max
-        entries = [Admitted(join.key, manifest.round, 0, 0) for join in manifest.joins if join.key not in self.place]
+        joined = [join.key for join in manifest.joins if join.key not in self.place]
+        conduct = begins_as(self, run) if joined else CLEAN
+        entries = [Admitted(key, manifest.round, 0, 0, 0, conduct) for key in joined]
         for entry in self.admitted:
             key = entry.key
             if key in gone:
@@ -179,8 +219,13 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
                 continue
             count = 0 if key in unseated else entry.taken + (key in taken)
             steps = _steps_after(entry.steps, taken.get(key, 0), run)
-            if (count, absent, steps) != (entry.taken, entry.absent, entry.steps):
-                entry = Admitted(key, entry.since, count, absent, steps)  # noqa: PLW2901
+            conduct = conducts.get(key, entry.conduct)
+            if conduct.tier is not Tier.COUNTED and manifest.round > conduct.since + TRIAL_ROUNDS:
+                if not member:
+                    continue
+                conduct = msgspec.structs.replace(conduct, tier=Tier.EXPELLED)
+            if (count, absent, steps, conduct) != (entry.taken, entry.absent, entry.steps, entry.conduct):
+                entry = Admitted(key, entry.since, count, absent, steps, conduct)  # noqa: PLW2901
             entries.append(entry)
         over = len(entries) - run.admission.contributors_max
         if over > 0:
@@ -200,7 +245,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             head=branch,
             members=members,
             admitted=tuple(
-                Admitted(entry.key, entry.since, entry.taken if entry.key in kept else 0, 0, entry.steps)
+                Admitted(entry.key, entry.since, entry.taken if entry.key in kept else 0, 0, entry.steps, entry.conduct)
                 for entry in self.admitted
             ),
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from msgspec import Struct
 
 from p2ptrain.core.arrivals import SILENT
+from p2ptrain.core.audits import CLEAN, Tier, passes_needed
 from p2ptrain.core.claims import UNKNOWN, HeldOut, TrainingClaims
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.context import Context
@@ -172,6 +173,7 @@ class NodeView:
             Code.CRASH_ONLY: state.roster.is_crash_only,
         }
         told = [complaint(code) for code, holds in found.items() if holds]
+        told += audit_complaints(state, context.me)
         told += [each for each in (node.regrouping.complaint, node.trust and node.trust.complaint) if each]
         return by_gravity(told)
 
@@ -235,3 +237,13 @@ class NodeView:
                 )
             )
         return found
+
+
+def audit_complaints(state: AgreedState, me: bytes) -> list[Complaint]:
+    """Returns what audits have found of this node, if its contributions do not count."""
+    place = state.place.get(me)
+    conduct = CLEAN if place is None else state.admitted[place].conduct
+    if conduct.tier is Tier.COUNTED:
+        return []
+    code = Code.ON_TRIAL if conduct.tier is Tier.ON_TRIAL else Code.SUSPENDED
+    return [complaint(code, passed=len(conduct.passed_by), needed=passes_needed(state))]

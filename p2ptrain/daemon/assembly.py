@@ -154,7 +154,9 @@ async def assemble(stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop =
     stack.callback(events.close)
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, workshop, persistence, launch.state)
-    started = ev.Started(saved, store.is_forgetful, launch.claim, trust, worker.can_overlap)
+    started = ev.Started(
+        saved, store.is_forgetful, launch.claim, trust, audit_share=config.audit.share, can_overlap=worker.can_overlap
+    )
     return Assembled(launch, node, replica, worker, intake, edges, events, started)
 
 

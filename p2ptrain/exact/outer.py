@@ -29,10 +29,10 @@ from torch import Tensor
 
 from p2ptrain.config import PAYLOAD_BYTES_MAX, RecipeConfig, RunConfig
 from p2ptrain.errors import ConfigError, RemoteProtocolError
-from p2ptrain.exact.aggregate import Packed, apply_payloads
+from p2ptrain.exact.aggregate import Packed, apply_payloads, rounded_fp32
 from p2ptrain.exact.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.exact.scales import Scales
-from p2ptrain.exact.schedule import terms_of
+from p2ptrain.exact.schedule import Terms, terms_of
 from p2ptrain.exact.transform import Layout, fragment_of
 
 ROOM_BYTES = 1_024  # space in each payload for its author's key; rounded up
@@ -177,15 +177,10 @@ class Outer:
         unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
     ) -> Counted:
         """Applies payloads that `unpack` has accepted to the state, in place; `round_number` counts from 0."""
-        terms = terms_of(self.recipe, round_number, self.rounds_late, self.covered)
-        fragment = self.fragment_of(round_number + 1)
-        read = [(payload, self._read(payload)) for payload in payloads]
-        counted = [(payload, each.packed) for payload, each in read if each.fragment == fragment]
-        if counted and len(counted) < len(payloads):  # payloads for other fragments count, but move nothing
-            terms = replace(terms, rate=terms.rate * Fraction(len(counted), len(payloads)))
+        counted, terms = self._counted(round_number, payloads)
         weights, momenta = state[: self.parameters], state[self.parameters :]
         scales, norm = apply_payloads(
-            self.layouts[fragment],
+            self.layouts[self.fragment_of(round_number + 1)],
             self.recipe,
             [packed for _, packed in counted],
             terms,
@@ -194,3 +189,34 @@ class Outer:
             {packed: unpacked[payload] for payload, packed in counted if payload in unpacked},
         )
         return Counted([payload for payload, _ in counted], scales, norm)
+
+    def _counted(self, round_number: int, payloads: Sequence[bytes]) -> tuple[list[tuple[bytes, Packed]], Terms]:
+        """Returns the payloads for the round's fragment, and the terms on which they are applied."""
+        terms, fragment = (
+            terms_of(self.recipe, round_number, self.rounds_late, self.covered),
+            self.fragment_of(round_number + 1),
+        )
+        read = [(payload, self._read(payload)) for payload in payloads]
+        counted = [(payload, each.packed) for payload, each in read if each.fragment == fragment]
+        if counted and len(counted) < len(payloads):  # payloads for other fragments count, but move nothing
+            terms = replace(terms, rate=terms.rate * Fraction(len(counted), len(payloads)))
+        return counted, terms
+
+    def undo(self, state: Tensor, round_number: int, payloads: Sequence[bytes]) -> None:
+        """Takes back what `apply` did to the state, but for the rounding of its sums."""
+        counted, terms = self._counted(round_number, payloads)
+        if not counted:
+            return
+        layout, alone = self.layouts[self.fragment_of(round_number + 1)], torch.zeros_like(state)
+        self.apply(alone, round_number, payloads)
+        keep = rounded_fp32(1 - terms.rate * self.recipe.weight_decay)
+        mu = rounded_fp32(self.recipe.momentum)
+        kept = mu if terms.carries else 1.0  # share of the momentum that is left after the round
+        weights, momenta = (list(map(self.parts, torch.split(each, self.parameters))) for each in (state, alone))
+        for place in {place for group in layout.groups for place in group.members}:
+            moved = momenta[0][place].neg_()  # as if there had been no momentum before
+            if self.recipe.momentum:
+                before = weights[1][place].div_(kept).sub_(momenta[1][place].div_(kept))
+                if terms.carries:
+                    moved.add_(before, alpha=mu if self.recipe.nesterov else 1.0)
+            weights[0][place].add_(moved).div_(keep)

@@ -101,6 +101,16 @@ class Replica:
             self.round, self.update_norm = number, counted.norm
         return counted
 
+    @torch.no_grad()
+    def weights_before(self, rounds: Sequence[Sequence[bytes]]) -> Tensor:
+        """Returns the weights before the last rounds, but for rounding; these are their payloads, the newest last."""
+        with self.lock:
+            state, number = self.state.clone(), self.round
+        for payloads in reversed(rounds):
+            number -= 1
+            self.outer.undo(state, number, payloads)
+        return state[: self.outer.parameters]
+
     def _take_unpacked(self, payloads: Sequence[bytes]) -> dict[bytes, Contribution]:
         """Removes these contributions, and those that came too late for a round, and returns the former."""
         oldest = self.round - self.run.agreement.staleness_rounds_max

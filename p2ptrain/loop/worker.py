@@ -56,7 +56,7 @@ class ScriptWorker:
         self.threads, self.is_stopping, self._k_max = 0, False, 0
         self._trained = 0  # the number of the last training in the diary
         self.capture = partial(thread.capture, lambda: self._trained)
-        self.evaluate, self.sample = thread.evaluate, thread.sample
+        self.evaluate, self.sample, self.measure = thread.evaluate, thread.sample, thread.measure
         if self.learner.run.recipe.fragments > 1:  # or its model, which it may save, would not be the agreed one
             what = "a script's model would not be the agreed one while its own movement waits for its round"
             raise ConfigError(

@@ -24,6 +24,7 @@ from p2ptrain.net.blobs.blob import verified
 from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.mail import Deliver, MessageQuery
 from p2ptrain.net.transport import TransportError
+from p2ptrain.node.audits import Audits
 from p2ptrain.node.edges import Edges, Telling
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.payload_fetches import PayloadFetches
@@ -137,6 +138,7 @@ class Driver:
         self.telling = Telling(edges, intake.counters, self.tasks.spawn)
         self.trainings = Trainings(worker, edges, intake.give, self.tasks.spawn)
         self.payloads = PayloadFetches(replica, intake, edges, self.tasks.spawn)
+        self.audits = Audits(worker, replica, edges, intake.give, lambda: not self.trainings.pauses)
         self.effects = EffectLoop(self._actions(), edges, self.payloads.fetch_lost)
         self._on_event = on_event
         self._catching_up: asyncio.Task[None] | None = None
@@ -157,6 +159,7 @@ class Driver:
             ev.Persist: lambda effect: None,  # the record is on the disk by now
             ev.NoteWrongState: lambda effect: spawn(self.edges.persistence.note_mismatch(effect.round), "mismatch"),
             ev.CatchUp: self._catch_up,
+            ev.Audit: lambda effect: spawn(self.audits.audit(effect), "audit"),
             ev.Disconnect: self.telling.disconnect,
         }
 
@@ -205,7 +208,8 @@ class Driver:
             payload = await self.payloads.agreed(taken, adopted)
             if payload is None:
                 return
-            good.append(payload)
+            if taken.counts:
+                good.append(payload)
             if taken.author == self.node.view().me:
                 mine[taken.round] = payload
         try:

@@ -44,6 +44,7 @@ from p2ptrain.share import Share
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.learner import Learner
 from p2ptrain.train.live import StepResult, mean_loss
+from p2ptrain.train.matched_filter import Match
 from p2ptrain.train.own_data import OwnData
 from p2ptrain.train.private import Privacy
 from p2ptrain.train.saved_state import Capture
@@ -180,6 +181,11 @@ class LearnerThread:
 
         return await self.run(look)
 
+    async def measure(
+        self, number: int, weights: Tensor, payloads: Sequence[bytes], own: Positions, others: Positions
+    ) -> Match:
+        return await self.run(self.learner.audit, number, weights, payloads, own, others)
+
     def close(self) -> None:
         """Cancels the waiting jobs. A running job ends by itself, a training after its current step."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -203,7 +209,7 @@ class LocalWorker:
         # For a repeated training: how many states were adopted before it, and a call that tells that it awaits a round.
         self._awaits: tuple[int, Callable[[], object]] = (0, lambda: None)
         self.capture = partial(thread.capture, lambda: self._diary.trained)
-        self.evaluate, self.sample = thread.evaluate, thread.sample
+        self.evaluate, self.sample, self.measure = thread.evaluate, thread.sample, thread.measure
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import author_of
+from p2ptrain.core.messages import author_of, content_name
 from p2ptrain.core.state import Taken
 from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.transport import TransportError
@@ -76,7 +76,9 @@ class PayloadFetches:
         why = await self._intake.refusal(author_of(payload), payload)
         if why is not None:
             log.info("contribution rejected: %s", why)
-        self._intake.give(ev.PayloadArrived(effect.payload, why is None, author_of(payload), len(payload)))
+        self._intake.give(
+            ev.PayloadArrived(effect.payload, why is None, author_of(payload), len(payload), content_name(payload))
+        )
 
     async def fetch_lost(self, name: bytes, payload_bytes: int = 0) -> None:
         """Fetches a payload that was stored here but has been lost. Any connected peer may still have it.

@@ -10,7 +10,7 @@ from functools import partial
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.core.messages import NUMBER_MAX
+from p2ptrain.core.messages import NUMBER_MAX, content_name
 from p2ptrain.data.assignment import Positions
 from p2ptrain.errors import DataError, MemoryShortError, PassedError, PrivacySpentError, TrainingError
 from p2ptrain.net.blobs.server import FetchError
@@ -68,8 +68,10 @@ class Trainings:
         figures, size = self._worker.figures, len(done.payload)
         attachment = done.payload if self._edges.view.run.agreement.is_inline(size) else b""
         loss = 0 if self._worker.privacy else min(round(1e6 * (figures.loss or 0.0)), NUMBER_MAX - 1)
-        steps, k = figures.steps, figures.k
-        self._give(ev.TrainingFinished(effect.round, done.name, size, attachment, steps, loss, held_out, done.base, k))
+        steps, k, content = figures.steps, figures.k, content_name(done.payload)
+        self._give(
+            ev.TrainingFinished(effect.round, done.name, size, attachment, steps, loss, held_out, done.base, k, content)
+        )
         with suppress(StoppedError):
             await self.progress.write(effect)
 

@@ -22,6 +22,7 @@ from p2ptrain.exact.replica import Replica
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.share import Share
 from p2ptrain.store.diary import Trained
+from p2ptrain.train.matched_filter import Match
 from p2ptrain.train.private import Privacy
 from p2ptrain.train.saved_state import Capture
 
@@ -226,6 +227,12 @@ class Worker(Protocol):
 
     async def sample(self, request: SampleRequest, go_on: Callable[[], None], number: int | None = None) -> str | None:
         """Continues a text with the agreed weights; None if these are not those of round `number` any more."""
+
+    async def measure(
+        self, number: int, weights: Tensor, payloads: Sequence[bytes], own: Positions, others: Positions
+    ) -> Match:
+        """Measures the first of these contributions to round `number`, which were computed from these weights, between
+        two trainings (train/matched_filter.py)."""
 
     def stop(self) -> None:
         """Ends after the current step."""

@@ -8,6 +8,7 @@ from typing import Protocol
 from p2ptrain import __version__
 from p2ptrain.config import RunConfig
 from p2ptrain.config.node import Limits
+from p2ptrain.core.audits import CREDIT, DOUBT, Tier
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.core.view import PeerView
@@ -115,6 +116,11 @@ def status_of(daemon: Running) -> Status:
         http=daemon.http,
         loop_lag_seconds=round(daemon.lag.worst, 4),
         uptime_seconds=round(daemon.uptime, 1),
+        is_audited=daemon.run.is_audited,
+        audits=driver.audits.done,
+        audit_seconds=round(driver.audits.seconds, 3),
+        typical_z=state.typical / 1_000 if daemon.run.is_audited else None,
+        suspended=sum(entry.conduct.tier is Tier.SUSPENDED for entry in state.admitted),
         own_data=_own_data_text(daemon.run, worker.privacy),
         privacy_epsilon=worker.privacy.spent if worker.privacy else None,
         roots={str(number): root.hex() for number, root in sorted(roots.items())[-ROOTS_TOLD:]},
@@ -219,7 +225,12 @@ def _peer(daemon: Running, peer: bytes, seen: PeerView | None) -> Peer:
     else:
         addresses = list(connections.known[peer].addresses) if peer in connections.known else []
     record = daemon.records.peers.by_key.get(peer) or PeerRecord(peer=peer)
+    place = view.state.place.get(peer)
+    conduct = None if place is None else view.state.admitted[place].conduct
     now = {
+        "standing": conduct.tier.name.lower().replace("_", " ") if conduct else "",
+        "audits_passed": round(conduct.credit / CREDIT, 2) if conduct else 0.0,
+        "doubt": round(conduct.doubt / DOUBT, 2) if conduct else 0.0,
         "addresses": addresses,
         "address_kind": kind_of_address(addresses[0]) if addresses else "unknown",
         "latency_seconds": None if is_me else connections.latency(peer),

@@ -113,9 +113,12 @@ def _peer_line(peer: dict[str, Any]) -> str:
     }
     columns = ["" if peer[name] is None else say(peer[name]) for name, (_, say) in figures.items()]
     columns = [text.rjust(width) for text, (width, _) in zip(columns, figures.values(), strict=True)]
-    return "  ".join(
-        [peer["peer_id"], f"{'member' if peer['is_member'] else '':6}", *columns, "".join(peer["addresses"][:1])]
-    )
+    return "  ".join([peer["peer_id"], f"{_role(peer):15}", *columns, "".join(peer["addresses"][:1])])
+
+
+def _role(peer: dict[str, Any]) -> str:
+    member = "member" if peer["is_member"] else ""
+    return ", ".join(each for each in (member, peer["standing"]) if each and each != "counted")
 
 
 def peer_lines(peers: list[dict[str, Any]]) -> str:

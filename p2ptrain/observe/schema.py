@@ -276,6 +276,22 @@ class Status(Answer, LearningFigures):
         ge=0, description="the longest delay of the event loop in the last minute"
     )
     uptime_seconds: Annotated[float, Figure("up", "seconds")] = Field(ge=0, description="since its start with the run")
+    is_audited: Annotated[bool, Figure("contributions are audited", "is")] = Field(
+        description="members can find out whether contributions come from training; not with data of their own"
+    )
+    audits: Annotated[Count, Figure("audits", kind="counter")] = Field(
+        description="contributions of others that this node has measured since this start"
+    )
+    audit_seconds: Annotated[float, Figure("time of audits", "seconds", kind="counter")] = Field(
+        ge=0, description="spent on that"
+    )
+    typical_z: Annotated[float | None, Figure("z of a contribution")] = Field(
+        description="how clearly a member's contribution answers to its own sequences, by all audits: from -2 to 2; "
+        "null: not audited"
+    )
+    suspended: Annotated[Count, Figure("suspended", metric="suspended_peers")] = Field(
+        description="peers whose contributions count for nothing, because members found no work in them"
+    )
     own_data: str = Field(description="what of its owner's data leaves this machine; empty: data is shared")
     privacy_epsilon: Annotated[float | None, Figure("epsilon spent", metric="privacy_epsilon")] = Field(
         description="the most that all steps so far tell of one sequence of the owner's data; null: no limit is set"
@@ -441,6 +457,11 @@ class Peer(PeerRecord):
     is_member: bool = Field(description="it has a vote")
     is_admitted: bool = Field(description="it may contribute")
     is_greylisted: bool = Field(description="it is kept away because of its points")
+    standing: Literal["", "on trial", "counted", "suspended", "expelled"] = Field(
+        description="whether its contributions count, by the audits of all members; empty: it is not admitted"
+    )
+    audits_passed: float = Field(ge=0, description="audits that found its work, old ones fading")
+    doubt: float = Field(ge=0, description="of audits that did not; at 1 all members measure")
 
     @computed_field(description="of the node")  # type: ignore[prop-decorator]  # as its own documentation does it
     @property

@@ -35,7 +35,7 @@ class RegionWorker:
         self.replica, self.figures, self.learner = inner.replica, inner.figures, inner.learner
         self.capture, self.evaluate, self.sample = inner.capture, inner.evaluate, inner.sample
         self.set_threads, self.set_percent, self.positions = inner.set_threads, inner.set_percent, inner.positions
-        self.set_k_max = inner.set_k_max
+        self.set_k_max, self.measure = inner.set_k_max, inner.measure
         self.keep_pace, self.repeat_all, self.repeat = inner.keep_pace, inner.repeat_all, inner.repeat
         self.settled, self.stop, self.close = inner.settled, inner.stop, inner.close
         self.contributions = 0  # to the world, by this node

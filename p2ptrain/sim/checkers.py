@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from p2ptrain.core.audits import Tier
 from p2ptrain.core.claims import MILLION
 from p2ptrain.core.events import (
     Applied,
@@ -58,6 +59,7 @@ def safety() -> list[Checker]:
         EqualRoots(ledger),
         OnlyForward(),
         NobodyHonestBanned(ledger),
+        NobodyHonestSuspended(ledger),
         BoundedBuffers(),
         NothingCensored(ledger),
         OneVoice(),
@@ -233,6 +235,21 @@ class NobodyHonestBanned(Checker):
             for node in map(world.node_of, manifest.banned):
                 if node.honest and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
                     raise Violation(f"round {manifest.round} bans node {node.index}, which is honest")
+
+
+class NobodyHonestSuspended(Checker):
+    """Audits take the weight and the seat of liars only, however many of a roster's f audit falsely."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+        for record in certified(effects):
+            for entry in record.state.admitted:
+                is_out = entry.conduct.tier in (Tier.SUSPENDED, Tier.EXPELLED)
+                is_wrong = is_out and world.node_of(entry.key).honest
+                if is_wrong and self.ledger.promises(record.state.head) is Guarantee.EVERYTHING:
+                    raise Violation(f"round {record.state.round} suspends node {world.key_index[entry.key]}")
 
 
 class BoundedBuffers(Checker):

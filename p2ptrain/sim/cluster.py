@@ -53,7 +53,10 @@ class Cluster(SimWorld):
         node.state.become(saved.applied_round, saved.applied_root, head, node.disk.kept)
         rng = setup.stream("node", node.index, node.life + 1)
         node.begin(Node(setup.run_config, setup.run_id, node.key, node.signer, rng))
-        self.give(node, Started(saved, node.disk.is_forgetful, node.claim))
+        self.give(
+            node,
+            Started(saved, node.disk.is_forgetful, node.claim, audit_share=self.setup.scenario.training.audit_share),
+        )
         self.topology.refresh(node)
 
     def kill(self, node: SimNode) -> None:

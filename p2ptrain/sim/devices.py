@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.auditing import OTHERS
+from p2ptrain.core.messages import Z_MAX
 from p2ptrain.core.pace import takes_another
 from p2ptrain.digest import digest
 from p2ptrain.sim.disk import SavedState
@@ -19,6 +22,8 @@ from p2ptrain.sim.world import SimWorld
 CHECK_SECONDS = 0.001  # to check a payload's digest and decode it
 HONEST_CLAIMS = range(2_000_000, 3_000_000)  # losses that honest nodes measure, in millionths of a nat
 FALSE_CLAIMS = (1, 2**40)
+SET, WORK_Z = 8, 1.4  # sequences of a set; the z of its author's work, in one
+FLOAT_NOISE = 20  # thousandths that two machines differ by
 
 
 def claims_of(node: SimNode, number: int) -> tuple[int, int]:
@@ -27,6 +32,15 @@ def claims_of(node: SimNode, number: int) -> tuple[int, int]:
     claims = HONEST_CLAIMS if node.honest else FALSE_CLAIMS
     first, second = (claims[int.from_bytes(part, "little") % len(claims)] for part in (draw[:8], draw[8:16]))
     return first, second
+
+
+def measured(payload: bytes, is_work: bool, sequences: int) -> tuple[int, int]:
+    """Returns what all who audit a contribution measure, but for the last digits: z has a spread that sinks with the
+    number of sets, as the matched filter's has early in a run (docs/explanation/matched-filter.md)."""
+    draw = Random(f"{payload.hex()} {sequences}")
+    spread = max(0.3, 1.1 / math.sqrt(max(1, sequences // SET)))
+    z = draw.gauss(WORK_Z if is_work else 0.0, spread)
+    return round(1_000 * max(-2.0, min(z, 2.0))), round(1_000 * draw.gauss(1.0, 0.09))
 
 
 class Devices:
@@ -79,13 +93,31 @@ class Devices:
         size, attachment, said = payload.payload_bytes, payload.attachment, held_out if effect.evaluates else 0
         applies_between = self.world.setup.run_config.agreement.staleness_rounds_max > 0
         base = node.state.round if applies_between else effect.base_round
-        done = ev.TrainingFinished(effect.round, name, size, attachment, steps, loss, said, base)
+        done = ev.TrainingFinished(
+            effect.round, name, size, attachment, steps, loss, said, base, content=payload.content
+        )
         self.give(node, done)
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Calls `action` once the node's device has finished this job and those queued before it."""
         done_at = node.accelerator.book(self.world.calendar.now, seconds)
         self.world.calendar.timer(node, done_at, action, node, *arguments)
+
+    def audit(self, node: SimNode, effect: ev.Audit) -> None:
+        recipe, training = self.world.setup.run_config.recipe, self.world.setup.scenario.training
+        share = OTHERS * effect.sequences / (recipe.local_steps * recipe.step_sequences)
+        self._on_device(node, share * training.seconds * node.accelerator.pace, self._audited, effect)
+
+    def _audited(self, node: SimNode, effect: ev.Audit) -> None:
+        taken, number = effect.taken, effect.manifest.round
+        self.world.metrics.audits += 1
+        payload = self.world.payloads.by_name.get(taken.payload)
+        if payload is None:
+            self.give(node, ev.Audited(number, taken.author, why="it is long forgotten"))
+            return
+        z, strength = measured(taken.payload, payload.is_work, effect.sequences)
+        noise = self.rng.randint(-FLOAT_NOISE, FLOAT_NOISE)
+        self.give(node, ev.Audited(number, taken.author, max(-Z_MAX, min(z + noise, Z_MAX)), strength + noise))
 
     def apply(self, node: SimNode, effect: ev.Apply) -> None:
         for taken in effect.manifest.taken if node.honest else ():
@@ -213,4 +245,4 @@ class Devices:
 
     def _have(self, node: SimNode, payload: bytes) -> None:
         held = self.world.payloads.by_name[payload]
-        self.give(node, ev.PayloadArrived(payload, held.good, held.author, held.payload_bytes))
+        self.give(node, ev.PayloadArrived(payload, held.good, held.author, held.payload_bytes, held.content))

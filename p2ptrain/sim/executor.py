@@ -56,6 +56,7 @@ class Executor:
             ev.Fetch: self.devices.fetch,
             ev.Train: self.devices.train,
             ev.Pace: self.devices.keep_pace,
+            ev.Audit: self.devices.audit,
             ev.Apply: self.devices.apply,
             ev.Return: lambda node, effect: world.metrics.returned.update([node.index]),
             ev.Persist: lambda node, effect: None,  # already written by the queue

@@ -11,7 +11,7 @@ from functools import partial
 from random import Random
 from typing import TypeAlias
 
-from p2ptrain.sim import branch_lies, collusion, noise, round_lies
+from p2ptrain.sim import audit_lies, branch_lies, collusion, noise, round_lies
 from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.rewriting import Liar
 from p2ptrain.sim.world import SimWorld
@@ -40,6 +40,8 @@ KINDS: dict[str, Make] = {  # by its name in a scenario
     "replay": noise.Replays,  # repeats old messages, its own and others'
     "keep the dead": noise.KeepsTheDead,
     "ask": noise.Asks,
+    "no work": audit_lies.DoesNotWork,
+    "false audits": audit_lies.FalseAudits,  # accuses honest members, and praises its fellows, which do not work
     "flood": noise.Floods,
     "flood quietly": partial(noise.Floods, quietly=True),
     "crowd": noise.Crowds,

@@ -34,6 +34,8 @@ class ToSome(Struct, frozen=True):
 class Rewriter(Protocol):
     """Stands between an honest core and the world, which it knows: a liar (rewriting.py)."""
 
+    works: bool  # whether its contributions come from its own sequences
+
     def rewrite(self, core: Node, effects: Sequence[Effect | ToSome]) -> list[Effect | ToSome]:
         """Replaces the effects of the honest core."""
 

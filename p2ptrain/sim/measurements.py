@@ -44,6 +44,7 @@ class Measurements:
         self.views: dict[tuple[bytes, int], int] = {}  # last view, by branch and round
         self.manifests: dict[tuple[bytes, int], ManifestFacts] = {}
         self.taken: Counter[bytes] = Counter()  # contributions, by author
+        self.counted: Counter[bytes] = Counter()  # those that were applied
         self.banned: dict[bytes, int] = {}  # by key: the round
         self.unseated: Counter[bytes] = Counter()
         self.branches: dict[bytes, Beginning] = {}
@@ -53,6 +54,7 @@ class Measurements:
         self.stalls: Counter[int] = Counter()
         self.mismatches: Counter[int] = Counter()  # states that came out wrong, by node
         self.payloads_fetched = 0  # from other nodes
+        self.audits = 0
 
     # -----------------------------------------------------------------------------------------------
     # Recorded while the simulation runs
@@ -84,6 +86,7 @@ class Measurements:
             facts = ManifestFacts(manifest.round, manifest.digest, len(manifest.taken), bits(authors))
             self.manifests[place] = facts
             self.taken.update(taken.author for taken in manifest.taken)
+            self.counted.update(taken.author for taken in manifest.taken if taken.counts)
             self.unseated.update(manifest.unseated)
             for key in manifest.banned:
                 self.banned.setdefault(key, manifest.round)

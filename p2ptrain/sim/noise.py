@@ -151,7 +151,7 @@ class Floods(Unsolicited):
         )
         loud: tuple[Callable[[], Authored], ...] = (
             lambda: Vote(branch, number, view, rng.choice(tuple(Ballot)), long, me),
-            lambda: Announcement(branch, number, min(number, here.number - 1), long, long, 40, 1, 2, 0, me),
+            lambda: Announcement(branch, number, min(number, here.number - 1), long, long, 40, short, 1, 2, 0, me),
             lambda: Proposal(branch, number, view, -1, (long,), long, me),
         )
         return [Publish(self.signed(rng.choice(quiet if self.quietly else quiet + loud)()).envelope)]
@@ -196,7 +196,11 @@ class Forges(Unsolicited):
             lambda: encode(vote, bytes(64)),
             lambda: encode(vote, rng.randbytes(64)),
             lambda: self.signed(Leave(branch, number, victim)).envelope,
-            lambda: self.signed(Announcement(branch, number, number - 1, long, long, 40, 1, 2, 0, victim)).envelope,
+            lambda: (
+                self.signed(
+                    Announcement(branch, number, number - 1, long, long, 40, long[:SHORT_BYTES], 1, 2, 0, victim)
+                ).envelope
+            ),
             lambda: self.signed(Proposal(branch, number, view, -1, (long,), long, victim)).envelope,
             lambda: self.signed(Regroup(branch, here.state.head, 0, members, victim)).envelope,
             lambda: encode(Certificate(branch, number, view, long, b"\x01", (rng.randbytes(64),))),

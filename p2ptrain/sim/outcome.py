@@ -14,6 +14,7 @@ from statistics import median
 from msgspec import Struct
 from msgspec.structs import replace
 
+from p2ptrain.core.audits import Tier
 from p2ptrain.replay import FAILURES
 from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import Cluster
@@ -85,6 +86,13 @@ def final_members(cluster: Cluster) -> list[int]:
     """Returns the final roster, as seen by the most advanced honest node."""
     last = _furthest(cluster)
     return sorted(cluster.key_index[key] for key in last.disk.state.members) if last else []
+
+
+def final_uncounted(cluster: Cluster) -> list[int]:
+    """Returns the admitted nodes whose contributions count for nothing in the end."""
+    last = _furthest(cluster)
+    entries = last.disk.state.admitted if last else ()
+    return sorted(cluster.key_index[entry.key] for entry in entries if entry.conduct.tier is not Tier.COUNTED)
 
 
 def history(cluster: Cluster) -> list[ManifestFacts]:
@@ -170,6 +178,10 @@ def _of_members(cluster: Cluster, expect: Expect) -> Iterator[str]:
         count = sum(manifest.authors >> int(name) & 1 for manifest in history(cluster))
         if count < least:
             yield f"{count} contributions of node {name} were taken, expected {least} at least"
+    for name, most in sorted(expect.counted_max.items()):
+        count = metrics.counted[cluster.nodes[int(name)].key]
+        if count > most:
+            yield f"{count} contributions of node {name} were applied, expected {most} at most"
 
 
 def _lost(cluster: Cluster, stretch: Stretch, kept: set[bytes]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from p2ptrain.sim.outcome import Outcome, final_members, history, rate
+from p2ptrain.sim.outcome import Outcome, final_members, final_uncounted, history, rate
 
 NAMED_MAX = 12  # nodes listed in a line
 
@@ -40,6 +40,7 @@ def summary(outcome: Outcome, seed: int) -> str:
         ),
         ("shut out", _shut_out(outcome)),
         ("members", f"{len(final_members(cluster))} in the end"),
+        ("audits", f"{metrics.audits:,}; on trial or suspended in the end: {_named(final_uncounted(cluster))}"),
     ]
     if cluster.watch.is_beyond:
         lines.append(("beyond", "more than f of a roster were faulty: nothing is promised but one history"))

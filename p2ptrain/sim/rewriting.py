@@ -52,6 +52,7 @@ class Liar:
     """Base of all liars: passes the honest core's effects on unchanged."""
 
     is_two_faced = False  # whether its second versions go to one half of the swarm only
+    works = True  # whether its contributions come from its own sequences
 
     def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
         self.rng, self.signer, self.me, self.world = rng, signer, signer.key, world

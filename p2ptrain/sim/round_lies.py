@@ -81,7 +81,8 @@ class BadPayloads(Doubles):
         node = self.world.nodes[self.world.key_index[self.me]]
         name, payload = self.world.payloads.make(node, message.round, message.base_round, self.is_good)
         node.held_payloads.add(name)
-        return self.signed(replace(message, payload=name, payload_bytes=payload.payload_bytes), payload.attachment)
+        changed = replace(message, payload=name, payload_bytes=payload.payload_bytes, content=payload.content)
+        return self.signed(changed, payload.attachment)
 
 
 class EquivocatesAnnouncements(BadPayloads):

@@ -55,6 +55,7 @@ class Workload(Struct, frozen=True, forbid_unknown_fields=True):
     payload_bytes: Annotated[int, Meta(ge=1, lt=2**32)] = 40
     state_bytes: Count = 1_000_000  # what a node that catches up has to fetch
     apply_seconds: Seconds = 0.01
+    audit_share: Share = 0.0  # of its training, that a node spends on audits
     slow: list[Slow] = []
 
 
@@ -264,6 +265,7 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True):
     rate_share_min: Annotated[float, Meta(ge=0, le=10)] | None = None
     taken_share_min: Share | None = None  # contributions taken, out of one per member and round
     taken_from: dict[str, Count] = {}  # by node: minimum of contributions taken from it
+    counted_max: dict[str, Count] = {}  # by node: maximum of those that were not only taken, but applied
     paused: list[Pause] = []
     progress: list[ExpectedRounds] = []
     resumed_seconds_max: Seconds | None = None  # from the end of the faults until everyone has applied another round

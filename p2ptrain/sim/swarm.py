@@ -30,7 +30,10 @@ NODES = (4, 16)
 ROUNDS = (20, 80)
 RECOVERY_SECONDS = 1_800.0  # after the faults: a few of the longest views, a regroup, and fetching a state
 SHRINK_SECONDS = 120.0  # of real time
-LIAR_KINDS = sorted(liars.KINDS)
+AUDIT_LIES = ("no work", "false audits")
+LIAR_KINDS = sorted(liars.KINDS.keys() - {*AUDIT_LIES})  # those that may do nothing else for a while
+AUDITED_SHARE = 0.5
+AUDITED = {"name": "local", "local_steps": 10, "sequences_per_pass": 8}
 Table: TypeAlias = dict[str, Any]  # of a scenario
 
 
@@ -142,20 +145,32 @@ class _Draw:
         training = self._training()
         slowest = max((each["times"] for each in training["slow"]), default=1.0)
         return sc.scenario_of(
-            {
-                "sentence": f"Drawn from seed {self.seed}.",
-                "nodes": self.nodes,
-                "rounds": self.rounds,
-                "seconds": self.end + RECOVERY_SECONDS + 4.0 * self.rounds * self.training * max(1.0, slowest),
-                "faults_end": self.end,
-                "training": training,
-                "links": self._links(),
-                "disk": {"fsync_seconds": self._choice(0.0, 0.002, 0.02, 0.2), "kept": self._choice(0.0, 0.5, 1.0)},
-                "agreement": self._agreement(),
-                **self._admission(),
-                "fault": self._faults(),
-            }
+            self._with_audits(
+                {
+                    "sentence": f"Drawn from seed {self.seed}.",
+                    "nodes": self.nodes,
+                    "rounds": self.rounds,
+                    "seconds": self.end + RECOVERY_SECONDS + 4.0 * self.rounds * self.training * max(1.0, slowest),
+                    "faults_end": self.end,
+                    "training": training,
+                    "links": self._links(),
+                    "disk": {"fsync_seconds": self._choice(0.0, 0.002, 0.02, 0.2), "kept": self._choice(0.0, 0.5, 1.0)},
+                    "agreement": self._agreement(),
+                    **self._admission(),
+                    "fault": self._faults(),
+                }
+            )
         )
+
+    def _with_audits(self, table: Table) -> Table:
+        """Lets members audit in some swarms, and a liar lie about it. Drawn apart, or other draws would change."""
+        rng = Random(f"swarm audits {self.seed}")
+        if rng.random() < AUDITED_SHARE:
+            table["recipe"], table["training"]["audit_share"] = AUDITED, rng.choice((0.1, 0.5))
+            for fault in table["fault"]:
+                if fault["kind"] == "liar" and rng.random() < AUDITED_SHARE:
+                    fault["how"] = rng.choice(AUDIT_LIES)
+        return table
 
     def _choice(self, *options: Any) -> Any:
         return self.rng.choice(options)

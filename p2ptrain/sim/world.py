@@ -12,7 +12,7 @@ from itertools import count
 
 from msgspec import Struct
 
-from p2ptrain.core.messages import Received, authored, decode, payload_digest
+from p2ptrain.core.messages import Received, authored, content_name, decode, payload_digest
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.sim.calendar import Calendar
@@ -47,6 +47,8 @@ class Payload(Struct, frozen=True):
     good: bool
     attachment: bytes  # empty: too large to be attached
     round: int
+    content: bytes  # its name
+    is_work: bool = True  # of its author, on its own sequences
 
 
 class MadePayloads:
@@ -73,7 +75,15 @@ class MadePayloads:
         start = digest("simulated payload", node.key, seed)
         content = start if not self.is_inline else (start * (size // len(start) + 1))[: size - len(node.key)]
         content = authored(node.key, content)
-        payload = Payload(node.key, size, good, content if self.is_inline else b"", number)
+        payload = Payload(
+            node.key,
+            size,
+            good,
+            content if self.is_inline else b"",
+            number,
+            content_name(content),
+            node.liar is None or node.liar.works,
+        )
         name = payload_digest(content)
         self.by_name[name] = payload
         return name, payload

@@ -19,7 +19,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from p2ptrain.models.sample import SampleRequest, sample
 from p2ptrain.share import Share
 from p2ptrain.train.evaluate import evaluate
 from p2ptrain.train.live import LiveModel, StepResult
+from p2ptrain.train.matched_filter import SET, Match, audit
 from p2ptrain.train.memory import find_device
 from p2ptrain.train.own_data import OwnData
 from p2ptrain.train.recipes import LocalRecipe, make_recipe
@@ -343,6 +344,28 @@ class Learner:
                 at_a_time=self.live.sequences_at_a_time(self.run.recipe),
                 device=self.device,
             ).loss
+
+    def audit(
+        self, round_number: int, weights: Tensor, payloads: Sequence[bytes], own: Positions, others: Positions
+    ) -> Match:
+        """Measures the first of these contributions to a round, computed from these weights (matched_filter.py).
+
+        own, others: sequences that its author was given, and as many that it was not
+        """
+        assert self._trained is None, "between two rounds"
+        length, packing = self.run.model.sequence_length, self.live.packing
+        layout = self.outer.layouts[self.outer.fragment_of(round_number)]
+        contributions = [self.outer.unpack(payload) for payload in payloads]
+        with self._looking():
+            self.live.weights.copy_(weights)
+            sets, other_sets = (
+                [
+                    packing.batch(self.dataset.batch(each, length), each, round_number).to(self.device)
+                    for each in np.split(positions, len(positions) // SET)
+                ]
+                for positions in (own, others)
+            )
+            return audit(self.run.recipe, self.live, layout, contributions, 0, sets, other_sets)
 
     # -----------------------------------------------------------------------------------------------
     # Saved state

@@ -50,7 +50,7 @@ def proposal(
 
 
 def announcement(author: bytes, payload: bytes, number: int = ROUND) -> bytes:
-    return envelope("announcement", RUN, number, number - 1, ONE, payload, 40, 1, 2, 0, author=author)
+    return envelope("announcement", RUN, number, number - 1, ONE, payload, 40, payload[:16], 1, 2, 0, author=author)
 
 
 def judged(*envelopes: bytes, honest: Sequence[bytes] = HONEST) -> list[str]:

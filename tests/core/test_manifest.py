@@ -346,15 +346,15 @@ def test_the_manifest_is_a_part_of_the_protocol() -> None:
     """Any other result would need a new protocol version; the expected bytes can be written down without this code."""
     members = [bytes([number]) * 32 for number in range(4)]
     state = genesis(bytes(32), tuple(members), b"\7" * 32)
-    offer = Announcement(bytes(32), 1, 0, b"\7" * 32, b"\5" * 32, 99, 1, 2, 0, members[2])
+    offer = Announcement(bytes(32), 1, 0, b"\7" * 32, b"\5" * 32, 99, b"\5" * 16, 1, 2, 0, members[2])
     named = quorum(state, held=names(offer), requests=(b"\4" * 16,), heard=b"\x07")
     manifest = decide(state, named, (offer,), {b"\4" * 16: Request(join=Join(b"\6" * 32, b"\3" * 32, 1, 9))})
-    taken = [[members[2], 1, 0, b"\5" * 32, 99, 1]]
+    taken = [[members[2], 1, 0, b"\5" * 32, 99, 1, b"\5" * 16, True]]
     joins = [[b"\6" * 32, b"\3" * 32, 1, 9]]
     where = [bytes(32), 1, bytes(32), state.digest, 0, b"\7" * 32]
-    plain = [*where, taken, [], [], joins, [], [], b"\x08", [], []]
+    plain = [*where, taken, [], [], joins, [], [], b"\x08", [], [], []]
     assert manifest.digest == digest("manifest", msgspec.msgpack.encode(plain))
-    assert manifest.digest.hex() == "c5af39fa2db6999626abaf31338df3f897955165602588652c40801bc6f1b8d1"
+    assert manifest.digest.hex() == "8b3e9f04660ed621518a9b92c17bf41c78d338eb46869fa4aeca3ca97bcb845b"
 
 
 # ---------------------------------------------------------------------------------------------------

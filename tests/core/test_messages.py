@@ -11,11 +11,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from p2ptrain.core import messages as wire
 from p2ptrain.core.messages import (
     NOTHING,
     Announcement,
+    AuditReport,
     Availability,
     Ballot,
     Call,
@@ -29,6 +31,7 @@ from p2ptrain.core.messages import (
     Regroup,
     Vote,
     authored,
+    content_name,
     decode,
     encode,
     kind_of,
@@ -89,7 +92,15 @@ def announcements(draw: st.DrawFn) -> Announcement:
     number = draw(numbers)
     base, size = draw(st.integers(0, number)), draw(st.integers(1, 2**32 - 1))
     return Announcement(
-        draw(keys), number, base, draw(keys), draw(keys), size, draw(numbers), draw(numbers), draw(numbers), draw(keys)
+        draw(keys),
+        number,
+        base,
+        draw(keys),
+        draw(keys),
+        size,
+        draw(st.binary(min_size=16, max_size=16)),
+        *draw(st.tuples(numbers, numbers, numbers)),
+        draw(keys),
     )
 
 
@@ -106,6 +117,9 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "call": st.builds(Call, keys, keys, numbers, keys),
     "regroup": regroups(),
     "evidence": halves.map(lambda pair: Evidence(*pair)),
+    "audit": st.builds(
+        AuditReport, keys, numbers, keys, st.integers(-2_000, 2_000), st.integers(-8_000, 8_000), st.booleans(), keys
+    ),
 }
 
 
@@ -147,7 +161,7 @@ def drawn(kind: str, seed: int) -> Message:
     members = rising(32, 4)
     made: dict[str, Callable[[], Message]] = {
         "announcement": lambda: Announcement(
-            key(), 70_000, 69_999, key(), key(), 98_829, 500, 3_141_592, 3_200_000, key()
+            key(), 70_000, 69_999, key(), key(), 98_829, generator.randbytes(16), 500, 3_141_592, 3_200_000, key()
         ),
         "availability": lambda: Availability(key(), 9, 8, key(), rising(16, 5), rising(16, 2), (), bits(), key()),
         "proposal": lambda: Proposal(key(), 5, 4, 2, rising(32, 3), key(), key()),
@@ -159,6 +173,7 @@ def drawn(kind: str, seed: int) -> Message:
         "call": lambda: Call(key(), key(), 3, key()),
         "regroup": lambda: Regroup(key(), key(), 1, members, members[2]),
         "evidence": lambda: Evidence(*rising(40, 2)),
+        "audit": lambda: AuditReport(key(), 70_000, key(), -1_234, 950, generator.random() < 0.5, key()),
     }
     return made[kind]()
 
@@ -226,14 +241,20 @@ def test_what_is_signed_differs_between_kinds_with_the_same_fields() -> None:
 
 def test_a_digest_leaves_the_signature_and_the_attachment_out() -> None:
     payload = authored(bytes(32), b"payload")
-    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), len(payload), 1, 2, 0, bytes(32))
+    content = content_name(payload)
+    message = Announcement(
+        bytes(32), 1, 0, bytes(32), payload_digest(payload), len(payload), content, 1, 2, 0, bytes(32)
+    )
     assert decode(enveloped(message), KEYS).digest == decode(enveloped(message, payload), KEYS).digest
 
 
 def test_an_attachment_is_the_announced_payload_or_refused() -> None:
     payload = authored(bytes(32), b"p" * 468)
-    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), 500, 1, 2, 0, bytes(32))
+    content = content_name(payload)
+    message = Announcement(bytes(32), 1, 0, bytes(32), payload_digest(payload), 500, content, 1, 2, 0, bytes(32))
     assert decode(enveloped(message, payload), KEYS).attachment == payload
+    with pytest.raises(RemoteProtocolError, match="another content than was announced"):
+        decode(enveloped(replace(message, content=bytes(16)), payload), KEYS)
     for other in (payload[:-1], payload + b"p", b"q" * 500):
         with pytest.raises(RemoteProtocolError, match="an attachment that is not the announced payload"):
             decode(enveloped(message, other), KEYS)
@@ -259,7 +280,7 @@ FORMS: dict[str, tuple[Message, str]] = {
         "a proposal of view 3 backed by view 3",
     ),
     "trained on the future": (
-        Announcement(bytes(32), 1, 2, bytes(32), bytes(32), 5, 1, 2, 0, bytes(32)),
+        Announcement(bytes(32), 1, 2, bytes(32), bytes(32), 5, bytes(16), 1, 2, 0, bytes(32)),
         "an announcement of round 1 from the later round 2",
     ),
     "signatures without seats": (
@@ -308,7 +329,7 @@ def test_the_largest_message_of_every_kind_fits_an_envelope() -> None:
     full = b"\xff" * 32
     proven = bytes(wire.PROVEN_BYTES_MAX)
     largest: list[Message] = [
-        Announcement(key, top, top, key, key, 2**32 - 1, top, top, top, key),
+        Announcement(key, top, top, key, key, 2**32 - 1, names[0], top, top, top, key),
         Availability(key, top, top, key, names, names, requests, full, key),
         Proposal(key, top, top, top - 1, many, key, key),
         Certificate(key, top, top, key, full, (bytes(64),) * 256),
@@ -320,7 +341,7 @@ def test_the_largest_message_of_every_kind_fits_an_envelope() -> None:
         assert received.message == message
         assert len(received.envelope) < 200_000
     payload = authored(key, bytes(wire.ATTACHMENT_BYTES_MAX - len(key)))
-    announced = Announcement(key, 1, 0, key, payload_digest(payload), len(payload), 1, 2, 0, key)
+    announced = Announcement(key, 1, 0, key, payload_digest(payload), len(payload), content_name(payload), 1, 2, 0, key)
     assert len(enveloped(announced, payload)) < wire.ENVELOPE_BYTES_MAX
 
 

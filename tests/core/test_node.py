@@ -283,7 +283,9 @@ def test_a_manifest_is_all_that_a_quorum_attests() -> None:
         state=bench.genesis.digest,
         root_round=0,
         root=ROOT0,
-        taken=tuple(Taken(each.author, 1, 0, each.payload, each.payload_bytes, each.steps) for each in offers),
+        taken=tuple(
+            Taken(each.author, 1, 0, each.payload, each.payload_bytes, each.steps, each.content) for each in offers
+        ),
         refused=(),
         evidence=(),
         joins=(),

@@ -19,6 +19,7 @@ from p2ptrain.core.history import Beginning, BranchStart, Entry, History, Step
 from p2ptrain.core.messages import (
     NOTHING,
     NUMBER_MAX,
+    SHORT_BYTES,
     Announcement,
     Availability,
     Ballot,
@@ -33,6 +34,7 @@ from p2ptrain.core.messages import (
     Regroup,
     Vote,
     authored,
+    content_name,
     decode,
     payload_digest,
 )
@@ -221,6 +223,7 @@ class Anyone(RuleBasedStateMachine):
             NOWHERE,
             payload_digest(body),
             len(body),
+            content_name(body) if inline else payload_digest(body)[:SHORT_BYTES],
             1,
             2,
             which,
@@ -349,7 +352,8 @@ class Anyone(RuleBasedStateMachine):
         number = self.trains.pop(0) if is_asked and self.trains else which
         body = authored(self.node.context.me, digest("core test", bytes([which])))
         inline = which % 2 == 0
-        self.do(ev.TrainingFinished(number, payload_digest(body), len(body), body if inline else b""))
+        attached = {"attachment": body, "content": content_name(body)} if inline else {}
+        self.do(ev.TrainingFinished(number, payload_digest(body), len(body), **attached))  # type: ignore[arg-type]
 
     @rule(is_asked=st.booleans(), which=st.integers(0, 9))
     def a_round_is_applied(self, is_asked: bool, which: int) -> None:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.config import RunConfig
+from p2ptrain.core.audits import Summons
 from p2ptrain.core.manifest import NO_BEARER, Join, Manifest
-from p2ptrain.core.messages import Announcement
+from p2ptrain.core.messages import SHORT_BYTES, Announcement
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import BANS_MAX, UNSEATED_ABSENCES, WINDOW_MAX, Admitted, AgreedState, Taken, genesis
 from p2ptrain.digest import digest
@@ -37,10 +38,17 @@ def manifest(state: AgreedState, **changes: Any) -> Manifest:
     return Manifest(state.branch, state.round + 1, state.head, state.digest, **(fields | changes))
 
 
+def content(author: bytes, number: int) -> bytes:
+    return digest("content of a test", author, bytes([number]))[:SHORT_BYTES]
+
+
 def taking(state: AgreedState, *authors: bytes, number: int | None = None, base: int | None = None) -> Manifest:
     """The next manifest, with these authors' contributions for its own round or another."""
     of = state.round + 1 if number is None else number
-    taken = tuple(Taken(author, of, of - 1 if base is None else base, PAYLOAD, 1, 1) for author in sorted(authors))
+    taken = tuple(
+        Taken(author, of, of - 1 if base is None else base, PAYLOAD, 1, 1, content(author, of))
+        for author in sorted(authors)
+    )
     return manifest(state, taken=taken)
 
 
@@ -118,12 +126,15 @@ def test_every_part_of_the_state_is_in_its_digest() -> None:
         "members": MEMBERS[:3],
         "admitted": state.admitted[:3],
         "bans": (NEWCOMER,),
-        "window": ((MEMBERS[0], 1),),
+        "window": ((MEMBERS[0], 1, bytes(16)),),
         "filled": (1,),
         "spent": ((NO_BEARER, 1),),
         "root_round": 1,
         "root": BRANCH,
         "assigned": 1,
+        "taken_lately": ((MEMBERS[0], 1),),
+        "typical": 1,
+        "summons": (Summons(MEMBERS[0], 1, 1, MEMBERS[1], 0),),
     }
     assert list(others) == list(AgreedState.__struct_fields__)
     digests = {msgspec.structs.replace(state, **{name: value}).digest for name, value in others.items()}
@@ -180,11 +191,11 @@ def test_each_author_and_round_is_taken_once_ever(staleness: int, data: st.DataO
             base = data.draw(st.integers(0, of - 1))
             if state.may_take(offer(of, base, author), staleness):
                 assert (author, of) not in ever
-                chosen.append(Taken(author, of, base, PAYLOAD, 1, 1))
+                chosen.append(Taken(author, of, base, PAYLOAD, 1, 1, content(author, of)))
                 ever.add((author, of))
         state = after(state, run, taken=tuple(chosen))
         assert state.window == tuple(sorted(state.window))
-        assert set(state.window) <= ever
+        assert {entry[:2] for entry in state.window} <= ever
 
 
 def test_the_window_keeps_what_could_be_taken_again_and_forgets_the_rest() -> None:
@@ -193,10 +204,11 @@ def test_the_window_keeps_what_could_be_taken_again_and_forgets_the_rest() -> No
     for _ in range(5):
         state = state.after(taking(state, MEMBERS[1], MEMBERS[0]), run)
     assert state.filled == (4, 5)
-    assert state.window == ((MEMBERS[0], 4), (MEMBERS[0], 5), (MEMBERS[1], 4), (MEMBERS[1], 5))
+    kept = [entry[:2] for entry in state.window]
+    assert kept == [(MEMBERS[0], 4), (MEMBERS[0], 5), (MEMBERS[1], 4), (MEMBERS[1], 5)]
     late = state.after(taking(state, MEMBERS[2], number=5, base=4), run)  # of round 5, in round 6
     assert late.filled == (5, 6)
-    assert late.window == ((MEMBERS[0], 5), (MEMBERS[1], 5), (MEMBERS[2], 5))
+    assert [entry[:2] for entry in late.window] == [(MEMBERS[0], 5), (MEMBERS[1], 5), (MEMBERS[2], 5)]
 
 
 def test_empty_rounds_push_nothing_out_of_the_window() -> None:
@@ -206,7 +218,7 @@ def test_empty_rounds_push_nothing_out_of_the_window() -> None:
         state = state.after(taking(state, MEMBERS[0]), run)
     for _ in range(100):
         state = state.after(manifest(state), run)
-    assert (state.filled, state.window) == ((2, 3), ((MEMBERS[0], 2), (MEMBERS[0], 3)))
+    assert (state.filled, [entry[:2] for entry in state.window]) == ((2, 3), [(MEMBERS[0], 2), (MEMBERS[0], 3)])
 
 
 def test_the_longest_window_is_within_its_bound() -> None:
@@ -437,13 +449,16 @@ def test_the_state_is_a_part_of_the_protocol() -> None:
         state, joins=(Join(b"\5" * 32, b"\3" * 32, 1, 9),), banned=(keys[1],), unseated=(keys[1],), absent=b"\1"
     )
     members = [keys[0], keys[2], keys[3]]
-    admitted = [[keys[0], 0, 1, 1, 0], [keys[2], 0, 1, 0, 0], [keys[3], 0, 0, 0, 0], [b"\5" * 32, 2, 0, 0, 0]]
-    window, spent = [[keys[0], 1], [keys[2], 1]], [[b"\3" * 32, 9]]
-    plain = [bytes(32), 2, state.head, members, admitted, [keys[1]], window, [1], spent, 0, b"\7" * 32, 0]
+    clean = [1, 0, 0, 0, [], 0, 0, 0, 0, False]
+    counts = [(keys[0], 0, 1, 1), (keys[2], 0, 1, 0), (keys[3], 0, 0, 0), (b"\5" * 32, 2, 0, 0)]
+    admitted = [[*each, 0, clean] for each in counts]
+    taken = [keys[0], 1], [keys[2], 1]
+    window, spent = [[*each, content(each[0], 1)] for each in taken], [[b"\3" * 32, 9]]
+    plain = [bytes(32), 2, state.head, members, admitted, [keys[1]], window, [1], spent, 0, b"\7" * 32, 0, taken, 0, []]
     assert state.digest == digest("agreed state", msgspec.msgpack.encode(plain))
     assert (state.head.hex(), state.digest.hex()) == (
-        "d724dfd2fb00cadbbc8baba2a25c74164a441e7cd385e2ba3e8e56e653d67507",
-        "90098401c1f3578f308d6f54ca37aba4b561e25c58f5cc28e8317d26cfa80689",
+        "b6a342df877e8842641b5dc6152c63305c2ae89305e8a7aa3f38472b691f370e",
+        "ec72e12be7c8d97579a6c0f93dc0699593b6c3889ab2422914c5a79688588286",
     )
 
 
@@ -458,7 +473,9 @@ def stepping(state: AgreedState, *steps: int, run: RunConfig = BY_CAPABILITY) ->
     """The state after a round in which the members contributed so many steps; 0: nothing."""
     number = state.round + 1
     pairs = zip(MEMBERS, steps, strict=False)
-    taken = tuple(Taken(key, number, state.round, PAYLOAD, 1, each) for key, each in pairs if each)
+    taken = tuple(
+        Taken(key, number, state.round, PAYLOAD, 1, each, content(key, number)) for key, each in pairs if each
+    )
     return state.after(manifest(state, taken=taken), run)
 
 

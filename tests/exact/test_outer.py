@@ -101,6 +101,21 @@ def test_a_delayed_momentum_moves_the_weights_only_every_so_many_rounds() -> Non
         assert torch.equal(state, torch.cat([expected, momentum]))
 
 
+@pytest.mark.parametrize("name", FAMILY)
+def test_rounds_can_be_taken_back_but_for_rounding(name: str) -> None:
+    outer = Outer(recipe_of(name, weight_decay=Fraction(1, 10)), SHAPES)
+    state, states, taken = state_of(outer), [], []
+    for number in range(5):
+        states.append(state.clone())
+        taken.append(payloads_of(outer, number, 3) if number != 2 else [])
+        outer.apply(state, number, taken[-1])
+    moved = state - states[0]
+    for number in reversed(range(5)):
+        outer.undo(state, number, taken[number])
+        assert torch.allclose(state, states[number], atol=1e-4)
+    assert moved.abs().max() > 1e-2, "it had moved by far more"
+
+
 def test_a_round_without_contributions_leaves_the_momentum_alone() -> None:
     outer = Outer(recipe_of("nesterov"), SHAPES)
     state = state_of(outer)

@@ -25,6 +25,7 @@ from p2ptrain.core.messages import (
     Regroup,
     Vote,
     authored,
+    content_name,
     decode,
     encode,
     message_digest,
@@ -71,7 +72,9 @@ def name_of(message: Message) -> bytes:
 
 def payload(author: bytes, number: int, which: bytes = b"") -> bytes:
     """The bytes of a contribution that is small enough to be attached."""
-    return authored(author, digest("core test payload", author, bytes([number]), which))
+    return authored(
+        author, digest("core test payload", author, number.to_bytes(1 + number.bit_length() // 8, "big"), which)
+    )
 
 
 def announced(
@@ -83,6 +86,8 @@ def announced(
         "base_root": ROOT0 if number == 1 else root_of(number - 1),
         "payload": payload_digest(body),
         "payload_bytes": len(body) if inline else BYTES,
+        # Large payloads have no bytes in these tests.
+        "content": content_name(body) if inline else changes.get("payload", payload_digest(body))[:SHORT_BYTES],
         "steps": 1,
         "loss": 2_500_000,
         "held_out": 0,
@@ -92,7 +97,7 @@ def announced(
 
 def root_of(number: int) -> bytes:
     """The root that the trainer reports after a round."""
-    return digest("core test root", bytes([number])) if number else ROOT0
+    return digest("core test root", number.to_bytes(1 + number.bit_length() // 8, "big")) if number else ROOT0
 
 
 def voted(author: bytes, ballot: Ballot, manifest: bytes, view: int = 0, number: int = 1, branch: bytes = RUN) -> Vote:
@@ -258,7 +263,10 @@ class Bench:
     def train(self, number: int = 1, inline: bool = False) -> list[ev.Effect]:
         body = payload(self.me, number)
         size = len(body) if inline else BYTES
-        return self.do(ev.TrainingFinished(number, payload_digest(body), size, body if inline else b"", 1, 2_500_000))
+        attached = {"attachment": body, "content": content_name(body)} if inline else {}
+        return self.do(
+            ev.TrainingFinished(number, payload_digest(body), size, steps=1, loss=2_500_000, **attached)  # type: ignore[arg-type]
+        )
 
     # -----------------------------------------------------------------------------------------------
     # What is to be expected

@@ -23,7 +23,7 @@ import torch
 from p2ptrain.config import RecipeConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.manifest import Manifest as RoundManifest
-from p2ptrain.core.messages import KEY_BYTES, Hello, content_of, payload_digest
+from p2ptrain.core.messages import KEY_BYTES, Hello, content_name, content_of, payload_digest
 from p2ptrain.core.state import AgreedState, Taken, genesis
 from p2ptrain.daemon.assembly import Workshop
 from p2ptrain.data.assignment import Positions, shard, shard_in_window, shard_of_slots
@@ -489,7 +489,7 @@ def a_dataset(directory: Path, data: bytes = DATA, is_whole: bool = True) -> Tok
 def a_manifest(state: AgreedState, number: int, payloads: Sequence[bytes], **changes: Any) -> RoundManifest:
     """Makes a manifest with the fields that a driver reads."""
     taken = tuple(
-        Taken(author, number, number - 1, payload_digest(payload), len(payload), 1)
+        Taken(author, number, number - 1, payload_digest(payload), len(payload), 1, content_name(payload))
         for author, payload in zip(KEYS, payloads, strict=False)
     )
     fields: dict[str, Any] = {"round": number, "taken": taken} | changes

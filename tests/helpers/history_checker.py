@@ -24,7 +24,8 @@ NOTHING = bytes(32)
 PREVOTE, PRECOMMIT = 1, 2
 FIELDS = {
     "announcement": (
-        "branch", "round", "base_round", "base_root", "payload", "payload_bytes", "steps", "loss", "held_out", "author",
+        "branch", "round", "base_round", "base_root", "payload", "payload_bytes", "content", "steps", "loss",
+        "held_out", "author",
     ),
     "availability": (
         "branch", "round", "root_round", "root", "held", "refused", "requests", "heard", "author",

@@ -80,7 +80,9 @@ def all_ask(state: AgreedState, *requests: Request, run: RunConfig = OPEN) -> Ma
 
 
 def taken(offer: Announcement) -> Taken:
-    return Taken(offer.author, offer.round, offer.base_round, offer.payload, offer.payload_bytes, offer.steps)
+    return Taken(
+        offer.author, offer.round, offer.base_round, offer.payload, offer.payload_bytes, offer.steps, offer.content
+    )
 
 
 def empty(state: AgreedState, **changes: Any) -> Manifest:

@@ -91,7 +91,9 @@ def vote(cluster: Cluster, index: int, view: int = 0) -> bytes:
 def announcement(cluster: Cluster, index: int, number: int = 1, payload: bytes = bytes(32)) -> bytes:
     key = cluster.nodes[index].key
     return said(
-        cluster, index, Announcement(cluster.setup.run_id, number, number - 1, bytes(32), payload, 40, 1, 2, 0, key)
+        cluster,
+        index,
+        Announcement(cluster.setup.run_id, number, number - 1, bytes(32), payload, 40, payload[:16], 1, 2, 0, key),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import KEY_BYTES, authored, payload_digest
+from p2ptrain.core.messages import KEY_BYTES, authored, content_name, payload_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.net.blobs.blob import BlobName
@@ -24,7 +24,7 @@ BODY = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES, 7))
 NAME = payload_digest(BODY)
 BLOB = BlobName("payload", NAME)
 FETCH = ev.Fetch(NAME, PAYLOAD_BYTES, (PEER,))
-ARRIVED = ev.PayloadArrived(NAME, True, PEER, PAYLOAD_BYTES)
+ARRIVED = ev.PayloadArrived(NAME, True, PEER, PAYLOAD_BYTES, content_name(BODY))
 
 
 class CountingBlob(MemoryBlob):
@@ -136,7 +136,7 @@ async def test_a_payload_whose_check_fails_by_a_fault_of_ours_is_refused(
         monkeypatch.setattr(each.trainer, "check", broken)
         (await each.serve(PEER)).blobs[BLOB] = MemoryBlob.tree(BODY)
         doing(each, FETCH)
-        await each.heard(ev.PayloadArrived(NAME, False, PEER, PAYLOAD_BYTES))
+        await each.heard(ev.PayloadArrived(NAME, False, PEER, PAYLOAD_BYTES, content_name(BODY)))
         assert each.transport.boundary.counts == {"the check of a payload": 1}
 
 
@@ -146,7 +146,7 @@ async def test_a_payload_that_is_no_contribution_arrives_as_a_bad_one(tmp_path: 
         body = authored(PEER, b"bad" + some_bytes(PAYLOAD_BYTES - KEY_BYTES - 3))
         (await each.serve(PEER)).blobs[BlobName("payload", payload_digest(body))] = MemoryBlob.tree(body)
         doing(each, ev.Fetch(payload_digest(body), PAYLOAD_BYTES, (PEER,)))
-        await each.heard(ev.PayloadArrived(payload_digest(body), False, PEER, PAYLOAD_BYTES))
+        await each.heard(ev.PayloadArrived(payload_digest(body), False, PEER, PAYLOAD_BYTES, content_name(body)))
 
 
 @skipping_time

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import KEY_BYTES, authored, content_of, payload_digest
+from p2ptrain.core.messages import KEY_BYTES, authored, content_name, content_of, payload_digest
 from p2ptrain.data.dataset import piece_digest
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import DataError, MemoryShortError, PassedError
@@ -43,7 +43,7 @@ BODY = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES, 7))
 NAME = payload_digest(BODY)
 BLOB = BlobName("payload", NAME)
 FETCH = ev.Fetch(NAME, PAYLOAD_BYTES, (PEER,))
-ARRIVED = ev.PayloadArrived(NAME, True, PEER, PAYLOAD_BYTES)
+ARRIVED = ev.PayloadArrived(NAME, True, PEER, PAYLOAD_BYTES, content_name(BODY))
 NEWER = some_bytes(STATE_BYTES, 8)
 
 

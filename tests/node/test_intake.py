@@ -10,7 +10,7 @@ import pytest
 
 from p2ptrain.config import AgreementConfig
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import KEY_BYTES, authored, bare, decode, payload_digest
+from p2ptrain.core.messages import KEY_BYTES, authored, bare, content_name, decode, payload_digest
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mail import Deliver, HistoryQuery
 from p2ptrain.node.intake import CHECKS_MAX, EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
@@ -82,9 +82,13 @@ async def test_a_history_that_does_not_decode_has_failed(tmp_path: Path) -> None
 async def test_an_attachment_is_checked_before_the_core_hears_of_it(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
         body = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES))
-        good = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
+        good = signed(
+            announced(PEER, payload=payload_digest(body), content=content_name(body), payload_bytes=len(body)), body
+        )
         evil = authored(OTHER, b"bad" + some_bytes(PAYLOAD_BYTES - KEY_BYTES - 3))
-        bad = signed(announced(OTHER, payload=payload_digest(evil), payload_bytes=len(evil)), evil)
+        bad = signed(
+            announced(OTHER, payload=payload_digest(evil), content=content_name(evil), payload_bytes=len(evil)), evil
+        )
         opened = asyncio.Event()
         each.replica.gate = opened.wait  # type: ignore[assignment]
         async with each.running():
@@ -107,7 +111,9 @@ async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
 ) -> None:
     async with bench(tmp_path) as each, each.running():
         body = authored(author, some_bytes(size - KEY_BYTES))
-        offer = signed(announced(author, payload=payload_digest(body), payload_bytes=size), body)
+        offer = signed(
+            announced(author, payload=payload_digest(body), content=content_name(body), payload_bytes=size), body
+        )
         each.driver.intake.hear(PEER, offer.envelope)
         await each.heard(ev.MessageReceived(PEER, bare(offer)))
         assert (each.replica.checked, each.persistence.fresh, list(each.store.payloads.names())) == ([], {}, [])
@@ -119,7 +125,9 @@ async def test_attachments_that_wait_to_be_checked_are_bounded(tmp_path: Path) -
     async with bench(tmp_path) as each:
         shut, opened = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES)), asyncio.Event()
         each.replica.gate = opened.wait  # type: ignore[assignment]
-        offer = signed(announced(PEER, payload=payload_digest(shut), payload_bytes=len(shut)), shut).envelope
+        offer = signed(
+            announced(PEER, payload=payload_digest(shut), content=content_name(shut), payload_bytes=len(shut)), shut
+        ).envelope
         async with each.running():
             await at(0.1)
             for _ in range(SHARE_OF_MEMBER_MAX + 10):
@@ -146,7 +154,10 @@ async def test_copies_of_an_announcement_hold_up_no_other(tmp_path: Path) -> Non
         each.replica.gate = opened.wait  # type: ignore[assignment]
         bodies = {author: authored(author, some_bytes(PAYLOAD_BYTES - KEY_BYTES)) for author in (PEER, OTHER)}
         copied, honest = (
-            signed(announced(author, payload=payload_digest(body), payload_bytes=len(body)), body)
+            signed(
+                announced(author, payload=payload_digest(body), content=content_name(body), payload_bytes=len(body)),
+                body,
+            )
             for author, body in bodies.items()
         )
         async with each.running():
@@ -175,7 +186,9 @@ async def test_a_run_whose_contributions_are_too_large_takes_no_attachments(
     monkeypatch.setattr(AgreementConfig, "is_inline", lambda agreement, size: False)
     async with bench(tmp_path) as each, each.running():
         body = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES))
-        offer = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
+        offer = signed(
+            announced(PEER, payload=payload_digest(body), content=content_name(body), payload_bytes=len(body)), body
+        )
         each.driver.intake.hear(PEER, offer.envelope)
         await each.heard(ev.MessageReceived(PEER, bare(offer)))
         assert each.replica.checked == []
@@ -186,7 +199,9 @@ async def test_what_peers_say_before_the_start_and_after_the_end_does_no_harm(tm
     """Mailboxes are open and the topic is subscribed to slightly before and after the driver runs."""
     async with bench(tmp_path) as each:
         body = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES))
-        offer = signed(announced(PEER, payload=payload_digest(body), payload_bytes=len(body)), body)
+        offer = signed(
+            announced(PEER, payload=payload_digest(body), content=content_name(body), payload_bytes=len(body)), body
+        )
         each.driver.intake.hear(PEER, a_message())
         each.driver.intake.hear(PEER, offer.envelope)
         async with each.running() as task:

@@ -50,7 +50,7 @@ def worker(link: WorldLink) -> RegionWorker:
 def worker_of(link: WorldLink) -> RegionWorker:
     """Makes a worker that trains nothing."""
     learner = SimpleNamespace(run=RUN, replica=None, can_overlap=False)
-    thread = SimpleNamespace(learner=learner, threads=1, capture=print, evaluate=None, sample=None)
+    thread = SimpleNamespace(learner=learner, threads=1, capture=print, evaluate=None, sample=None, measure=None)
     return link.worker(cast(Any, thread), ME, cast(Any, None))
 
 

@@ -221,7 +221,9 @@ def test_an_attachment_is_held_by_whoever_receives_it() -> None:
     name, payload = cluster.payloads.make(cluster.nodes[0], 1, 0)
     bad, bad_payload = cluster.payloads.make(cluster.nodes[0], 1, 0, good=False)
     for each, content in ((name, payload), (bad, bad_payload)):
-        message = Announcement(cluster.setup.run_id, 1, 0, bytes(32), each, 40, 1, 2, 0, cluster.nodes[0].key)
+        message = Announcement(
+            cluster.setup.run_id, 1, 0, bytes(32), each, 40, content.content, 1, 2, 0, cluster.nodes[0].key
+        )
         signature = cluster.nodes[0].signer.sign(signed_bytes(cluster.setup.run_id, message))
         do(cluster, 0, ev.Publish(encode(message, signature, content.attachment)))
     cluster.run()

@@ -211,7 +211,7 @@ def attested(ran: Ran, *held: Sequence[int], **changes: Any) -> str:
     checker = ran.checker(ck.NothingCensored)
     offers = {}
     for node in nodes:
-        message = Announcement(branch, number, number - 1, bytes(32), bytes(32), 40, 1, 2, 0, node.key)
+        message = Announcement(branch, number, number - 1, bytes(32), bytes(32), 40, bytes(16), 1, 2, 0, node.key)
         received = ran.cluster.decode(signed(node, message).envelope)
         assert received is not None
         offers[node.index] = received

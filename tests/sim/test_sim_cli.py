@@ -27,7 +27,8 @@ def test_a_scenario_is_summed_up(clean: Path, capsys: pytest.CaptureFixture[str]
     assert (status, err) == (0, "")
     assert lines[0] == "scenario    Nothing happens."
     assert lines[1].startswith("nodes       6, seed 7, ")
-    assert lines[-1] == "members     6 in the end"
+    assert lines[-2] == "members     6 in the end"
+    assert lines[-1] == "audits      0; on trial or suspended in the end: nobody"
 
 
 def test_what_is_not_as_expected_is_status_1(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,7 +150,7 @@ def test_a_shelf_keeps_payloads_for_so_many_rounds_at_least() -> None:
 def test_a_payload_comes_from_the_first_source_that_has_it() -> None:
     cluster, scripts = scripted(4)
     keys = [node.key for node in cluster.nodes]
-    name, _ = cluster.payloads.make(cluster.nodes[3], 1, 0)
+    name, payload = cluster.payloads.make(cluster.nodes[3], 1, 0)
     cluster.nodes[3].held_payloads.add(name)
     cluster.kill(cluster.nodes[1])
     do(cluster, 0, ev.Fetch(name, 40, (keys[1], keys[2], keys[3])))
@@ -162,18 +162,18 @@ def test_a_payload_comes_from_the_first_source_that_has_it() -> None:
     ]
     assert failed[0][0] >= DIAL_SECONDS
     assert [event for _, event in of_kind(scripts[0], ev.PayloadArrived)] == [
-        ev.PayloadArrived(name, True, keys[3], 40)
+        ev.PayloadArrived(name, True, keys[3], 40, payload.content)
     ]
     assert name in cluster.nodes[0].held_payloads
 
 
 def test_a_bad_payload_arrives_as_bad() -> None:
     cluster, scripts = scripted()
-    name, _ = cluster.payloads.make(cluster.nodes[1], 1, 0, good=False)
+    name, payload = cluster.payloads.make(cluster.nodes[1], 1, 0, good=False)
     cluster.nodes[1].held_payloads.add(name)
     do(cluster, 0, ev.Fetch(name, 40, (cluster.nodes[1].key,)))
     cluster.run()
-    assert scripts[0].heard[-1][1] == ev.PayloadArrived(name, False, cluster.nodes[1].key, 40)
+    assert scripts[0].heard[-1][1] == ev.PayloadArrived(name, False, cluster.nodes[1].key, 40, payload.content)
 
 
 def test_a_large_payload_takes_its_time() -> None:
@@ -286,7 +286,7 @@ def test_the_same_manifest_makes_another_state_of_another_state() -> None:
 def test_applying_without_a_payload_is_caught() -> None:
     cluster, _ = scripted()
     name, _ = cluster.payloads.make(cluster.nodes[1], 1, 0)
-    apply = ev.Apply(manifest(cluster, [Taken(cluster.nodes[1].key, 1, 0, name, 40, 1)]))
+    apply = ev.Apply(manifest(cluster, [Taken(cluster.nodes[1].key, 1, 0, name, 40, 1, name[:16])]))
     with pytest.raises(Violation, match="node 0 applies round 1 and lacks a payload"):
         do(cluster, 0, apply)
 

@@ -175,6 +175,7 @@ def small(**changes: Any) -> Scenario:
 
 UNMET: list[tuple[dict[str, Any], str]] = [
     ({"taken_share_min": 1.0, "taken_from": {"0": 99}}, "contributions of node 0 were taken, expected 99 at least"),
+    ({"counted_max": {"1": 3}}, "contributions of node 1 were applied, expected 3 at most"),
     ({"paused": [{"nodes": [1], "since": 0, "until": 5}]}, "from 0 to 5 s, expected none"),
     ({"progress": [{"nodes": "0-1", "since": 0, "until": 5, "rounds": 40}]}, "from 0 to 5 s, expected 40 at least"),
     ({"regroups_min": 1}, "branches begun: 0, expected 1 at least"),

@@ -128,6 +128,8 @@ function standing(peer) {
   if (peer.is_member) tags.push(["tag member", "votes"]);
   else if (peer.is_admitted) tags.push(["tag", "contributes"]);
   else tags.push(["tag", "guest"]);
+  if (peer.standing === "on trial") tags.push(["tag", "on trial"]);
+  if (peer.standing === "suspended" || peer.standing === "expelled") tags.push(["tag bad", peer.standing]);
   if (!peer.is_connected) tags.push(["tag", "not connected"]);
   return tags.map(([kind, text]) => make("span", kind, text));
 }

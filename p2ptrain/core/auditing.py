@@ -1,0 +1,132 @@
+"""Auditing: decides which contributions this node measures, and says what it found.
+
+What an audit costs is paid from a share of the training that this node does; one that all members are summoned to is
+rare, and comes on top. Whom it audits is drawn by the node alone,
+after the contributions are agreed on, and nobody else can foresee it. (A draw that others can check would have to come
+from something that nobody can choose: a manifest's digest depends on its proposer, and an Ed25519 signature can be made
+in many ways by who has the key.) What is read of the author's sequences follows from the manifest, so that all who
+measure the same contribution read the same.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from p2ptrain.config import AUDIT_SEQUENCES, RunConfig
+from p2ptrain.core.audits import Measured, Tier, may_report
+from p2ptrain.core.chain import Chain
+from p2ptrain.core.context import Context
+from p2ptrain.core.events import Audit, Audited
+from p2ptrain.core.messages import AuditReport
+from p2ptrain.core.pools import Pools
+from p2ptrain.core.state import Taken
+from p2ptrain.share import Share
+
+SEQUENCES_SHARE = 10  # at least a tenth of the author's sequences are read in an audit
+SUMMONED_SEQUENCES = 128  # in one that all members do
+OTHERS = 2  # times as many sequences are read: as many of others, to compare with
+SAVED_ROUNDS = 8  # of the share, at most: a node that was busy does not audit for hours afterwards
+CHANCE = 0.5  # of an audit in a round in which the node has saved enough: a draw without memory
+TRIAL_CHANCE = 0.25  # that a key on trial is drawn, if there is one
+
+
+class Doing(Struct, frozen=True):
+    """The audit that is being done."""
+
+    branch: bytes
+    round: int
+    key: bytes
+    is_summoned: bool
+
+
+def sequences_of(run: RunConfig, *, is_summoned: bool) -> int:
+    """Returns how many of an author's sequences an audit reads."""
+    whole = run.recipe.round_sequences
+    return min(whole, SUMMONED_SEQUENCES if is_summoned else max(AUDIT_SEQUENCES, -(-whole // SEQUENCES_SHARE)))
+
+
+def share_of(chain: Chain, branch: bytes, taken: Taken, run: RunConfig) -> Share | None:
+    """Returns the data that an author was given for a contribution; None if that cannot be told: with overlap it may
+    have begun before the last state, and the keys that share the data have changed since."""
+    found = set[Share]()
+    for number in range(taken.round - 1 - run.agreement.overlap_rounds_max, taken.round):
+        state = chain.state_at(branch, max(0, number))
+        if state is None or taken.author not in state.place:
+            return None
+        slots = state.slots_of(taken.author, taken.round, run)
+        found.add(Share(taken.round, state.place[taken.author], len(state.admitted), slots))
+    return found.pop() if len(found) == 1 else None
+
+
+class Auditing:
+    """This node's audits, one at a time."""
+
+    def __init__(self, context: Context, pools: Pools, chain: Chain, share: float) -> None:
+        """share: of what the node trains; 0: it never audits"""
+        self.context, self.pools, self.chain, self.share = context, pools, chain, share
+        self.saved = 0.0  # sequences that may be spent
+        self.doing: Doing | None = None
+
+    def trained(self) -> None:
+        """Notes that the node has trained a round."""
+        whole = self.context.run.recipe.round_sequences
+        most = max(SAVED_ROUNDS * self.share * whole, OTHERS * sequences_of(self.context.run, is_summoned=False))
+        self.saved = min(self.saved + self.share * whole, most)
+
+    def look(self, applied_round: int) -> None:
+        """Begins an audit if one is due."""
+        context, state = self.context, self.chain.state
+        may = self.share and context.run.is_audited and context.me in state.roster.seat and not context.is_stopping
+        if not may or self.doing is not None or applied_round != state.round:
+            return
+        for summons in state.summons:
+            place = Measured(context.me, summons.key, summons.round, 0, 0, is_summoned=True)
+            if may_report(state, place) and self._begin(summons.round, summons.key, is_summoned=True):
+                return
+        cost = OTHERS * sequences_of(context.run, is_summoned=False)
+        if self.saved >= cost and context.rng.random() < CHANCE:
+            self._draw()
+
+    def _draw(self) -> None:
+        state, context = self.chain.state, self.context
+        keys = [key for key, number in state.taken_lately if number == state.round]
+        keys = [
+            key for key in keys if may_report(state, Measured(context.me, key, state.round, 0, 0, is_summoned=False))
+        ]
+        new = [key for key in keys if state.admitted[state.place[key]].conduct.tier is not Tier.COUNTED]
+        if new and context.rng.random() < TRIAL_CHANCE:
+            keys = new
+        if keys:
+            self._begin(state.round, context.rng.choice(keys), is_summoned=False)
+
+    def _begin(self, number: int, key: bytes, *, is_summoned: bool) -> bool:
+        context, entry = self.context, self.chain.entry(number)
+        taken = next((each for each in entry.manifest.taken if each.author == key), None) if entry else None
+        if entry is None or taken is None:
+            return False
+        share = share_of(self.chain, entry.manifest.branch, taken, context.run)
+        if share is None:
+            return False
+        count = sequences_of(context.run, is_summoned=is_summoned)
+        self.saved -= 0 if is_summoned else OTHERS * count
+        self.doing = Doing(entry.manifest.branch, number, key, is_summoned)
+        since = tuple(each.manifest for each in self.chain.entries_after(number - 1))
+        context.emit(Audit(since, taken, share, count))
+        return True
+
+    def done(self, event: Audited) -> None:
+        """Says what an audit has found, if it still counts."""
+        doing, self.doing = self.doing, None
+        context, state = self.context, self.chain.state
+        if doing is None or (doing.round, doing.key) != (event.round, event.key):
+            self.doing = doing
+            return
+        if event.why:
+            context.counters["audits dropped"] += 1
+            return
+        context.counters["audits"] += 1
+        found = event.z, event.strength, doing.is_summoned
+        if doing.branch == state.branch and may_report(state, Measured(context.me, event.key, event.round, *found)):
+            report = context.signed(AuditReport(state.branch, event.round, event.key, *found, context.me))
+            self.pools.requests.add(report, state)
+            context.publish(report)

@@ -1,0 +1,301 @@
+"""Audits: what the members find of each other's contributions, and who counts because of it.
+
+Whoever has the weights that a contribution was computed from, and the sequences that its author was given, can measure
+whether it comes from them (train/matched_filter.py). A member measures a few, which nobody knows beforehand, and signs
+two numbers: `z`, how much more the contribution answers to its author's sequences than to others', and `strength`, how
+far it goes where all contributions go. Manifests carry them as they carry evidence.
+
+A number that a single member signs never decides. It adds to a sum (a CUSUM, Page 1954): `doubt` grows where z is below
+half of what it typically is, `harm` where the strength is below what honest work has, and both sink where they are above. When a sum
+crosses its bound, all members are summoned to measure that very contribution, with many more sequences. It lies in the
+past, so its author cannot mend it, and an honest one has nothing to fear: as soon as a quorum has measured, the medians
+decide, and who was far from them may not audit for a time that doubles. Who fails is measured a second time, in its
+next contribution, before it is suspended.
+
+    on trial    in an open run, a newcomer: its contributions are applied to nothing, and it has no vote
+    counted     PASSES members found work of its own, and all together found it again
+    suspended   the members found no work of its own: as on trial, but it keeps its vote
+    expelled    nobody found enough work of its own for TRIAL_ROUNDS: it loses its seat, and its key is forgotten
+
+Nobody is summoned for a doubt about who counts for nothing anyway, so a crowd of new keys costs no summons.
+
+Passes also add to a credit, which fades with the audits. A seat in an open run needs half of the credit that members
+have, for the time since its key was admitted: keys that share one machine's work share one machine's credit.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from statistics import median_low
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from p2ptrain.core.messages import SEATS_MAX, Key, Number, Strength, Z
+from p2ptrain.core.roster import quorum_of
+
+if TYPE_CHECKING:
+    from p2ptrain.config import RunConfig
+    from p2ptrain.core.manifest import Manifest
+    from p2ptrain.core.state import AgreedState
+
+AUDIT_ROUNDS = 4  # after which a contribution is not audited any more
+AUDITED_FROM = 5  # counted keys: with fewer contributions there is hardly anything to compare with
+TRIAL_ROUNDS = 512  # in which a key has to be found working, or to be found working again
+PASSES = 4  # members that have to find work of its own before a key counts
+SUMMONS_MAX = 4  # open at a time: each costs every member an audit
+SUMMONS_ROUNDS = 8  # until a summons ends without an outcome, because a quorum did not measure
+TYPICAL_STEP = (
+    32  # by which an audit moves the typical z, up or down: it comes to the median, which a third cannot move far
+)
+# From docs/explanation/matched-filter.md, for audits of 32 sequences and, where all measure, of 128.
+TYPICAL_LEAST = 800  # below it, at the beginning of a run, nobody is suspended for a low z
+PASS = 700  # z of a pass at least: one in eight without work has it in one audit, one in fifty where all measure
+FAIL = 150  # z below which a contribution that all measured is no work: two thirds of those without, and of honest ones
+# one in 5,000, or, early in a run with large batches, one in 40
+DOUBT = 1_000  # two audits in which z is zero, while it is typically one
+HARM = 800
+STRENGTH_LEAST = 600  # of honest work; who adds harm to it has less
+MUTED_ROUNDS = 64  # in which a member's audits do not count after it was far off; doubled each time
+STRIKES_MAX = 16
+FAR_OFF = 150  # from the median of those who measured the same with the same sequences; floats differ by far less
+FAR_OFF_ALONE = 1_500  # for the audit that led to it, which read few sequences
+CREDIT = 1_024  # of a pass
+FADING = 10  # bits: credit loses this fraction with each manifest that has audits
+CREDIT_ROUNDS = 1 << FADING  # over which credit gathers
+
+
+class Tier(IntEnum):
+    """Whether a key's contributions are applied, and whether it keeps its seat."""
+
+    ON_TRIAL = 0
+    COUNTED = 1
+    SUSPENDED = 2
+    EXPELLED = 3
+
+
+class Conduct(Struct, frozen=True, array_like=True):
+    """What audits have found of a key, and how good its own audits are."""
+
+    tier: Tier = Tier.COUNTED
+    doubt: Number = 0
+    harm: Number = 0
+    credit: Number = 0
+    passed_by: Annotated[tuple[Key, ...], Meta(max_length=PASSES)] = ()  # the members that found work of its own
+    audited: Number = 0  # the last round of which an audit by this key counted
+    muted: Number = 0  # the last round in which its audits do not count
+    strikes: Number = 0
+    since: Number = 0  # the round in which its tier began
+    has_failed: bool = False  # where all measured, the last time
+
+
+CLEAN = Conduct()
+
+
+class Measured(Struct, frozen=True, array_like=True):
+    """What a member has found of the contribution of a key that a round took."""
+
+    author: Key
+    key: Key
+    round: Number
+    z: Z
+    strength: Strength
+    is_summoned: bool  # with all others, and as many sequences
+
+
+class Summons(Struct, frozen=True, array_like=True):
+    """All members are to measure a contribution."""
+
+    key: Key
+    round: Number  # that took it
+    since: Number
+    by: Key  # whose audit led to it; the key itself: it failed the last time
+    z: Z  # that it found, or the median then
+    found: Annotated[tuple[Measured, ...], Meta(max_length=SEATS_MAX)] = ()  # by the members so far
+
+
+class Settled(Struct):
+    """What a manifest's audits change."""
+
+    conduct: dict[bytes, Conduct]  # where it changes
+    typical: int
+    summons: tuple[Summons, ...]
+
+
+def counts(state: AgreedState, key: bytes) -> bool:
+    """Whether the contributions of an admitted key are applied."""
+    return state.admitted[state.place[key]].conduct.tier is Tier.COUNTED
+
+
+def begins_as(state: AgreedState, run: RunConfig) -> Conduct:
+    """Returns the conduct of a key that is admitted: on trial once a run that is open to strangers can audit."""
+    if run.admission.policy != "open" or not run.is_audited:
+        return CLEAN
+    counted = sum(entry.conduct.tier is Tier.COUNTED for entry in state.admitted)
+    return Conduct(Tier.ON_TRIAL, since=state.round + 1) if counted >= AUDITED_FROM else CLEAN
+
+
+def may_report(state: AgreedState, measured: Measured) -> bool:
+    """Whether a measured may count in the next round."""
+    if measured.author not in state.roster.seat or measured.author == measured.key or measured.key not in state.place:
+        return False
+    conduct = state.admitted[state.place[measured.author]].conduct
+    if conduct.muted > state.round:
+        return False
+    if not measured.is_summoned:
+        return conduct.audited < measured.round and (measured.key, measured.round) in state.auditable
+    return any(
+        (summons.key, summons.round) == (measured.key, measured.round)
+        and all(each.author != measured.author for each in summons.found)
+        for summons in state.summons
+    )
+
+
+def passes_needed(state: AgreedState) -> int:
+    """Returns how many members have to find a key's work before it counts."""
+    return min(PASSES, max(1, sum(counts(state, key) for key in state.members)))
+
+
+def has_earned_seat(state: AgreedState, key: bytes, run: RunConfig) -> bool:
+    """Whether the audits of a key without a seat allow it one."""
+    entry = state.admitted[state.place[key]]
+    if entry.conduct.tier is not Tier.COUNTED:
+        return False
+    if run.admission.policy != "open" or not run.is_audited:
+        return True
+    rounds = min(state.round - entry.since, CREDIT_ROUNDS)
+    return 2 * entry.conduct.credit * min(state.round, CREDIT_ROUNDS) >= _mean_credit(state) * rounds
+
+
+def _mean_credit(state: AgreedState) -> int:
+    return sum(state.admitted[state.place[key]].conduct.credit for key in state.members) // len(state.members)
+
+
+class _Bench:
+    """Works one manifest's measurements in."""
+
+    def __init__(self, state: AgreedState, number: int, taken: frozenset[bytes]) -> None:
+        self.state, self.number, self.taken = state, number, taken
+        self.conduct: dict[bytes, Conduct] = {}
+        self.typical = state.typical
+        self.open = {(each.key, each.round): each for each in state.summons}
+        self.passes = passes_needed(state)
+
+    def of(self, key: bytes) -> Conduct:
+        return self.conduct.get(key) or self.state.admitted[self.state.place[key]].conduct
+
+    def hear(self, measured: Measured) -> None:
+        author = self.of(measured.author)
+        summons = self.open.get((measured.key, measured.round))
+        if measured.is_summoned:
+            if summons is not None and all(each.author != measured.author for each in summons.found):
+                self.open[measured.key, measured.round] = replace(summons, found=(*summons.found, measured))
+        elif author.audited < measured.round:
+            self.conduct[measured.author] = replace(author, audited=measured.round)
+            self._add(measured)
+
+    def _add(self, measured: Measured) -> None:
+        """Adds a member's measured to the sums of the key that it is about."""
+        before, half = self.of(measured.key), self.typical // 2
+        has_passed = measured.z >= max(half, PASS) and measured.strength >= STRENGTH_LEAST
+        passed_by = before.passed_by
+        if has_passed and before.tier is not Tier.COUNTED and measured.author not in passed_by:
+            passed_by = (*passed_by, measured.author)[-PASSES:]
+        strength = max(-STRENGTH_LEAST, min(measured.strength, 2 * STRENGTH_LEAST))
+        after = self.conduct[measured.key] = replace(
+            before,
+            doubt=max(0, before.doubt + half - measured.z),
+            harm=max(0, before.harm + STRENGTH_LEAST - strength),
+            credit=before.credit + CREDIT * has_passed,
+            passed_by=passed_by,
+        )
+        if after.tier is Tier.COUNTED:
+            is_due = after.harm >= HARM or (after.doubt >= DOUBT and self.typical >= TYPICAL_LEAST)
+        else:
+            is_due = has_passed and len(passed_by) >= self.passes
+        if is_due and len(self.open) < SUMMONS_MAX and all(key != measured.key for key, _ in self.open):
+            self.open[measured.key, measured.round] = Summons(
+                measured.key, measured.round, self.number, measured.author, measured.z
+            )
+        if before.tier is Tier.COUNTED and measured.key in self.state.roster.seat:
+            self.typical = max(0, self.typical + (TYPICAL_STEP if measured.z > self.typical else -TYPICAL_STEP))
+
+    def decide(self) -> None:
+        """Ends the summonses that a quorum has answered, and those that are too old."""
+        least = quorum_of(len(self.state.members))
+        for place, summons in list(self.open.items()):
+            if len(summons.found) >= least:
+                del self.open[place]
+                self._judge(summons)
+            elif self.number >= summons.since + SUMMONS_ROUNDS:
+                del self.open[place]
+                self._clear(summons.key)
+
+    def _judge(self, summons: Summons) -> None:
+        z = median_low(each.z for each in summons.found)
+        strength = median_low(each.strength for each in summons.found)
+        far_off = {
+            each.author
+            for each in summons.found
+            if abs(each.z - z) > FAR_OFF or abs(_clipped(each.strength) - _clipped(strength)) > FAR_OFF
+        }
+        if summons.by != summons.key and abs(summons.z - z) > FAR_OFF_ALONE:
+            far_off.add(summons.by)
+        for author in sorted(far_off & self.state.place.keys()):
+            conduct = self.of(author)
+            muted = self.number + (MUTED_ROUNDS << conduct.strikes)
+            self.conduct[author] = replace(conduct, muted=muted, strikes=min(conduct.strikes + 1, STRIKES_MAX))
+        conduct = self.of(summons.key)
+        if (z < FAIL and self.typical >= TYPICAL_LEAST) or strength < STRENGTH_LEAST:
+            self._fail(summons.key, z)
+            return
+        if z < PASS:  # undecided: the next doubt summons all again
+            self.conduct[summons.key] = replace(conduct, doubt=min(conduct.doubt, 3 * DOUBT // 4))
+            return
+        self._clear(summons.key)
+        if len(conduct.passed_by) >= self.passes:
+            self.conduct[summons.key] = replace(
+                self.of(summons.key), tier=Tier.COUNTED, passed_by=(), since=self.number
+            )
+
+    def _fail(self, key: bytes, z: int) -> None:
+        conduct = self.of(key)
+        if conduct.tier is Tier.COUNTED and not conduct.has_failed:
+            self.conduct[key] = replace(conduct, has_failed=True)
+            if key in self.taken:
+                self.open[key, self.number] = Summons(key, self.number, self.number, key, z)
+            return
+        is_new = conduct.tier is Tier.COUNTED
+        tier, since = (Tier.SUSPENDED, self.number) if is_new else (conduct.tier, conduct.since)
+        self.conduct[key] = replace(
+            conduct, tier=tier, since=since, doubt=0, harm=0, credit=0, passed_by=(), has_failed=False
+        )
+
+    def _clear(self, key: bytes) -> None:
+        if key in self.state.place:
+            self.conduct[key] = replace(self.of(key), doubt=0, harm=0, has_failed=False)
+
+    def fade(self) -> None:
+        for entry in self.state.admitted:
+            conduct = self.of(entry.key)
+            if conduct.credit:
+                self.conduct[entry.key] = replace(conduct, credit=conduct.credit - (conduct.credit >> FADING))
+
+
+def _clipped(strength: int) -> int:
+    """Only whether a strength is far below the others' matters, and large ones are noisy."""
+    return max(-1_000, min(strength, 1_000))
+
+
+def settle(state: AgreedState, manifest: Manifest) -> Settled:
+    """Works in the audits that a manifest carries."""
+    if not (manifest.audits or state.summons):
+        return Settled({}, state.typical, state.summons)
+    bench = _Bench(state, manifest.round, frozenset(taken.author for taken in manifest.taken))
+    for measured in manifest.audits:
+        bench.hear(measured)
+    bench.decide()
+    if manifest.audits:
+        bench.fade()
+    return Settled(bench.conduct, bench.typical, tuple(bench.open[place] for place in sorted(bench.open)))

@@ -1,0 +1,140 @@
+"""Carries out the audits that the core asks for, on the worker's device between two trainings.
+
+All who measure a contribution read the same of its author's sequences, drawn by the digest of the manifest that took
+it, and compare it with as many that the same author is given for the next round: those are of the same part of the
+data, and it cannot have learned from them. The weights that it was computed from are those before its round. They are
+computed back from the present ones, which costs no copy between audits and differs by rounding only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import numpy as np
+from blake3 import blake3
+from torch import Tensor
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, content_of
+from p2ptrain.core.state import Taken
+from p2ptrain.data.assignment import Positions
+from p2ptrain.errors import DataError, MemoryShortError, TrainingError
+from p2ptrain.exact.shortage import is_out_of_memory
+from p2ptrain.identity import peer_id_of
+from p2ptrain.net.blobs.server import FetchError
+from p2ptrain.net.transport import TransportError
+from p2ptrain.node.edges import Edges
+from p2ptrain.node.replica_thread import ReplicaThread
+from p2ptrain.node.work import Worker
+from p2ptrain.train.matched_filter import SET, Match
+
+OTHERS_MIN = 4 * SET  # sequences to compare with, however few steps its author took
+REFERENCES = 16  # other contributions that it is compared with, at most
+AUDIT_SECONDS = 300.0  # with the data that it takes; beyond that it would come too late
+ALLOWANCE = 1.1  # of strength: only whole, timely work of local steps always goes as far as the others'
+
+log = logging.getLogger("p2ptrain.node")
+
+
+class DroppedError(Exception):
+    """An audit cannot be done now, and is not done later."""
+
+
+def _drawn(positions: Positions, count: int, draw: bytes) -> Positions:
+    """Draws so many, in whole sets, the same on all machines."""
+    order = sorted(
+        np.unique(positions).tolist(), key=lambda each: blake3(draw + int(each).to_bytes(8, "little")).digest()
+    )
+    return np.array(order[: min(count, len(order)) // SET * SET], np.int64)
+
+
+class Audits:
+    """Carries out audits; `goes_on` says whether the node may train at all now."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        replica: ReplicaThread,
+        edges: Edges,
+        give: Callable[[ev.Event], None],
+        goes_on: Callable[[], bool],
+    ) -> None:
+        self.done, self.seconds = 0, 0.0  # audits, and the time that they took
+        self._worker, self._replica, self._edges, self._give, self._goes_on = worker, replica, edges, give, goes_on
+
+    async def audit(self, effect: ev.Audit) -> None:
+        number, key = effect.manifest.round, effect.taken.author
+        try:
+            async with asyncio.timeout(AUDIT_SECONDS):
+                match = await self._measured(effect)
+        except (
+            DroppedError, DataError, FetchError, TransportError, MemoryShortError, TrainingError, TimeoutError
+        ) as error:  # fmt: skip
+            log.info("no audit of a contribution to round %d: %s", number, error or "it took too long")
+            self._give(ev.Audited(number, key, why=str(error) or "it took too long"))
+            return
+        strength = match.strength
+        is_late, recipe = effect.taken.base_round < number - 1, self._edges.view.run.recipe
+        if recipe.spec.kind != "local" or is_late or 0 < effect.taken.steps < recipe.local_steps:
+            strength += ALLOWANCE
+        what = "audit of %s's contribution to round %d: z %.2f, strength %.2f, from %d sequences"
+        log.info(what, peer_id_of(key), number, match.z, strength, effect.sequences)
+        self._give(ev.Audited(number, key, _thousandths(match.z, Z_MAX), _thousandths(strength, STRENGTH_MAX)))
+
+    async def _measured(self, effect: ev.Audit) -> Match:
+        if not self._goes_on():
+            raise DroppedError("the node does not train now")
+        own, others = await asyncio.to_thread(self._positions, effect)
+        if len(own) < SET or len(others) < OTHERS_MIN:
+            raise DroppedError(f"too few sequences: {len(own)}, and {len(others)} to compare with")
+        await self._edges.fetching.ahead(np.concatenate([own, others]), self._goes_on)
+        rounds = [await self._payloads(manifest, manifest.counted) for manifest in effect.since]
+        beside = self._beside(effect)
+        payloads = await self._payloads(effect.manifest, (effect.taken, *beside))
+        weights = await self._replica.run(self._weights_before, effect.since[-1].round, rounds)
+        began = perf_counter()
+        match = await self._worker.measure(effect.share.round, weights, payloads, own, others)
+        self.done, self.seconds = self.done + 1, self.seconds + perf_counter() - began
+        return match
+
+    def _positions(self, effect: ev.Audit) -> tuple[Positions, Positions]:
+        """Returns the sequences to read: of the author's own, from the steps that it says it took, and others."""
+        recipe, draw = self._edges.view.run.recipe, effect.manifest.digest + effect.taken.author
+        own, after = self._worker.positions(effect.share), self._worker.positions(effect.share.next)
+        steps = min(effect.taken.steps or recipe.local_steps, recipe.local_steps)
+        mine = _drawn(own[: steps * recipe.step_sequences], effect.sequences, draw)
+        return mine, _drawn(after[~np.isin(after, own)], max(len(mine), OTHERS_MIN), draw)
+
+    def _beside(self, effect: ev.Audit) -> list[Taken]:
+        """Draws the contributions that it is compared with, of those to the same part of the model."""
+        outer, draw = self._replica.replica.outer, effect.manifest.digest + effect.taken.author
+        part = outer.fragment_of(effect.taken.round)
+        others = [each for each in effect.manifest.taken if each.author != effect.taken.author]
+        others = [each for each in others if outer.fragment_of(each.round) == part]
+        return sorted(others, key=lambda each: blake3(draw + each.author).digest())[:REFERENCES]
+
+    async def _payloads(self, manifest: Manifest, taken: Sequence[Taken]) -> list[bytes]:
+        found = [await self._edges.persistence.payload(each.payload) for each in taken]
+        if None in found:
+            raise DroppedError(f"a contribution to round {manifest.round} is not kept here")
+        return [content_of(each) for each in found if each is not None]
+
+    def _weights_before(self, number: int, rounds: Sequence[Sequence[bytes]]) -> Tensor:
+        replica = self._replica.replica
+        with replica.lock:
+            if replica.round != number:
+                raise DroppedError("other rounds were applied meanwhile")
+            try:
+                return replica.weights_before(rounds)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise DroppedError("not enough memory for a copy of the weights") from error
+
+
+def _thousandths(value: float, most: int) -> int:
+    return max(-most, min(round(1_000 * value), most))
