@@ -1,13 +1,15 @@
 """The matched filter: whether a contribution comes from the sequences that its author was given.
 
-The gradient of some of these sequences, at the weights that the contribution was computed from, is the filter (North
-1943). A contribution that has learned from them answers to it more than the other contributions of the round do, which
-have learned from others: `z` says by how many of their standard deviations, after what all have in common is taken
-away. `strength` is how far it goes where the filter points, as a share of what the median of the others does. No
-training, residual or optimizer's state is needed, so every member that has the weights and the data can compute both.
+The gradient of some sequences, at the weights that the contribution was computed from, is the filter (North 1943). A
+contribution answers to it by the cosine between the two. It has learned from its author's own sequences if it answers
+to sets of them more than to sets of other sequences: `z` says by how many standard deviations. What the others answer
+to a set is taken away first, because a set that shows better where all are going is no evidence that it was used.
+`strength` is how far a contribution goes where the other sequences point, as a share of what the median of the others
+does. Its author's own part is not in it, so harm that is added to honest work shows here.
 
-The sequences are read in sets. The z of each is cut off at CUT before they are added up, or who forges a contribution
-from a few of its sequences would be taken for one that has learned from all of them.
+No training, residual or optimizer's state is needed, so every member with the weights and the data can compute both.
+A set's z is cut off at CUT before the mean is taken: a contribution forged from a few sequences answers to sets that
+hold these as nothing else does. docs/explanation/matched-filter.md has the distributions.
 """
 
 from __future__ import annotations
@@ -28,14 +30,47 @@ from p2ptrain.train.inner import hidden_batches, orthogonalised
 from p2ptrain.train.live import LiveModel
 
 CUT = 2.0  # of a set's z
-OTHERS_MIN = 4  # contributions without which there is no spread to compare with
+OTHER_SETS_MIN = 2  # without which there is no spread to compare with
+SHARE_MAX = 2.0  # of what the others answer; where they answer nothing, a quotient says nothing
+OTHERS_MIN = 3  # contributions whose median one liar among them does not move
+SURE = 2.0  # standard errors of a mean answer in its author's favour
+STRENGTH_MAX = 4.0
+
+LENGTH_LEAST = 1e-30  # of what is divided by its length
+
+Answers = NDArray[np.float64]  # [sets, contributions] cosines
 
 
 class Match(NamedTuple):
-    """How well a contribution matches its author's sequences."""
+    """How well a contribution matches its author's sequences: z from -CUT to CUT, and strength, about 1 for most."""
 
     z: float
     strength: float
+
+
+def audit(
+    recipe: RecipeConfig,
+    live: LiveModel,
+    layout: Layout,
+    contributions: Sequence[Contribution],
+    own: int,
+    sets: Sequence[Tensor],
+    others: Sequence[Tensor],
+) -> Match:
+    """Judges the contribution at place `own`, which was computed from the live model's weights.
+
+    Costs a forward and a backward pass over all sequences of `sets` and `others`, with all contributions read once for
+    each of these; 16 contributions are plenty. Overwrites the live gradient.
+
+    sets: of the author's sequences; others: of sequences that it was not given, from the same part of the data, in sets
+    as large: at least OTHER_SETS_MIN
+    """
+    assert sets and len(others) >= OTHER_SETS_MIN, f"{len(sets)} own sets and {len(others)} others"
+    matched = MatchedFilter(recipe, live, layout)
+    own_answers, others_answers = (
+        np.stack([matched.answers(batch, contributions) for batch in batches]) for batches in (sets, others)
+    )
+    return judge(own_answers, others_answers, own)
 
 
 class MatchedFilter:
@@ -43,78 +78,88 @@ class MatchedFilter:
 
     def __init__(self, recipe: RecipeConfig, live: LiveModel, layout: Layout) -> None:
         self._recipe, self._live, self._layout = recipe, live, layout
-        is_local = recipe.spec.kind == "local"
-        hidden = live.is_hidden_matrix if is_local else [True] * len(live.shapes)
-        chunks = [slice(group.first_chunk, group.first_chunk + group.chunks)
-                  for group in layout.groups if all(hidden[place] for place in group.members)]  # fmt: skip
-        # Steps move hidden matrices in nearly all of their directions alike, so their filter is orthogonal, too. The
-        # embedding moves where a token occurs, whoever trains on it.
-        self._is_orthogonal, self._chunks = is_local, chunks
+        # Local steps move hidden matrices in nearly all of their directions alike, so their filter is orthogonal, too.
+        # The embedding moves where a token occurs, whoever trains on it: it does not count.
+        self._is_local = recipe.spec.kind == "local"
+        counted = live.is_hidden_matrix if self._is_local else [True] * len(live.shapes)
+        self._sizes = [group.chunks for group in layout.groups]
+        whether = [all(counted[place] for place in group.members) for group in layout.groups]
+        self._counts = np.repeat(whether, self._sizes)  # [chunks]
 
     def answers(self, batch: Tensor, contributions: Sequence[Contribution]) -> NDArray[np.float64]:  # [contributions]
-        """Returns the cosine of each contribution with the filter of these sequences; a zero contribution has none."""
-        self._live.gradient_step(0, batch, [], self._recipe)
-        filters = self._filter()
-        norm = math.sqrt(sum(float(filters[rows].double().square_().sum()) for rows in self._chunks))
-        return np.array([self._product(filters, each) / norm if norm else 0.0 for each in contributions])
+        """Returns the cosine of each contribution with the filter of these sequences."""
+        whole, found = self.filter_of(batch), []
+        for each in contributions:
+            places, values = self.unit(each)
+            found.append(float((whole.gather(1, places) * values).sum()))  # fp64, as the values are
+        return np.array(found)
 
-    @torch.no_grad()
-    def _filter(self) -> Tensor:  # [chunks, area]
+    def filter_of(self, batch: Tensor) -> Tensor:  # [chunks, area]
+        """Returns the filter of these sequences, of length 1 if their gradient is not zero."""
         live = self._live
+        live.gradient_step(0, batch, [], self._recipe)
         parts = live.parts(live.gradient)
-        for places in hidden_batches(live) if self._is_orthogonal else ():
+        for places in hidden_batches(live) if self._is_local else ():
             whole = orthogonalised([parts[place] for place in places], is_half=live.autocast)
             for place, each in zip(places, whole, strict=True):
                 parts[place].copy_(each.T if each.shape != parts[place].shape else each)
         found = torch.zeros(self._layout.chunks, self._layout.area, device=live.weights.device)
         self._layout.accumulate(parts, found, 0.0)
-        return found
+        found[torch.from_numpy(~self._counts).to(found.device)] = 0
+        return found.div_(torch.linalg.vector_norm(found, dtype=torch.float64).clamp_min(LENGTH_LEAST))
 
-    def likeness(self, contributions: Sequence[Contribution]) -> NDArray[np.float64]:
-        """Returns the cosine of each contribution with each other one, [contributions, contributions]."""
-        found = np.empty((len(contributions), len(contributions)))
-        for place, one in enumerate(contributions):
-            whole, values = torch.zeros(self._layout.chunks, self._layout.area), self._values(one)
-            whole.scatter_(1, torch.from_numpy(one.indices.astype(np.int64)), values.float())
-            norm = math.sqrt(sum(float(values[rows].square().sum()) for rows in self._chunks))
-            found[place] = [self._product(whole, each) / norm if norm else 0.0 for each in contributions]
-        return found
-
-    def _values(self, contribution: Contribution) -> Tensor:  # [chunks, k] fp64
-        sizes, exponents = [group.chunks for group in self._layout.groups], contribution.exponents
-        units = np.ones(len(sizes)) if exponents is None else np.ldexp(1.0, exponents.astype(np.int64))
-        return torch.from_numpy(contribution.values * np.repeat(units, sizes)[:, None])
-
-    def _product(self, whole: Tensor, contribution: Contribution) -> float:  # whole: [chunks, area]
-        """Returns the product of all coefficients with a contribution of unit length."""
-        values, places = self._values(contribution), torch.from_numpy(contribution.indices.astype(np.int64))
-        product = square = 0.0
-        for rows in self._chunks:
-            product += float((whole[rows].gather(1, places[rows].to(whole.device)).cpu() * values[rows]).sum())
-            square += float(values[rows].square().sum())
-        return product / math.sqrt(square) if square else 0.0
+    def unit(self, contribution: Contribution) -> tuple[Tensor, Tensor]:  # both [chunks, k]
+        """Returns where a contribution's coefficients lie in each chunk and what they are, scaled to length 1."""
+        exponents = contribution.exponents
+        units = np.ones(len(self._sizes)) if exponents is None else np.ldexp(1.0, exponents.astype(np.int64))
+        values = contribution.values * (np.repeat(units, self._sizes) * self._counts)[:, None]
+        values /= max(math.sqrt(float(np.square(values).sum())), LENGTH_LEAST)
+        device = self._live.weights.device
+        return torch.from_numpy(contribution.indices.astype(np.int64)).to(device), torch.from_numpy(values).to(device)
 
 
-def judge(answers: NDArray[np.float64], likeness: NDArray[np.float64], own: int) -> Match:
-    """Judges the contribution at place `own` by how all answer to the filters of its author's sets.
+def judge(sets: Answers, others: Answers, own: int) -> Match:
+    """Judges the contribution at place `own` by how all answer to sets of its author's sequences and to others."""
+    count, references = len(sets), [place for place in range(sets.shape[1]) if place != own]
+    answers, usual = np.concatenate([sets, others]), others.mean(axis=0)
+    shown = _shown(answers[:, references])
 
-    answers: [sets, contributions]; likeness: [contributions, contributions] cosines
-    """
-    others = [place for place in range(answers.shape[1]) if place != own]
-    beyond = np.stack([_beyond_common(answers, likeness, place, [each for each in others if each != place])
-                       for place in [own, *others]])  # fmt: skip
-    spread = beyond[1:].std(axis=0, ddof=1)
-    z = (beyond[0] - beyond[1:].mean(axis=0)) / np.where(spread > 0, spread, np.inf)
-    middle = float(np.median(answers[:, others].mean(axis=0)))
-    strength = float(answers[:, own].mean()) / middle if middle > 0 else 0.0
-    return Match(float(np.clip(z, -CUT, CUT).sum()) / math.sqrt(len(answers)), strength)
+    def beyond(place: int, beside: list[int]) -> NDArray[np.float64]:  # [sets and others]
+        """Returns how much more a contribution answers than its usual share of what these others answer."""
+        middle = float(usual[beside].mean()) if beside else 0.0
+        share = float(np.clip(usual[place] / middle, -SHARE_MAX, SHARE_MAX)) if middle else 0.0
+        return np.asarray(answers[:, place] - (shown * share * answers[:, beside].mean(axis=1) if share else 0.0))
+
+    judged = beyond(own, references)
+    # What contributions answer to sequences that they have nothing to do with is what z is measured in.
+    idle = [judged[count:], *(beyond(place, [each for each in references if each != place]) for place in references)]
+    squares, freedom = [float(np.square(each - each.mean()).sum()) for each in idle], [len(each) - 1 for each in idle]
+    # A contribution in few directions answers less evenly than the others, and gains nothing by that.
+    spread = math.sqrt(max(squares[0] / freedom[0], sum(squares) / sum(freedom)))
+    z = (judged[:count] - judged[count:].mean()) / (spread or math.inf)
+    return Match(float(np.clip(z, -CUT, CUT).mean()), _strength(others, own, references))
 
 
-def _beyond_common(
-    answers: NDArray[np.float64], likeness: NDArray[np.float64], place: int, others: list[int]
-) -> NDArray[np.float64]:  # [sets]
-    """Returns how much more a contribution answers than by what it has in common with the sum of these others: that sum
-    itself, which has the least noise, would answer to any filter better than a member's own work does."""
-    along, size = likeness[place, others].sum(), likeness[np.ix_(others, others)].sum()
-    common: NDArray[np.float64] = answers[:, others].sum(axis=1) * (along / size if size > 0 else 0.0)
-    return answers[:, place] - common
+def _shown(answers: Answers) -> float:
+    """Returns the share of what the mean answers to sets differ by that is not the chance of so few contributions: the
+    mean is shrunk to that share (James and Stein 1961)."""
+    sets, count = answers.shape
+    if count < 2:
+        return 0.0
+    means = answers.mean(axis=1)
+    left = answers - answers.mean(axis=0) - (means - means.mean())[:, None]
+    chance = float(np.square(left).sum()) / ((sets - 1) * (count - 1) * count)
+    found = float(means.var(ddof=1))
+    return max(0.0, 1 - chance / found) if found else 0.0
+
+
+def _strength(others: Answers, own: int, references: list[int]) -> float:
+    """Returns the mean answer to other sequences, and SURE standard errors more, over the median of the other
+    contributions' mean answers. Where that median is no larger than chance, or of too few: 1, unless it surely goes the
+    other way."""
+    means = others.mean(axis=0)
+    error = float(others[:, own].std(ddof=1)) / math.sqrt(len(others))
+    middle = float(np.median(means[references])) if len(references) >= OTHERS_MIN else 0.0
+    if middle > SURE * error:
+        return float(np.clip((means[own] + SURE * error) / middle, -STRENGTH_MAX, STRENGTH_MAX))
+    return float(np.clip(1 + SURE + means[own] / (error or math.inf), -1.0, 1.0))
