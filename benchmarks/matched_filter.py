@@ -4,8 +4,9 @@
     python benchmarks/matched_filter.py --auditors
 
 A swarm of nine as in benchmarks/learning.py (0.1M parameters, bytes) runs 20 rounds, or 200 of `distro` and `demo`. In
-20 of them every real payload is audited before it is applied, as p2ptrain/train/matched_filter.py does it, and beside
-the honest ones there are others that an author could send in their place:
+20 of them, or six with the larger model (0.8M), every real payload is audited before it is applied, as
+p2ptrain/train/matched_filter.py does it, and beside the honest ones there are others that an author could send in their
+place:
 
     copy        another author's of the same round    resend      its own of the round before
     other data  learned from other sequences          noise       random places and signs
@@ -61,7 +62,7 @@ CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-filter-{os.getpid()}"
 SHAPE = {"dim": 64, "ffn_dim": 192, "layers": 2, "heads": 4, "kv_heads": 2, "sequence_length": 64}
 LARGER = {"dim": 128, "ffn_dim": 384, "layers": 4, "heads": 4, "kv_heads": 2, "sequence_length": 64}
 PEERS, BATCH, SET, SETS_MAX = 9, 8, 8, 16
-ROUNDS, JUDGED = 20, 20
+ROUNDS, JUDGED, JUDGED_LARGER = 20, 20, 6
 # Peers beside the nine, whose contributions are judged and not applied; each has the sequences of one of the nine.
 EXTRA = ("1 steps", "2 steps", "5 steps", "quarter", "other data", "ascent", "backdoor")
 LIARS = (0, 3, 6)  # for whom the lies that need no training are made
@@ -102,6 +103,10 @@ class Case:
     @property
     def shape(self) -> dict[str, int]:
         return LARGER if "larger" in self.recipe else SHAPE
+
+    @property
+    def judged(self) -> int:
+        return JUDGED_LARGER if "larger" in self.recipe else JUDGED
 
     def config(self) -> RecipeConfig:
         given = RECIPES[self.recipe]
@@ -172,7 +177,7 @@ class JudgedSwarm(Swarm):
         self.before: list[tuple[list[Contribution], list[Tensor]]] = []  # the last two rounds, the newest first
         self.tables: list[Table] = []
         rounds = int(self.config.rounds)
-        self.judged = {int(number) for number in np.linspace(1, rounds - 1, JUDGED)}
+        self.judged = {int(number) for number in np.linspace(1, rounds - 1, case.judged)}
 
     def _apply(self, round_number: int, payloads: dict[int, bytes], only: int | None = None) -> None:
         made = [self.outer.unpack(payloads[number]) for number in range(PEERS + len(EXTRA))]

@@ -27,7 +27,7 @@ from tests.helpers.trainer import Trainer, embedded, make
 MEMBERS, ROUNDS, SET = 7, 6, 8
 
 
-class Round:
+class PlayedRound:
     """A round's contributions, the sequences that they come from, others, and a member that can audit them."""
 
     def __init__(self, directory: Path) -> None:
@@ -95,12 +95,14 @@ class Round:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Round:
-    return Round(tmp_path_factory.mktemp("matched filter"))
+def played(tmp_path_factory: pytest.TempPathFactory) -> PlayedRound:
+    return PlayedRound(tmp_path_factory.mktemp("matched filter"))
 
 
 @pytest.mark.parametrize("references", [0, 1, 2, MEMBERS - 2])
-def test_a_contribution_answers_to_its_authors_sequences_more_than_to_others(played: Round, references: int) -> None:
+def test_a_contribution_answers_to_its_authors_sequences_more_than_to_others(
+    played: PlayedRound, references: int
+) -> None:
     """With as many or as few other contributions as there are."""
     found = np.array([[played.judged(author, place, references).z for place in range(MEMBERS)]
                       for author in range(MEMBERS)])  # fmt: skip
@@ -110,7 +112,7 @@ def test_a_contribution_answers_to_its_authors_sequences_more_than_to_others(pla
     assert own.mean() > copied.mean() + 3 * copied.std() / MEMBERS**0.5
 
 
-def test_who_turns_a_contribution_around_goes_the_other_way(played: Round) -> None:
+def test_who_turns_a_contribution_around_goes_the_other_way(played: PlayedRound) -> None:
     honest = [played.audit(author, played.contributions[author]) for author in range(MEMBERS)]
     turned = [played.audit(author, replace(made, values=-made.values))
               for author, made in enumerate(played.contributions)]  # fmt: skip
@@ -120,7 +122,7 @@ def test_who_turns_a_contribution_around_goes_the_other_way(played: Round) -> No
     assert min(match.strength for match in honest) > 0.8
 
 
-def test_harm_beside_own_work_has_little_strength_and_still_a_z(played: Round) -> None:
+def test_harm_beside_own_work_has_little_strength_and_still_a_z(played: PlayedRound) -> None:
     whole = [played.whole(each) for each in played.contributions]
     honest, less_two, less_five = [], [], []
     for author in range(MEMBERS):
@@ -134,7 +136,7 @@ def test_harm_beside_own_work_has_little_strength_and_still_a_z(played: Round) -
     assert max(match.strength for match in less_five) < 0.0
 
 
-def test_the_sum_of_others_is_nobodys_own_work(played: Round) -> None:
+def test_the_sum_of_others_is_nobodys_own_work(played: PlayedRound) -> None:
     """Though it answers to each filter better than any member's own contribution does."""
     whole = [played.whole(each) for each in played.contributions]
     found = []
@@ -145,7 +147,7 @@ def test_the_sum_of_others_is_nobodys_own_work(played: Round) -> None:
     assert min(match.strength for match in found) > 1.1
 
 
-def test_a_copy_in_one_tensor_alone_gains_nothing(played: Round) -> None:
+def test_a_copy_in_one_tensor_alone_gains_nothing(played: PlayedRound) -> None:
     """It answers less evenly than the others do, and its own spread is what z is measured in."""
     found = []
     for author in range(3):
@@ -159,14 +161,14 @@ def test_a_copy_in_one_tensor_alone_gains_nothing(played: Round) -> None:
     assert np.std(found) < 0.8
 
 
-def test_the_scale_of_a_contribution_changes_nothing(played: Round) -> None:
+def test_the_scale_of_a_contribution_changes_nothing(played: PlayedRound) -> None:
     honest = played.contributions[2]
     assert honest.exponents is not None
     larger = replace(honest, exponents=honest.exponents + np.int8(3))
     assert played.audit(2, larger) == pytest.approx(played.audit(2, honest), abs=1e-9)
 
 
-def test_two_honest_auditors_differ_by_what_rounding_does(played: Round) -> None:
+def test_two_honest_auditors_differ_by_what_rounding_does(played: PlayedRound) -> None:
     """They may read a set in parts of another size; threads and devices change no more than that."""
     live = played.member.live
     found = []
