@@ -1,17 +1,26 @@
 """How the matched filter tells contributions that come from their author's own sequences from others.
 
-    python benchmarks/matched_filter.py [--only WORDS] [--seeds 2] [--rounds 20] [--json FILE] [--processes N]
+    python benchmarks/matched_filter.py [--only WORDS] [--seeds 1] [--tables DIRECTORY [--kept]] [--json FILE]
+    python benchmarks/matched_filter.py --auditors
 
-A swarm of nine as in benchmarks/learning.py (0.1M parameters, bytes), whose real payloads are judged before they are
-applied, early, in the middle and late in the run: z and strength of p2ptrain/train/matched_filter.py, from 32 of the
-author's sequences in sets of eight. Beside the honest contributions there are others that an author could send in
-their place:
+A swarm of nine as in benchmarks/learning.py (0.1M parameters, bytes) runs 20 rounds, or 200 of `distro` and `demo`. In
+20 of them, or six with the larger model (0.8M), every real payload is audited before it is applied, as
+p2ptrain/train/matched_filter.py does it, and beside the honest ones there are others that an author could send in their
+place:
 
-    copy       another author's of the same round     resend     its own of the round before
-    other data what it learned from other sequences   noise      random places and signs
-    mean       the mean of all others                 minus      the same with the sign turned
-    flip       its own with the sign turned           little     the others' mean less 1.5 of their deviations
-    steps      a quarter of the steps                 batch      a quarter of each batch
+    copy        another author's of the same round    resend      its own of the round before
+    other data  learned from other sequences          noise       random places and signs
+    mean        the mean of all others                minus       the same with the sign turned
+    flip        its own with the sign turned          little      the others' mean less 1.5 of their deviations
+    one tensor  a copy, of one tensor alone           quarter     of each batch
+    1, 2, 5 steps of ten                              ascent      from own sequences, up the gradient
+    own-2       own work less 2 means of the others   own-5       less 5 of them
+    forged 10   the filter of a tenth of its          forged 25   of a quarter of them, with no training
+                sequences, with no training           backdoor    half as many poisoned sequences in each batch
+
+What each contribution answers to each set is kept (`--tables`, from which a later run goes on), so audits with fewer
+members or sets are computed from the same numbers. `--auditors`: how far auditors with other threads, sizes of a pass
+and numbers are from one with a thread, whole sets and fp32.
 """
 
 from __future__ import annotations
@@ -20,43 +29,65 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from poison import prepare_embedded
 from simulated import Swarm
+from torch import Tensor
 
 from p2ptrain.config import ModelConfig, RecipeConfig
+from p2ptrain.config.adapt import AdaptConfig
 from p2ptrain.data.assignment import shard
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.exact.codec import Contribution
+from p2ptrain.exact.codec import EXPONENT_MIN, Contribution
 from p2ptrain.exact.selection import largest
+from p2ptrain.exact.transform import Layout
+from p2ptrain.models.adapters import AdaptedModel
 from p2ptrain.models.built_in import Transformer, initialise
+from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel
-from p2ptrain.train.matched_filter import MatchedFilter, judge
-from p2ptrain.train.recipes import quantise
+from p2ptrain.train.matched_filter import Match, MatchedFilter, audit, judge
+from p2ptrain.train.recipes import Recipe, quantise
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-filter-{os.getpid()}"
 SHAPE = {"dim": 64, "ffn_dim": 192, "layers": 2, "heads": 4, "kv_heads": 2, "sequence_length": 64}
-PEERS, BATCH, SETS, SET = 9, 8, 4, 8
-EXTRA = ("steps", "batch", "other data")  # peers beside the nine, whose contributions are judged and not applied
+LARGER = {"dim": 128, "ffn_dim": 384, "layers": 4, "heads": 4, "kv_heads": 2, "sequence_length": 64}
+PEERS, BATCH, SET, SETS_MAX = 9, 8, 8, 16
+ROUNDS, JUDGED, JUDGED_LARGER = 20, 20, 6
+# Peers beside the nine, whose contributions are judged and not applied; each has the sequences of one of the nine.
+EXTRA = ("1 steps", "2 steps", "5 steps", "quarter", "other data", "ascent", "backdoor")
+LIARS = (0, 3, 6)  # for whom the lies that need no training are made
+PARTS = {"early": 0.2, "middle": 0.6, "late": 1.0}  # of the run, by their ends
+AUDITORS = ((1, 8, False), (2, 8, False), (4, 8, False), (1, 4, False), (1, 1, False), (1, 8, True))
+# Own sets and others, where the author has so many, and the bar: the z below which a sparse audit doubts, and a
+# decisive one fails.
+AUDITS = {"sparse": (4, 4, 0.5), "decisive": (16, 16, 0.3)}
+DRAWS = 3  # of sets and of the members beside, from the same answers
+FEW = {"honest", "copy", "flip", "own-2"}  # kinds that are told of all audits
 LOCAL = {"name": "local", "k": 256, "local_steps": 10, "inner": "muon", "inner_learning_rate": "1/50", "decay": "19/20"}
 RECIPES: dict[str, dict[str, Any]] = {
     "local muon": LOCAL,
     "local muon, batch 32": LOCAL,
-    "local muon, momentum": LOCAL | {"momentum": "1/2"},
-    "local muon, 2 fragments": LOCAL | {"fragments": 2, "local_steps": 5},
-    "local muon, no DCT": LOCAL | {"transform": "none"},
     "local adamw": LOCAL | {"inner": "adamw", "inner_learning_rate": "3/1000"},
     "distro": {"name": "distro", "k": 32, "decay": "999/1000", "outer": "sign", "learning_rate": "1/500"},
     "demo": {"name": "demo", "k": 32, "value_bits": 3, "decay": "999/1000", "outer": "normalised",
              "learning_rate": "1/1000"},
+    "local muon, data in parts": LOCAL,
+    "local muon, adapters": LOCAL,
+    "local muon, larger model": LOCAL,
+    "local muon, bf16": LOCAL,
+    "local muon, momentum": LOCAL | {"momentum": "1/2"},
+    "local muon, 2 fragments": LOCAL | {"fragments": 2, "local_steps": 5},
+    "local muon, no DCT": LOCAL | {"transform": "none"},
 }  # fmt: skip
 
 
@@ -64,37 +95,95 @@ RECIPES: dict[str, dict[str, Any]] = {
 class Case:
     recipe: str
     seed: int
-    rounds: int
 
     @property
     def batch(self) -> int:
-        return 32 if "batch 32" in self.recipe else BATCH
+        return 32 if "batch 32" in self.recipe or RECIPES[self.recipe]["name"] != "local" else BATCH
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return LARGER if "larger" in self.recipe else SHAPE
+
+    @property
+    def judged(self) -> int:
+        return JUDGED_LARGER if "larger" in self.recipe else JUDGED
 
     def config(self) -> RecipeConfig:
         given = RECIPES[self.recipe]
-        rounds = self.rounds if given["name"] == "local" else 10 * self.rounds
+        rounds = ROUNDS if given["name"] == "local" else 10 * ROUNDS
         ends = {"schedule": "linear", "rounds": rounds, "warmup_rounds": max(1, rounds // 15), "final_ratio": "1/10"}
         return RecipeConfig.model_validate({"sequences_per_pass": self.batch} | ends | given)
 
 
-class JudgedSwarm(Swarm):
-    """A swarm whose contributions are judged before some rounds; the extra peers' are not applied."""
+@dataclass
+class Table:
+    """What each column, a contribution, answers to each row, a set of sequences. Both have an author and a kind."""
 
-    def __init__(self, case: Case, live: LiveModel) -> None:
+    progress: float
+    rows: list[tuple[int, str]] = field(default_factory=list)
+    columns: list[tuple[int, str]] = field(default_factory=list)
+    answers: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))  # [rows, columns]
+
+    def match(self, own: int, references: list[int], sets: list[int], others: list[int]) -> Match:
+        columns = [own, *references]
+        answers = [self.answers[np.ix_(rows, columns)].astype(np.float64) for rows in (sets, others)]
+        return judge(answers[0], answers[1], 0)
+
+    def rows_of(self, author: int, kind: str) -> list[int]:
+        return [place for place, row in enumerate(self.rows) if row == (author, kind)]
+
+
+@dataclass
+class Given:
+    """A round's sequences: of each of the nine, of nobody, and with data in parts those beside each member's own."""
+
+    own: list[Tensor]
+    nobody: Tensor
+    beside: list[Tensor]
+
+
+class ClimbingModel(LiveModel):
+    """A model whose gradients can be turned around, for peers that climb."""
+
+    sign = 1
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.sign * super().loss(batch)
+
+
+class Climber:
+    """A peer that goes up the gradient."""
+
+    def __init__(self, peer: Recipe, live: ClimbingModel) -> None:
+        self.peer, self.live = peer, live
+        self.begin, self.end, self.contribute, self.residual = peer.begin, peer.end, peer.contribute, peer.residual
+        self.base = peer.base
+
+    def local_step(self, step: int, batch: Tensor, positions: Any) -> None:
+        self.live.sign = -1
+        self.peer.local_step(step, batch, positions)
+        self.live.sign = 1
+
+
+class JudgedSwarm(Swarm):
+    """A swarm whose contributions are compared with filters before some rounds; the extra peers' are not applied."""
+
+    def __init__(self, case: Case, live: ClimbingModel) -> None:
         super().__init__(case.config(), live, PEERS + len(EXTRA))
-        self.case = case
+        climber = PEERS + EXTRA.index("ascent")
+        self.peers[climber] = Climber(self.peers[climber], live)  # type: ignore[call-overload]
         self.generator = np.random.default_rng(case.seed)
-        self.filters = [MatchedFilter(self.config, live, layout) for layout in self.outer.layouts]
-        self.sequences: list[torch.Tensor] = []  # of this round, by peer
-        self.before: list[Contribution] = []
-        self.rows: list[dict[str, Any]] = []
-        self.parts: dict[int, str] = {}  # of the run, by rounds that are judged
+        self.given = Given([], torch.empty(0), [])
+        self.before: list[tuple[list[Contribution], list[Tensor]]] = []  # the last two rounds, the newest first
+        self.tables: list[Table] = []
+        rounds = int(self.config.rounds)
+        self.judged = {int(number) for number in np.linspace(1, rounds - 1, case.judged)}
 
     def _apply(self, round_number: int, payloads: dict[int, bytes], only: int | None = None) -> None:
         made = [self.outer.unpack(payloads[number]) for number in range(PEERS + len(EXTRA))]
-        if round_number in self.parts:
+        if round_number in self.judged:
             self._judge(round_number, made)
-        self.before = made
+        self.before = [(made, self.given.own), *self.before[:1]]
         super()._apply(round_number, {number: payloads[number] for number in range(PEERS)})
         for number in range(PEERS, PEERS + len(EXTRA)):
             self.peers[number].residual.forget(round_number + 1)
@@ -102,90 +191,281 @@ class JudgedSwarm(Swarm):
     def _judge(self, round_number: int, made: list[Contribution]) -> None:
         fragment = self.outer.fragment_of(round_number + 1)
         self.live.weights.copy_(self.agreed)
+        matched = MatchedFilter(self.config, self.live, self.outer.layouts[fragment])
+        table = Table(round_number / int(self.config.rounds))
+        contributions = []
+        for author, kind, contribution in self._columns(made, matched, self.outer.layouts[fragment]):
+            table.columns.append((author, kind))
+            contributions.append(_whole(*matched.unit(contribution), self.outer.layouts[fragment]).view(-1))
+        filters = []
+        for author, kind, sequences in self._rows():
+            table.rows.append((author, kind))
+            filters.append(matched.filter_of(sequences).view(-1))
+        table.answers = (torch.stack(filters) @ torch.stack(contributions).T).numpy()
+        self.tables.append(table)
+
+    def _rows(self) -> Iterator[tuple[int, str, Tensor]]:
+        def drawn(author: int, kind: str, sequences: Tensor, sets: int = 4) -> Iterator[tuple[int, str, Tensor]]:
+            chosen = torch.from_numpy(self.generator.permutation(len(sequences))[: sets * SET])
+            yield from ((author, kind, each) for each in torch.split(sequences[chosen], SET) if len(each) == SET)
+
+        steps = self.config.local_steps
+        for author, sequences in enumerate(self.given.own):
+            yield from drawn(author, "own", sequences, SETS_MAX)
+        for each in torch.split(self.given.nobody, SET):
+            yield -1, "nobody", each
+        for author, sequences in enumerate(self.given.beside):
+            yield from drawn(author, "beside", sequences, SETS_MAX)
+        if steps == 10:
+            for author, taken in enumerate((1, 2, 5)):
+                first = self.given.own[author][: taken * len(self.given.own[author]) // steps]
+                yield from drawn(author, f"first {taken}", first)
+        if self.config.fragments == 1:
+            for late, (_, sequences_of) in enumerate(self.before, 1):
+                for author in LIARS:
+                    yield from drawn(author, f"late {late}", sequences_of[author])
+
+    def _columns(
+        self, made: list[Contribution], matched: MatchedFilter, layout: Layout
+    ) -> Iterator[tuple[int, str, Contribution]]:
         honest = made[:PEERS]
         for author in range(PEERS):
-            lies = self._lies(author, honest, fragment)
-            if author < len(EXTRA):  # the extra peers have sequences of the first three, but for "other data"
-                lies[EXTRA[author]] = made[PEERS + author]
-            if self.before and self.config.fragments == 1:
-                lies["resend"] = self.before[author]
-            chosen = self.generator.permutation(len(self.sequences[author]))[: SETS * SET]
-            sets = torch.split(self.sequences[author][torch.from_numpy(chosen)], SET)
-            # "other data" was learned from sequences that its author was not given: those of the filter are others.
-            filters, everything = self.filters[fragment], [*honest, *lies.values()]
-            answers = np.stack([filters.answers(each, everything) for each in sets])
-            likeness = filters.likeness(everything)
-            others = [place for place in range(PEERS) if place != author]
-            for place, name in ((author, "honest"), *enumerate(lies, PEERS)):
-                # A copy's own original is no reference.
-                places = [place, *(each for each in others if (name, each) != ("copy", (author + 1) % PEERS))]
-                self._note(round_number, name, judge(answers[:, places], likeness[np.ix_(places, places)], 0))
+            yield author, "honest", honest[author]
+        for author, kind in enumerate(EXTRA):
+            yield author, kind, made[PEERS + author]
+        whole = [_whole(*matched.unit(each), layout) for each in honest]
+        for author in LIARS:
+            if self.config.fragments == 1:
+                for late, (contributions, _) in enumerate(self.before, 1):
+                    yield author, f"late {late}", contributions[author]
+            for kind, lie in self._lies(author, honest, whole, layout).items():
+                yield author, kind, lie
+            for share, kind in ((0.1, "forged 10"), (0.25, "forged 25")):
+                few = self.given.own[author][: int(share * len(self.given.own[author]))]
+                forged = sum(matched.filter_of(each) for each in torch.tensor_split(few, max(1, round(len(few) / SET))))
+                yield author, kind, self._encoded(forged, honest[author], layout)
 
-    def _note(self, round_number: int, kind: str, found: tuple[float, float]) -> None:
-        self.rows.append(
-            {"round": round_number, "part": self.parts[round_number], "kind": kind, "z": found[0], "strength": found[1]}
-        )
-
-    def _lies(self, author: int, honest: list[Contribution], fragment: int) -> dict[str, Contribution]:
-        layout, own = self.outer.layouts[fragment], honest[author]
-        sizes = [group.chunks for group in layout.groups]
-
-        def whole(contribution: Contribution) -> torch.Tensor:
-            units = np.ones(layout.chunks)
-            if contribution.exponents is not None:
-                units = np.repeat(np.ldexp(1.0, contribution.exponents.astype(np.int64)), sizes)
-            values = torch.from_numpy(contribution.values * units[:, None]).float()
-            places = torch.from_numpy(contribution.indices.astype(np.int64))
-            return torch.zeros(layout.chunks, layout.area).scatter_(1, places, values)
-
-        def encoded(numbers: torch.Tensor) -> Contribution:
-            places = largest(numbers, self.config.k_max)
-            chosen = numbers.gather(1, torch.from_numpy(places.astype(np.int64)))
-            signs = torch.where(chosen < 0, -1, 1)
-            if own.exponents is None:
-                return Contribution(places, signs.to(torch.int8).numpy())
-            magnitudes, exponents = quantise(chosen.abs(), sizes, self.config.value_bits)
-            return Contribution(places, (magnitudes * signs).numpy().astype(own.values.dtype), exponents)
-
-        others = torch.stack([whole(each) for place, each in enumerate(honest) if place != author])
+    def _lies(
+        self, author: int, honest: list[Contribution], whole: list[Tensor], layout: Layout
+    ) -> dict[str, Contribution]:
+        own, copied = honest[author], honest[(author + 1) % PEERS]
+        others = torch.stack([each for place, each in enumerate(whole) if place != author])
         mean = others.mean(dim=0)
         draws = self.generator.random((layout.chunks, layout.area))
         places = np.sort(np.argsort(draws, axis=1)[:, : self.config.k_max], axis=1).astype(np.uint16)
         signs: Any = self.generator.choice(np.array([-1, 1], own.values.dtype), places.shape)
-        return {
-            "copy": honest[(author + 1) % PEERS],
-            "noise": Contribution(places, signs, own.exponents),
-            "mean": encoded(mean),
-            "minus": encoded(-mean),
-            "little": encoded(mean - 1.5 * others.std(dim=0)),
-            "flip": replace(own, values=-own.values),
+        made = {
+            "mean": mean,
+            "minus": -mean,
+            "little": mean - 1.5 * others.std(dim=0),
+            "own-2": whole[author] - 2 * mean,
+            "own-5": whole[author] - 5 * mean,
         }
+        lies = {kind: self._encoded(numbers, own, layout) for kind, numbers in made.items()}
+        lies["noise"] = Contribution(places, signs, own.exponents)
+        lies["flip"] = replace(own, values=-own.values)
+        if copied.exponents is not None:
+            largest_of_all = max(range(len(layout.groups)), key=lambda number: layout.groups[number].chunks)
+            exponents = np.full_like(copied.exponents, EXPONENT_MIN)
+            exponents[largest_of_all] = 0
+            lies["one tensor"] = replace(copied, exponents=exponents)
+        return lies
+
+    def _encoded(self, numbers: Any, like: Contribution, layout: Layout) -> Contribution:
+        places = largest(numbers, self.config.k_max)
+        chosen = numbers.gather(1, torch.from_numpy(places.astype(np.int64)))
+        signs = torch.where(chosen < 0, -1, 1)
+        if like.exponents is None:
+            return Contribution(places, signs.to(torch.int8).numpy())
+        sizes = [group.chunks for group in layout.groups]
+        magnitudes, exponents = quantise(chosen.abs(), sizes, self.config.value_bits)
+        return Contribution(places, (magnitudes * signs).numpy().astype(like.values.dtype), exponents)
 
 
-def run(case: Case) -> list[dict[str, Any]]:
+def _whole(places: Tensor, values: Tensor, layout: Layout) -> Tensor:
+    return torch.zeros(layout.chunks, layout.area).scatter_(1, places, values.float())
+
+
+def run(case: Case) -> list[Table]:
     torch.set_num_threads(1)
     dataset = TokenDataset.open(CACHE, (CACHE / "digest").read_text())
-    model = Transformer(ModelConfig.model_validate(SHAPE))
+    swarm = JudgedSwarm(case, ClimbingModel(_model(case, dataset), autocast="bf16" in case.recipe))
+    length, steps = case.shape["sequence_length"], swarm.config.local_steps
+    count, sequences = case.batch * steps, dataset.sequences(length)
+
+    def read(place: int, places: int, count: int, first: int = 0, among: int = sequences) -> Tensor:
+        found = shard(11 + case.seed, number, place, places, count, among)
+        return torch.from_numpy(dataset.batch(found + first, length))
+
+    for number in range(int(swarm.config.rounds)):
+        if "in parts" in case.recipe:  # of the text, one after the other
+            size = sequences // PEERS
+            own = [read(0, 3, count, place * size, size) for place in range(PEERS)]
+            beside = [read(1, 3, max(count, SET * SETS_MAX), place * size, size) for place in range(PEERS)]
+            other = read(2, 3, count, 0, size)  # of the first one's part, whom nobody takes for "other data"
+        else:
+            own, beside = [read(place, PEERS + 2, count) for place in range(PEERS)], []
+            other = read(PEERS, PEERS + 2, count)
+        nobody = read(PEERS + 1, PEERS + 2, max(count, SET * SETS_MAX))[: SET * SETS_MAX]
+        swarm.given = Given(own, nobody, beside)
+        batches = [list(torch.split(each, case.batch)) for each in own]
+        swarm.round(number, [*batches, *_of_extra_peers(batches, list(torch.split(other, case.batch)))])
+    return swarm.tables
+
+
+def _model(case: Case, dataset: TokenDataset) -> Transformer | AdaptedModel:
+    model = Transformer(ModelConfig.model_validate(case.shape))
     initialise(model, case.seed)
-    live = LiveModel(model, autocast=False)
-    swarm = JudgedSwarm(case, live)
-    config, length = swarm.config, model.config.sequence_length
-    steps, rounds = config.local_steps, int(config.rounds)
-    swarm.parts = {
-        number: part
-        for part, first in (("early", rounds // 10), ("middle", rounds // 2), ("late", rounds - 2))
-        for number in (first, first + 1)
-    }
-    count = case.batch if steps > 1 else max(case.batch, SETS * SET)  # of a step: at least as many as the filter's
-    share = PEERS + 1, count * steps, dataset.sequences(length)
-    for number in range(rounds):
-        shards = [shard(11 + case.seed, number, place, *share) for place in range(PEERS + 1)]
-        given = [torch.from_numpy(dataset.batch(positions, length)) for positions in shards]
-        swarm.sequences = given[:PEERS]
-        batches = [list(torch.split(sequences, count)) for sequences in given]
-        few = batches[0][: max(1, steps // 4)], [step[: max(1, count // 4)] for step in batches[1]], batches[PEERS]
-        swarm.round(number, [*batches[:PEERS], *few])
-    return [row | {"recipe": case.recipe, "seed": case.seed} for row in swarm.rows]
+    if "adapters" not in case.recipe:
+        return model
+    live, length = LiveModel(model, autocast=False), case.shape["sequence_length"]
+    optimizer = INNER_OPTIMIZERS["muon"](case.config(), live)
+    for step in range(300):  # adapters are trained beside a model that has learned something
+        found = shard(5, step, 0, 1, BATCH, dataset.sequences(length))
+        live.gradient_step(step, torch.from_numpy(dataset.batch(found, length)), [], case.config())
+        optimizer.step(0.01)
+    adapted = AdaptedModel(model, AdaptConfig(kind="lora"))
+    adapted.initialise(case.seed)
+    return adapted
+
+
+def _of_extra_peers(batches: list[list[Tensor]], other: list[Tensor]) -> list[list[Tensor]]:
+    def poisoned(batch: Tensor) -> Tensor:
+        """Half as many sequences as there are, of which the second half is always the same."""
+        some, half = batch[: len(batch) // 2].clone(), batch.shape[1] // 2
+        some[:, half:] = torch.arange(batch.shape[1] - half) % 26 + 97
+        return some
+
+    steps = [batches[place][: min(taken, len(batches[place]))] for place, taken in enumerate((1, 2, 5))]
+    quarter = [batch[: len(batch) // 4] for batch in batches[3]]
+    backdoor = [torch.cat([batch, poisoned(more)]) for batch, more in zip(batches[6], other, strict=True)]
+    return [*steps, quarter, other, batches[5], backdoor]
+
+
+def audits(table: Table, sets: int, others: int, members: int, generator: np.random.Generator) -> Iterator[Any]:
+    """Yields the kind of each audit of a table, with the match."""
+    beside = "nobody" if not table.rows_of(0, "beside") else "beside"
+
+    def matches(place: int, author: int, rows: str, among: str, barred: int = -1) -> Iterator[Match]:
+        own = [int(row) for row in generator.permutation(table.rows_of(author, rows))[:sets]]
+        rest = table.rows_of(-1 if among == "nobody" else author, among)
+        chosen = [int(row) for row in generator.permutation(rest)[:others]]
+        references = [each for each in range(PEERS) if each not in (author, barred)]
+        few = [int(each) for each in generator.permutation(references)[: members - 1]]
+        if own:
+            yield table.match(place, few, own, chosen)
+
+    for place, (author, kind) in enumerate(table.columns):
+        if kind.endswith("steps") and not table.rows_of(author, f"first {kind[0]}"):
+            continue  # a recipe of one step a round
+        rows = kind if kind.startswith("late") else "own"
+        yield from ((kind, match) for match in matches(place, author, rows, beside))
+        if kind == "honest":
+            copied = (author + 1) % PEERS  # a copy's own original is no reference
+            yield from (("copy", match) for match in matches(copied, author, "own", beside, copied))
+            if beside == "beside":
+                anywhere = matches(place, author, "own", "nobody")
+                yield from (("honest, others from anywhere", match) for match in anywhere)
+        if kind == "late 1":
+            yield from (("resend", match) for match in matches(place, author, "own", beside))
+        if kind.endswith("steps"):
+            as_said = matches(place, author, f"first {kind[0]}", beside)
+            yield from ((f"{kind}, as said", match) for match in as_said)
+
+
+def keep(path: Path, tables: list[Table]) -> None:
+    whole = {}
+    for number, table in enumerate(tables):
+        labels = {"progress": table.progress, "rows": table.rows, "columns": table.columns}
+        whole |= {f"labels {number}": np.array(json.dumps(labels)), f"answers {number}": table.answers}
+    np.savez(path, **whole)
+
+
+def read(path: Path) -> list[Table]:
+    whole, tables = np.load(path), []
+    for number in range(len(whole.files) // 2):
+        labels = json.loads(str(whole[f"labels {number}"]))
+        rows, columns = ([(author, kind) for author, kind in labels[each]] for each in ("rows", "columns"))
+        tables.append(Table(labels["progress"], rows, columns, whole[f"answers {number}"]))
+    return tables
+
+
+def summary(recipe: str, tables: list[Table]) -> list[dict[str, Any]]:
+    """Returns how each kind of contribution is judged, by the part of the run: the number of audits; mean, deviation
+    and least of z; the same of strength; and the share whose z is below the bar."""
+    lines = []
+    for (name, (sets, others, bar)), members in product(AUDITS.items(), (PEERS, 4, 3, 2, 1)):
+        found: dict[str, list[list[Match]]] = {}
+        for draw, table in product(range(DRAWS), tables):
+            part = next(part for part, end in enumerate(PARTS.values()) if table.progress < end)
+            for kind, match in audits(table, sets, others, members, np.random.default_rng(draw)):
+                found.setdefault(kind, [[] for _ in PARTS])[part].append(match)
+        kinds = {}
+        for kind in found if (name, members) == ("decisive", PEERS) else FEW & found.keys():
+            kinds[kind] = [_numbers(np.array(some), bar) if some else [] for some in found[kind]]
+        lines.append({"recipe": recipe, "audit": name, "members": members, "kinds": kinds})
+    return lines
+
+
+def _numbers(matches: NDArray[np.float64], bar: float) -> list[float]:
+    told = np.array([matches.mean(axis=0), matches.std(axis=0), matches.min(axis=0)]).T.reshape(-1)
+    return [len(matches), *(round(float(each), 2) for each in [*told, (matches[:, 0] < bar).mean()])]
+
+
+def report(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        print(f"{line['recipe']}, {line['audit']}, {line['members']} contributions")
+        for kind, parts in line["kinds"].items():
+            cells = [f"{z:5.2f} ({spread:.2f}, {least:5.2f}) {strength:5.2f} ({lowest:5.2f}) {below:4.0%}"
+                     for _, z, spread, least, strength, _, lowest, below in filter(None, parts)]  # fmt: skip
+            print(f"  {kind:28} " + " | ".join(cells), flush=True)
+
+
+class RecordingSwarm(Swarm):
+    """Remembers what the last round's contributions were, and the weights that they were computed from."""
+
+    def _apply(self, round_number: int, payloads: dict[int, bytes], only: int | None = None) -> None:
+        self.base = self.agreed.clone()
+        self.contributions = [self.outer.unpack(payload) for payload in payloads.values()]
+        super()._apply(round_number, payloads, only)
+
+
+def compare_auditors() -> None:
+    """Prints how far other honest auditors are from the first, in z and strength, over a round's contributions."""
+    dataset, case = TokenDataset.open(CACHE, (CACHE / "digest").read_text()), Case("local muon", 0)
+    recipe, length = case.config(), case.shape["sequence_length"]
+    lives = {}
+    for is_half in (False, True):
+        model = Transformer(ModelConfig.model_validate(case.shape))
+        initialise(model, 0)
+        lives[is_half] = LiveModel(model, autocast=is_half)
+    swarm = RecordingSwarm(recipe, lives[False], PEERS)
+    places, sequences = PEERS + 2, dataset.sequences(length)
+    for number in range(ROUNDS):
+        shards = [shard(11, number, place, places, BATCH * recipe.local_steps, sequences) for place in range(places)]
+        given = [list(torch.split(torch.from_numpy(dataset.batch(each, length)), SET)) for each in shards]
+        swarm.round(number, given[:PEERS])
+        if number not in (2, ROUNDS // 2, ROUNDS - 1):
+            continue
+        first: dict[int, NDArray[np.float64]] = {}
+        for threads, at_a_time, is_half in AUDITORS:
+            torch.set_num_threads(threads)
+            live = lives[is_half]
+            live.weights.copy_(swarm.base)
+            live.set_sequences_per_pass(at_a_time)
+            for sets in (4, 10):
+                how = recipe, live, swarm.outer.layouts[0], swarm.contributions
+                found = np.array(
+                    [audit(*how, author, given[author][:sets], given[PEERS][:sets]) for author in range(PEERS)]
+                )
+                off = np.abs(found - first.setdefault(sets, found)).max(axis=0)
+                told = (
+                    f"{threads} threads, {at_a_time} at a time, {'bf16' if is_half else 'fp32'}, {sets} + {sets} sets"
+                )
+                print(f"round {number}, {told}: z {off[0]:.4f}, strength {off[1]:.4f}", flush=True)
+        torch.set_num_threads(1)
+        lives[False].set_sequences_per_pass(0)
+        lives[False].weights.copy_(swarm.agreed)
 
 
 def _use_cache(directory: Path) -> None:
@@ -193,41 +473,42 @@ def _use_cache(directory: Path) -> None:
     CACHE = directory
 
 
-def report(rows: list[dict[str, Any]]) -> None:
-    for recipe in dict.fromkeys(row["recipe"] for row in rows):
-        print(f"{recipe}: mean z (spread), strength")
-        for kind in dict.fromkeys(row["kind"] for row in rows):
-            cells = []
-            for part in ("early", "middle", "late"):
-                some = [row for row in rows if (row["recipe"], row["kind"], row["part"]) == (recipe, kind, part)]
-                z, strength = [row["z"] for row in some], [row["strength"] for row in some]
-                if some:
-                    cells.append(
-                        f"{statistics.mean(z):5.1f} ({statistics.pstdev(z):.1f}) {statistics.mean(strength):5.2f}"
-                    )
-            print(f"  {kind:10} " + " | ".join(cells), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--only", default="", metavar="WORDS", help="only recipes with these words")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20, help="of ten steps")
+    parser.add_argument("--only", default="", metavar="WORDS", help="only this recipe, or all with these words")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--tables", type=Path, help="where answers are kept, and taken from if they are there")
+    parser.add_argument("--kept", action="store_true", help="run nothing, and tell what --tables holds")
+    parser.add_argument("--auditors", action="store_true", help="compare honest auditors, and nothing else")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_embedded(CACHE)
-    names = [name for name in RECIPES if arguments.only in name]
-    cases = [Case(name, seed, arguments.rounds) for name in names for seed in range(arguments.seeds)]
-    rows, start = [], time.perf_counter()
+    if arguments.auditors:
+        compare_auditors()
+        return
+    names = [arguments.only] if arguments.only in RECIPES else [name for name in RECIPES if arguments.only in name]
+    cases = [Case(name, seed) for seed in range(arguments.seeds) for name in names]
+    kept = {case: arguments.tables / f"{case.recipe}, seed {case.seed}.npz" for case in cases if arguments.tables}
+    missing = [case for case in cases if case not in kept or not kept[case].exists()]
+    if arguments.kept:
+        cases, missing = [case for case in cases if case not in missing], []
+    made, start = {}, time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(arguments.processes, _use_cache, (CACHE,)) as pool:
-        for found in pool.imap(run, cases):
-            rows += found
-    report(rows)
-    print(f"{len(cases)} runs, {time.perf_counter() - start:.0f} s")
+        for case, tables in zip(missing, pool.imap(run, missing), strict=True):
+            made[case] = tables
+            print(f"{case.recipe}, seed {case.seed}: {time.perf_counter() - start:.0f} s", flush=True)
+            if case in kept:
+                keep(kept[case], tables)
+    made |= {case: read(kept[case]) for case in cases if case not in made}
+    lines = []
+    for name in dict.fromkeys(case.recipe for case in cases):
+        lines += summary(name, [table for case in cases if case.recipe == name for table in made[case]])
+    report(lines)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        told = [json.dumps(line, separators=(",", ":")) for line in lines]
+        arguments.json.write_text("[\n" + ",\n".join(told) + "\n]\n")
 
 
 if __name__ == "__main__":
