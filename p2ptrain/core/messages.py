@@ -17,6 +17,7 @@ formed; whether it matters in the current round is for the core to decide.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
@@ -277,6 +278,11 @@ def author_of(payload: bytes) -> bytes:
 
 def content_of(payload: bytes) -> bytes:
     return payload[KEY_BYTES:]
+
+
+def contents_by_author(payloads: Iterable[bytes]) -> list[bytes]:
+    """Returns the contents of payloads in the order of their authors' keys, which settles ties in an update."""
+    return [content_of(payload) for payload in sorted(payloads, key=author_of)]
 
 
 def payload_digest(payload: bytes) -> bytes:

@@ -266,7 +266,12 @@ OF_OTHERS = {
     "[recipe]\ncompression_ratio = 100": [
         "recipe.k, the numbers sent of each block, and recipe.value_bits, the bits of each"
     ],
-    '[agreement]\naggregation_rule = "mean"': ["recipe.outer"],
+    '[agreement]\naggregation_rule = "mean"': [
+        "recipe.rule, which contributions count, and recipe.outer, how their sum becomes an update"
+    ],
+    "[recipe]\nbulyan_f = 2": ["recipe.byzantine, the number of contributions that may be lies"],
+    "[recipe]\nkrum_f = 2": ["recipe.byzantine, the number of contributions that may be lies"],
+    "[recipe]\ntrim_ratio = 0.1": ["recipe.trim, a number of contributions"],
     "[controller]": ["[agreement] and [admission]: the nodes settle it among themselves"],
     "[training]": ["[recipe], and what is trained on [data]"],
     "[training]\nbatch_size = 8\nclip_grad_norm = 1.0": ["[recipe], and what is trained on [data]", "recipe.clip"],
