@@ -1,16 +1,13 @@
-"""Liars with valid payloads: the held-out loss with one of them, over the loss with that member absent.
+"""Liars with valid payloads: the held-out loss with some of them, over the loss with these members absent, and honest.
 
-    python benchmarks/poison.py [--only WORDS] [--steps 200] [--json FILE] [--processes N]
+    python benchmarks/poison.py [--only WORDS] [--liars 3/16] [--rule NAME] [--lie NAME] [--steps 200] [--k 64]
+        [--batch 2] [--rate 1/100] [--seeds 1] [--json FILE] [--processes N]
 
-Simulated peers as in benchmarks/learning.py (0.1M parameters, bytes), one of which sends, in every round, a payload
-that the exact path accepts:
-
-    against   the negative of what the others agreed on in the round before, at the largest scale
-    away      the negative of its own honest contribution, at the largest scale
-    noise     random places and signs, at the largest scale
-    tiny      its own honest contribution at the smallest scale
-    spiked    like `away`, with one coefficient of sixteen at the largest value and the others at the smallest
-    alone     like `away`, and in the round after a third of them its contribution is the only one
+Simulated peers as in benchmarks/learning.py (0.1M parameters, bytes), some of whom tell one of the lies of
+benchmarks/attacks.py with payloads that the exact path accepts; by default one of 2, 4, 7 and 16, six lies, no rule.
+`--rule` names robust rules (p2ptrain/exact/rules.py), which expect as many liars as there are; swarms that their theory
+does not allow are left out. With `--lie honest` nobody lies: what a rule costs. With `--json` a run that was broken off
+goes on.
 
 Wanted: at most 1.05 with one of 16. The rest is reported as it is: below four members nothing is promised.
 """
@@ -31,129 +28,116 @@ from typing import Any
 
 import numpy as np
 import torch
+from attacks import LIES, TURNS, join_liars, written
 from simulated import Swarm
 
 from p2ptrain.config import ModelConfig, RecipeConfig
+from p2ptrain.config.recipe import RULES
 from p2ptrain.data.assignment import shard
 from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.prepare import prepare
 from p2ptrain.data.tokenizer import load_tokenizer
-from p2ptrain.exact.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution
-from p2ptrain.exact.selection import largest
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.train.live import LiveModel
-from p2ptrain.train.recipes import Recipe
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-poison-{os.getpid()}"
 MODEL = ModelConfig(dim=64, ffn_dim=192, layers=2, heads=4, kv_heads=2, sequence_length=64)
-LIES = ("against", "away", "noise", "tiny", "spiked", "alone")
-PEERS = (2, 4, 7, 16)
+USUAL_LIES = ("against", "away", "noise", "tiny", "spiked", "alone")
+HONEST = "honest"  # in the place of a lie
+USUAL_SWARMS = ("1/2", "1/4", "1/7", "1/16")
 EVALUATED = 64
 RATES = {"normalised": "1/1000", "mean": "2/1000", "sign": "1/1000"}  # of the outer rule, where it has a size
-INNER_RATE = "1/100"
-RULES = [(name, outer) for name in ("distro", "demo", "local") for outer in ("normalised", "mean", "sign")]
+KINDS = [(name, outer) for name in ("distro", "demo", "local") for outer in ("normalised", "mean", "sign")]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs of a table have in common."""
+
+    steps: int = 200
+    k: int = 0  # 0: 64 of `local`, else 32
+    batch: int = 2
+    rate: str = "1/100"  # of the local steps
 
 
 @dataclass(frozen=True)
 class Case:
-    """A swarm of `peers` honest peers, and a liar if there is a lie."""
+    """A swarm of `peers`, `liars` of which lie; `lie` is empty if they are absent."""
 
     recipe: str
     outer: str
+    rule: str
     peers: int
+    liars: int
     lie: str = ""
-    steps: int = 200
+    seed: int = 0
+    setting: Setting = Setting()
 
     def config(self) -> RecipeConfig:
-        is_local = self.recipe == "local"
+        is_local, setting = self.recipe == "local", self.setting
         rate = Fraction(RATES[self.outer]) * (5 if is_local else 1)
-        return RecipeConfig(
-            name=self.recipe,
-            outer=self.outer,  # type: ignore[arg-type]
-            k=64 if is_local else 32,
-            local_steps=10 if is_local else 1,
-            value_bits=3 if self.recipe == "demo" else 1,
-            inner_learning_rate=Fraction(INNER_RATE),
-            sequences_per_pass=2,
-            learning_rate=Fraction(1) if is_local and self.outer == "mean" else rate,
-            schedule="linear",
-            rounds=self.steps // (10 if is_local else 1),
-            warmup_rounds=max(1, self.steps // (150 if is_local else 15)),
-            final_ratio=Fraction(1, 10),
+        robust = {"rule": self.rule, RULES[self.rule].setting: self.liars} if self.rule in RULES else {}
+        rounds = setting.steps // (10 if is_local else 1)
+        return RecipeConfig.model_validate(
+            robust
+            | {
+                "name": self.recipe,
+                "outer": self.outer,
+                "k": setting.k or (64 if is_local else 32),
+                "local_steps": 10 if is_local else 1,
+                "value_bits": 3 if self.recipe == "demo" else 1,
+                "inner_learning_rate": Fraction(setting.rate),
+                "sequences_per_pass": setting.batch,
+                "learning_rate": Fraction(1) if is_local and self.outer == "mean" else rate,
+                "schedule": "linear",
+                "rounds": rounds,
+                "warmup_rounds": max(1, rounds // 15),
+                "final_ratio": Fraction(1, 10),
+            }
         )
 
+    @property
+    def absent(self) -> Case:
+        """The same swarm without a rule, and without its liars."""
+        return replace(self, lie="", rule="all")
 
-class Liar:
-    """A member whose valid payloads do harm; it also trains, to know where an honest one would go."""
+    @property
+    def honest(self) -> Case:
+        """The same swarm without a rule, and all of it honest."""
+        return replace(self, lie=HONEST, rule="all", liars=0)
 
-    def __init__(self, honest: Recipe, lie: str, swarm: Swarm) -> None:
-        self.honest, self.lie, self.swarm = honest, lie, swarm
-        self.residual = honest.residual
-        self.agreed = swarm.agreed
-        self.before = swarm.agreed.clone()
-        self.generator = np.random.default_rng(7)
 
-    def begin(self, round_number: int) -> None:
-        self.moved = self.swarm.agreed - self.before  # what the others agreed on
-        self.before = self.swarm.agreed.clone()
-        self.honest.begin(round_number)
-
-    def local_step(self, step: int, batch: Any, positions: Any) -> Any:
-        return self.honest.local_step(step, batch, positions)
-
-    def end(self) -> None:
-        self.honest.end()
-
-    def contribute(self, round_number: int) -> Contribution:
-        own, config = self.honest.contribute(round_number), self.swarm.config
-        self.residual.restore(round_number)  # it has told nothing of its own
-        top: Any = 1 << (config.value_bits - 1)
-        if self.lie == "tiny":
-            exponents = None if own.exponents is None else np.full_like(own.exponents, EXPONENT_MIN)
-            return replace(own, exponents=exponents)
-        exponents = None if own.exponents is None else np.full_like(own.exponents, EXPONENT_MAX)
-        indices, signs = own.indices, -np.sign(own.values)
-        if self.lie == "noise":
-            draws = self.generator.random((len(indices), self.swarm.outer.layouts[0].area))
-            indices = np.sort(np.argsort(draws, axis=1)[:, : config.k_max], axis=1).astype(np.uint16)
-            signs = self.generator.choice(np.array([-1, 1], np.int8), indices.shape)
-        elif self.lie == "against" and self.moved.any():
-            wanted = torch.zeros(self.swarm.outer.layouts[0].chunks, self.swarm.outer.layouts[0].area)
-            self.swarm.outer.layouts[0].accumulate(self.swarm.live.parts(self.moved), wanted, 0.0)
-            indices = largest(wanted, config.k_max)
-            found = wanted.gather(1, torch.from_numpy(indices.astype(np.int64))).numpy()
-            signs = np.where(found < 0, np.int8(-1), np.int8(1))  # subtracted, it undoes the move
-        if self.lie == "spiked":
-            top = np.where(self.generator.random(signs.shape) < 1 / 16, top, 1)
-        return Contribution(indices, (signs * top).astype(own.values.dtype), exponents)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {}
+def swarm_of(case: Case, live: LiveModel, peers: int) -> Swarm:
+    """Makes the swarm. One that audits its members would be another kind of swarm, made here."""
+    return Swarm(case.config(), live, peers)
 
 
 def run(case: Case) -> dict[str, Any]:
     torch.set_num_threads(1)
-    config, peers = case.config(), case.peers + bool(case.lie)
+    peers = case.peers - (0 if case.lie else case.liars)
     dataset = TokenDataset.open(CACHE, (CACHE / "digest").read_text())
     model = Transformer(MODEL)
-    initialise(model, 0)
+    initialise(model, case.seed)
     live = LiveModel(model, autocast=False)
-    swarm = Swarm(config, live, peers)
-    if case.lie:
-        swarm.peers[-1] = Liar(swarm.peers[-1], case.lie, swarm)  # type: ignore[assignment]
+    swarm = swarm_of(case, live, peers)
+    config, honest = swarm.config, peers - (case.liars if case.lie not in ("", HONEST) else 0)
+    liars = join_liars(swarm, case.lie, peers - honest)
     length, sequences = MODEL.sequence_length, dataset.sequences(MODEL.sequence_length)
     for number in range(config.rounds):
         batches = []
         for peer in range(peers):
-            found = shard(11, number, peer, peers, config.sequences_per_pass * config.local_steps, sequences)
+            found = shard(11 + case.seed, number, peer, peers, config.round_sequences, sequences)
             batches.append(list(torch.split(torch.from_numpy(dataset.batch(found, length)), config.sequences_per_pass)))
+        for place, liar in enumerate(liars):
+            batches[honest + place] = liar.sequences(batches[honest + place], batches[place % honest])
         is_alone = case.lie == "alone" and number == config.rounds // 3
         swarm.round(number, batches, alone=peers - 1 if is_alone else None)
     held_out = torch.from_numpy(dataset.held_out_batch(np.arange(EVALUATED), length))
     with torch.no_grad():
         loss = float(live.model.loss(held_out))
-    return {**asdict(case), "loss": loss if math.isfinite(loss) else None}
+        answered = {"written": written(model, held_out)} if case.lie.startswith("backdoor") else {}
+    return {**asdict(case), "loss": loss if math.isfinite(loss) else None, **answered}
 
 
 def _use_cache(directory: Path) -> None:
@@ -169,32 +153,69 @@ def prepare_embedded(directory: Path) -> None:
     (directory / "digest").write_text(made.digest)
 
 
+def cases_of(arguments: argparse.Namespace) -> list[Case]:
+    """Returns the runs of a table that the rules' theories allow; what the others are compared with comes first."""
+    setting = Setting(arguments.steps, arguments.k, arguments.batch, arguments.rate)
+    rules, lies = arguments.rule or ["all"], arguments.lie or USUAL_LIES
+    found: dict[Case, None] = {}  # in order
+    for name, outer in KINDS:
+        if not any(word in f"{name} {outer}" for word in arguments.only or [""]):
+            continue
+        for liars, peers in (map(int, each.split("/")) for each in arguments.liars or USUAL_SWARMS):
+            for seed in range(arguments.seeds):
+                absent = Case(name, outer, "all", peers, liars, "", seed, setting)
+                found |= dict.fromkeys([absent] + [absent.honest] * bool(arguments.rule))
+                allowed = [rule for rule in rules if rule not in RULES or RULES[rule].least(liars) <= peers]
+                found |= dict.fromkeys(replace(absent, rule=rule, lie=lie) for rule in allowed for lie in lies)
+    return list(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--only", action="append", metavar="WORDS", help="only recipes and rules with these words")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--only", action="append", metavar="WORDS", help="only recipes and outer rules with these words"
+    )
+    parser.add_argument("--liars", action="append", metavar="N/M", help="so many of so many; may be repeated")
+    parser.add_argument("--rule", action="append", choices=["all", *RULES], help="may be repeated")
+    parser.add_argument(
+        "--lie", action="append", metavar="NAME", choices=[HONEST, *LIES, *(lie + TURNS for lie in LIES)]
+    )
+    parser.add_argument("--steps", type=int, default=Setting.steps)
+    parser.add_argument("--k", type=int, default=Setting.k)
+    parser.add_argument("--batch", type=int, default=Setting.batch, help="sequences of a step")
+    parser.add_argument("--rate", default=Setting.rate, help="of the local steps, at most")
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_embedded(CACHE)
-    rules = [each for each in RULES if any(word in " ".join(each) for word in arguments.only or [""])]
-    swarms = [(name, outer, peers - 1) for name, outer in rules for peers in PEERS]
-    cases = [Case(*swarm, lie, arguments.steps) for swarm in swarms for lie in ("", *LIES)]
-    results: dict[Case, float] = {}
-    start = time.perf_counter()
+    cases, start = cases_of(arguments), time.perf_counter()
+    kept = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else []
+    rows = {json.dumps({key: row[key] for key in asdict(cases[0])}): row for row in kept}
+    losses: dict[Case, float] = {}
+    missing = [case for case in cases if json.dumps(asdict(case)) not in rows]
     with multiprocessing.get_context("spawn").Pool(arguments.processes, _use_cache, (CACHE,)) as pool:
-        for case, found in zip(cases, pool.imap(run, cases), strict=True):
-            results[case] = found["loss"] if found["loss"] is not None else math.inf
-            if case.lie:
-                absent = results[replace(case, lie="")]
-                told = f"{results[case]:7.3f} / {absent:6.3f} = {results[case] / absent:6.3f}"
-                print(f"{told}  {case.recipe} {case.outer}, one of {case.peers + 1}: {case.lie}", flush=True)
-    print(f"{len(cases)} runs, {time.perf_counter() - start:.0f} s")
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps([asdict(case) | {"loss": loss} for case, loss in results.items()], indent=1) + "\n"
-        )
+        made = pool.imap(run, missing)
+        for case in cases:
+            row = rows.setdefault(key := json.dumps(asdict(case)), {}) or next(made)
+            rows[key] = row
+            losses[case] = math.inf if row["loss"] is None else row["loss"]
+            if case.lie and case.liars:
+                tell(case, losses, row)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+    print(f"{len(missing)} runs, {time.perf_counter() - start:.0f} s")
+
+
+def tell(case: Case, losses: dict[Case, float], row: dict[str, Any]) -> None:
+    loss, absent = losses[case], losses[case.absent]
+    told = f"{loss:7.3f} / {absent:6.3f} = {loss / absent:6.3f}"
+    told += f", over {losses[case.honest]:6.3f} = {loss / losses[case.honest]:6.3f}" if case.honest in losses else ""
+    told += f"  {case.recipe} {case.outer}, " + ("" if case.rule == "all" else f"{case.rule}, ")
+    number = "one" if case.liars == 1 else f"{case.liars}"
+    told += f"{number} of {case.peers}: {case.lie}"
+    print(told + (f", {row['written']:.0%} of the answer" if "written" in row else ""), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.gpu import Peak, Report, median_ms, model_config, run_part
 from p2ptrain.config import RecipeConfig
-from p2ptrain.exact.aggregate import Packed, apply_payloads
-from p2ptrain.exact.codec import Contribution, PayloadFormat, pack, unpack
+from p2ptrain.exact.aggregate import apply_payloads
+from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack, unpack
 from p2ptrain.exact.root import state_root
 from p2ptrain.exact.schedule import Terms
 from p2ptrain.exact.transform import Layout

@@ -23,10 +23,10 @@ from torch.nn import functional
 from benchmarks.gpu import Peak, Report, median_ms, model_config, ratio, run_part, seconds_of, spread
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import MemoryShortError
-from p2ptrain.exact.aggregate import Packed, apply_payloads, apply_votes, sizes_of, sum_votes
-from p2ptrain.exact.codec import PayloadFormat, pack, unpack
+from p2ptrain.exact.aggregate import apply_payloads, apply_votes, sum_votes
+from p2ptrain.exact.codec import Packed, PayloadFormat, pack, unpack
 from p2ptrain.exact.root import state_root
-from p2ptrain.exact.scales import Scales
+from p2ptrain.exact.scales import Scales, Sizes
 from p2ptrain.exact.schedule import Terms
 from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer, initialise
@@ -137,7 +137,7 @@ def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, 
     parameters, agreed = bench.live.parts(recipe.base), (payloads * CONTRIBUTIONS)[:CONTRIBUTIONS]
     rate = Fraction(1, 1000)
     unpacked = [unpack(*payload) for payload in agreed]
-    sizes = [sizes_of(payload, layout) for payload in agreed] if form.groups else []
+    sizes = [Sizes.of(payload, layout) for payload in agreed] if form.groups else []
     scales = Scales.of(sizes, layout, config, None) if sizes else None
 
     def apply_unpacked() -> None:

@@ -26,7 +26,14 @@ from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs, read_flat
 from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RunConfig
 from p2ptrain.core.history import Entry
-from p2ptrain.core.messages import KEY_BYTES, author_of, content_name, content_of, payload_digest
+from p2ptrain.core.messages import (
+    KEY_BYTES,
+    author_of,
+    content_name,
+    content_of,
+    contents_by_author,
+    payload_digest,
+)
 from p2ptrain.core.state import Taken
 from p2ptrain.digest import DIGEST_BYTES
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
@@ -178,7 +185,7 @@ class PayloadFiles:
         return name not in self.bad and os.path.lexists(self.directory / name.hex())
 
     def of(self, entry: Entry) -> list[bytes] | None:
-        """Returns all payloads that a round applies; None if one of them is missing or bad."""
+        """Returns the contents of all payloads that a round applies; None if one of them is missing or bad."""
         found = []
         for taken in entry.manifest.counted:
             if taken.payload in self.bad:
@@ -189,8 +196,8 @@ class PayloadFiles:
                 return None
             if content is None or payload_digest(content) != taken.payload:
                 return None
-            found.append(content_of(content))
-        return found
+            found.append(content)
+        return contents_by_author(found)
 
     def lacks(self, entry: Entry) -> bool:
         return not all(self.has(taken.payload) for taken in entry.manifest.counted)

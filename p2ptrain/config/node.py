@@ -309,8 +309,8 @@ def is_loopback(host: str) -> bool:
 class AuditConfig(Section):
     """What this node does to find out whether others have trained what they contribute."""
 
-    share: float = Field(
-        0.035,
+    share: Rational = Field(
+        Fraction(35, 1_000),
         ge=0,
         le=1,
         description="of what it trains, that it spends on measuring others' contributions; 0: nothing",

@@ -78,7 +78,32 @@ RECIPES: dict[str, RecipeSpec] = {
         copies=1,  # the weights that a round began from
     ),
 }
+
+
+class RuleSpec(NamedTuple):
+    """What a robust rule asks for (exact/rules.py)."""
+
+    setting: Literal["trim", "byzantine"]  # how many contributions may be bad
+    times: int  # a round needs this many times as many contributions, and `more`
+    more: int
+    takes_several_k: bool
+    is_selection: bool  # whether it only chooses contributions, and leaves their numbers as they are
+
+    def least(self, bad: int) -> int:
+        """Returns the fewest contributions with which its theory allows so many bad ones."""
+        return self.times * bad + self.more
+
+
+RULES: dict[str, RuleSpec] = {
+    "trimmed": RuleSpec("trim", 2, 1, takes_several_k=True, is_selection=True),
+    "trimmed_coordinates": RuleSpec("trim", 2, 1, takes_several_k=False, is_selection=False),
+    "krum": RuleSpec("byzantine", 2, 3, takes_several_k=False, is_selection=True),
+    "multi_krum": RuleSpec("byzantine", 2, 3, takes_several_k=False, is_selection=True),
+    "bulyan": RuleSpec("byzantine", 4, 3, takes_several_k=False, is_selection=False),
+    "clipped": RuleSpec("byzantine", 2, 1, takes_several_k=True, is_selection=False),
+}
 MOMENTUM_MAX = Fraction(9_999, 10_000)  # a slightly larger value would round to 1
+BAD_MAX = 511  # contributions of a round, which are at most 1,024
 SPARSE_BITS_MAX = 8  # bits of a value that is sent with its index; more are not worth their bytes
 SCALE_ROOM_BITS = 5  # the unit of votes is at least this many bits below the measure's root mean square
 SCALE_TOP_BITS = 3  # bits above that up to which a single vote counts (exact/scales.py)
@@ -94,6 +119,15 @@ class RecipeConfig(Section):
     )
     settings: Settings = Field(PluginSettings(), description="the settings of that plug-in")
     outer: Literal["normalised", "mean", "sign"] = Field("mean", description="how summed votes become an update")
+    rule: Literal["all", "trimmed", "trimmed_coordinates", "krum", "multi_krum", "bulyan", "clipped"] = Field(
+        "all",
+        description="which contributions of a round count: all; trimmed: all but those that agree least; "
+        "trimmed_coordinates: of each number all but the extremes; krum, multi_krum, bulyan, clipped: against liars",
+    )
+    trim: int = Field(0, ge=0, le=BAD_MAX, description="how many contributions the trimmed rules leave out")
+    byzantine: int = Field(
+        0, ge=0, le=BAD_MAX, description="how many contributions of a round the other rules expect to lie"
+    )
     chunk: Literal[8, 16, 32, 64] = Field(
         64, description="side of the square blocks from which numbers are chosen: 64 means blocks of 64 x 64"
     )
@@ -193,6 +227,7 @@ class RecipeConfig(Section):
                 f'use that, or send every weight (transform = "none", k = {area})',
             )
         self._check_family()
+        self._check_rule()
         if self.round_sequences > ROUND_SEQUENCES_MAX:
             raise SettingError(
                 f"sequences_per_pass * passes_per_step * local_steps = {self.round_sequences}",
@@ -247,6 +282,34 @@ class RecipeConfig(Section):
             raise SettingError("momentum_rounds above 1 delays Nesterov's momentum", "set nesterov = true")
         if self.momentum_rounds > 1 and self.fragments > 1:
             raise SettingError("momentum_rounds above 1 does not work with fragments", "set one of them to 1")
+
+    def _check_rule(self) -> None:
+        spec = RULES.get(self.rule)
+        for key in ("trim", "byzantine"):
+            if (value := getattr(self, key)) and (spec is None or spec.setting != key):
+                raise SettingError(f'{key} = {value} does not belong to rule = "{self.rule}"', "remove it")
+        if spec is None:
+            return
+        if not getattr(self, spec.setting):
+            what = f'rule = "{self.rule}" has to know how many contributions of a round may be bad'
+            raise SettingError(what, f"set {spec.setting} to 1 or more")
+        if self.value_bits > SPARSE_BITS_MAX:
+            what = f'rule = "{self.rule}" cannot compare numbers of value_bits = {self.value_bits} exactly'
+            raise SettingError(what, f"use at most {SPARSE_BITS_MAX}")
+        if len(self.ks) > 1 and not spec.takes_several_k:
+            what = f'rule = "{self.rule}" and several k: the smallest contributions would be nearest to all others'
+            raise SettingError(what, "use one k, or rule trimmed or clipped")
+        if not self.spec.is_scaled and not spec.is_selection:
+            what = (
+                f'rule = "{self.rule}" changes what contributions weigh, and those of recipe {self.name} have no scale'
+            )
+            raise SettingError(what, "use recipe local or demo, or another rule")
+
+    @property
+    def contributions_min(self) -> int:
+        """The fewest contributions with which a round moves the weights, by the rule's theory."""
+        spec = RULES.get(self.rule)
+        return spec.least(getattr(self, spec.setting)) if spec else 1
 
     @property
     def state_copies(self) -> int:

@@ -25,7 +25,7 @@ from p2ptrain.config.fields import (
     Section,
 )
 from p2ptrain.config.model import ModelConfig
-from p2ptrain.config.recipe import RECIPES, RecipeConfig
+from p2ptrain.config.recipe import RECIPES, RULES, RecipeConfig
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, RemoteProtocolError, SettingError
 
@@ -324,6 +324,8 @@ class RunConfig(Section):
             raise SettingError(
                 f"world.run does not work with {why}", "a region moves by the mean of all that its nodes have moved"
             )
+        if recipe.rule in RULES:
+            self._check_enough_for_the_rule()
         most = (EXACT_MAX - 1) // recipe.vote_max
         if recipe.transform == "dct":
             most //= BASIS_PEAK**2 * recipe.k_max
@@ -334,6 +336,21 @@ class RunConfig(Section):
                 f"set at most {most}, or fewer of those",
             )
         return self
+
+    def _check_enough_for_the_rule(self) -> None:
+        recipe, spec, least = self.recipe, RULES[self.recipe.rule], self.recipe.contributions_min
+        bad = getattr(recipe, spec.setting)
+        sums = f"{spec.times} * {bad} + {spec.more} = {least}"
+        what = f'recipe.rule = "{recipe.rule}" with {spec.setting} = {bad} needs {sums} contributions in a round'
+        if self.admission.contributors_max < least:
+            raise SettingError(
+                f"{what}, and admission.contributors_max is {self.admission.contributors_max}", "raise it"
+            )
+        if 0 < (founders := len(self.admission.founders)) < least:
+            raise SettingError(
+                f"{what}, and admission.founders has {founders}",
+                f"name {least} founders or more, a few in reserve for rounds that miss some, or lower {spec.setting}",
+            )
 
     @property
     def _why_no_region(self) -> str:
@@ -347,6 +364,7 @@ class RunConfig(Section):
             (recipe.value_bits < REGION_BITS_MIN, f"recipe.value_bits = {recipe.value_bits}"),
             (recipe.learning_rate != 1, f"recipe.learning_rate = {recipe.learning_rate}"),
             (recipe.momentum > 0, f"recipe.momentum = {recipe.momentum}"),
+            (recipe.rule != "all", f'recipe.rule = "{recipe.rule}"'),
             (late > 0, f"agreement.staleness_rounds_max = {late}"),
             (self.adapt.is_on, f'adapt.kind = "{self.adapt.kind}"'),
             (self.model.kind == "own", 'model.kind = "own"'),
@@ -395,10 +413,13 @@ class RunConfig(Section):
 
     def canonical(self) -> bytes:
         """Encodes the config, with all keys, so that a changed default never changes a run that exists; but the usual
-        objective is left out."""
+        objective and rule are left out."""
         raw = self.model_dump(mode="json")
         if self.model.objective == "causal":
             del raw["model"]["objective"]
+        if self.recipe.rule == "all":
+            for key in ("rule", "trim", "byzantine"):
+                del raw["recipe"][key]
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     @cached_property

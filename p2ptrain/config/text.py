@@ -92,6 +92,7 @@ def _number(value: Any) -> str:
 # Mistakes
 
 _BLOCKS = "recipe.chunk, the side of a block: 64 means blocks of 64 x 64"
+_LIARS = "recipe.byzantine, the number of contributions that may be lies"
 # The names of settings and sections in other systems: DeMo, DisTrO, DiLoCo, SparseLoCo, Psyche and other trainers.
 THEIR_NAMES = {
     "compression": 'recipe.k, the numbers sent of each block; none: transform = "none", k = 4096 and value_bits = 24',
@@ -113,7 +114,10 @@ THEIR_NAMES = {
     "use_dct": 'recipe.transform: "dct" for true, "none" for false',
     "max_staleness": "agreement.staleness_rounds_max",
     "compression_ratio": "recipe.k, the numbers sent of each block, and recipe.value_bits, the bits of each",
-    "aggregation_rule": "recipe.outer",
+    "aggregation_rule": "recipe.rule, which contributions count, and recipe.outer, how their sum becomes an update",
+    "bulyan_f": _LIARS,
+    "krum_f": _LIARS,
+    "trim_ratio": "recipe.trim, a number of contributions",
     "LLM": "[model], and its optimizer [recipe]",
     "Distro": '[recipe] with name = "distro"',
     "controller": "[agreement] and [admission]: the nodes settle it among themselves",

@@ -17,6 +17,7 @@ formed; whether it matters in the current round is for the core to decide.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
@@ -300,6 +301,11 @@ def content_of(payload: bytes) -> bytes:
 def content_name(payload: bytes) -> bytes:
     """Returns the name of a payload's content, the same for every author."""
     return digest("content", content_of(payload))[:SHORT_BYTES]
+
+
+def contents_by_author(payloads: Iterable[bytes]) -> list[bytes]:
+    """Returns the contents of payloads in the order of their authors' keys, which settles ties in an update."""
+    return [content_of(payload) for payload in sorted(payloads, key=author_of)]
 
 
 def payload_digest(payload: bytes) -> bytes:

@@ -155,7 +155,12 @@ async def assemble(stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop =
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, workshop, persistence, launch.state)
     started = ev.Started(
-        saved, store.is_forgetful, launch.claim, trust, audit_share=config.audit.share, can_overlap=worker.can_overlap
+        saved,
+        store.is_forgetful,
+        launch.claim,
+        trust,
+        audit_share=float(config.audit.share),
+        can_overlap=worker.can_overlap,
     )
     return Assembled(launch, node, replica, worker, intake, edges, events, started)
 

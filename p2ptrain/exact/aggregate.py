@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +36,9 @@ from torch import Tensor
 
 from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
 from p2ptrain.errors import DeviceError
-from p2ptrain.exact.codec import Contribution, Indices, PayloadFormat, read_exponents, read_squares, unpack
-from p2ptrain.exact.scales import Scales, Sizes
+from p2ptrain.exact.codec import Contribution, Indices, Packed, unpack
+from p2ptrain.exact.rules import BY_COORDINATE, Offered, by_rule, middle_votes
+from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.schedule import Terms, exact_float
 from p2ptrain.exact.shortage import where_it_fits
 from p2ptrain.exact.transform import (
@@ -68,13 +68,6 @@ class Votes:
     scales: Scales | None  # None: they have no unit
 
 
-class Packed(NamedTuple):
-    """A payload that `unpack` has accepted."""
-
-    content: bytes | memoryview
-    form: PayloadFormat
-
-
 def apply_payloads(
     layout: Layout,
     recipe: RecipeConfig,
@@ -83,31 +76,24 @@ def apply_payloads(
     parameters: Sequence[Tensor],
     momenta: Sequence[Tensor] = (),
     unpacked: Mapping[Packed, Contribution] = MappingProxyType({}),
-) -> tuple[Scales | None, float]:
-    """Applies one outer step from payloads in any order. They are unpacked one at a time, except those given as
-    `unpacked`. Returns the scales by which they were counted, if they have any, and the update's norm.
+) -> tuple[Sequence[int], Scales | None, float]:
+    """Applies one outer step from payloads, which are unpacked one at a time, except those given as `unpacked`. Returns
+    the places of those that count, the scales by which they were counted, if they have any, and the update's norm.
 
+    payloads: in any order, or with a rule in that of their authors' keys, which settles ties
     momenta: one for each parameter, if the recipe has a momentum
     """
-    scales = None
-    if recipe.spec.is_scaled and payloads:
-        scales = Scales.of([sizes_of(each, layout) for each in payloads], layout, recipe, terms.reach)
+    device = parameters[0].device
+    places, counted = by_rule(Offered.of(layout, recipe, payloads, unpacked, terms.reach), device)
 
     def votes_on(device: torch.device) -> Votes:
-        contributions = (unpacked.get(each) or unpack(*each) for each in payloads)
-        return sum_votes(layout, recipe, contributions, len(payloads), scales, device)
+        if recipe.rule in BY_COORDINATE and counted.payloads:
+            return Votes(middle_votes(counted, device), len(counted.payloads), counted.scales)
+        contributions = (unpacked.get(each) or unpack(*each) for each in counted.payloads)
+        return sum_votes(layout, recipe, contributions, len(counted.payloads), counted.scales, device)
 
-    votes = where_it_fits(votes_on, parameters[0].device)
-    return scales, apply_votes(layout, recipe, votes, terms, parameters, momenta)
-
-
-def sizes_of(payload: Packed, layout: Layout) -> Sizes:
-    """Reads the exponents and sizes of a payload, which `Scales` compares."""
-    starts, squares = [group.first_chunk for group in layout.groups], read_squares(*payload)
-    # In two halves, for the sum over a group may take more than 64 bits: it is exact, and then rounded once.
-    high, low = (np.add.reduceat(half, starts).tolist() for half in (squares >> 32, squares & (2**32 - 1)))
-    sums = [float((upper << 32) + lower) for upper, lower in zip(high, low, strict=True)]
-    return Sizes(read_exponents(*payload), np.array(sums))
+    votes = where_it_fits(votes_on, device)
+    return places, counted.scales, apply_votes(layout, recipe, votes, terms, parameters, momenta)
 
 
 def sum_votes(

@@ -29,8 +29,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from math import comb
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,6 +122,13 @@ class PayloadFormat:
     @property
     def value_type(self) -> np.dtype[Any]:
         return value_type(self.value_bits, is_dense=self.is_dense)
+
+
+class Packed(NamedTuple):
+    """A payload that `unpack` has accepted."""
+
+    content: bytes | memoryview
+    form: PayloadFormat
 
 
 def value_type(value_bits: int, *, is_dense: bool = False) -> np.dtype[Any]:
@@ -236,14 +244,10 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
         raise RemoteProtocolError(f"payload of {len(payload)} bytes; this run's have {form.payload_bytes}")
     octets: Bytes = np.frombuffer(payload, np.uint8)
     exponents = _exponents(octets[: form.groups]) if form.groups else None
-    sections: list[Bytes] = []
-    start = form.groups
-    for count, width in form.sections:
-        size = packed_bytes(form.chunks * count, width)
-        sections.append(octets[start : start + size])
-        start += size
-        spare_bits = size * 8 - form.chunks * count * width
-        if spare_bits and sections[-1][-1] >> (8 - spare_bits):
+    sections = _sections(octets, form)
+    for section, (count, width) in zip(sections, form.sections, strict=True):
+        spare_bits = section.size * 8 - form.chunks * count * width
+        if spare_bits and section[-1] >> (8 - spare_bits):
             raise RemoteProtocolError("a bit is set after the end of a section")
     values = np.empty((form.chunks, form.k), form.value_type)
     if form.is_dense:
@@ -255,16 +259,37 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
     step = max(8, WORK_BYTES // work & ~7)  # chunks; a multiple of eight starts at a whole byte
     for first in range(0, form.chunks, step):
         last = min(first + step, form.chunks)
-        fields = [
-            unpack_fields(
-                section[first * count * width // 8 : packed_bytes(last * count, width)], (last - first) * count, width
-            ).reshape(last - first, count)
-            for section, (count, width) in zip(sections, form.sections, strict=True)
-        ]
-        indices[first:last] = _block_indices(fields[0], fields[1], form)
-        sign = fields[2].view(np.int8) * np.int8(-2) + np.int8(1)
-        np.multiply(sign, fields[3] + np.int16(1), out=values[first:last], casting="unsafe")
+        indices[first:last], values[first:last] = _block(sections, form, first, last)
     return Contribution(indices, values, exponents)
+
+
+def unpack_chunks(payload: bytes | memoryview, form: PayloadFormat, chunks: slice) -> tuple[Indices, Values]:
+    """Decodes some chunks of a payload that `unpack` has accepted."""
+    sections, first = _sections(np.frombuffer(payload, np.uint8), form), chunks.start & ~7  # where a whole byte starts
+    skipped = chunks.start - first
+    if form.is_dense:
+        values = _dense_block(sections[0], form, first, chunks.stop)[skipped:]
+        return every_index(len(values), form.area), values
+    indices, signed = _block(sections, form, first, chunks.stop)
+    return indices[skipped:], signed[skipped:]
+
+
+def _sections(octets: Bytes, form: PayloadFormat) -> list[Bytes]:
+    ends = np.cumsum([form.groups, *(packed_bytes(form.chunks * count, width) for count, width in form.sections)])
+    return [octets[start:end] for start, end in pairwise(ends.tolist())]
+
+
+def _block(sections: list[Bytes], form: PayloadFormat, first: int, last: int) -> tuple[Indices, Values]:
+    """Decodes the chunks from `first`, a multiple of eight, to `last`."""
+    fields = [
+        unpack_fields(
+            section[first * count * width // 8 : packed_bytes(last * count, width)], (last - first) * count, width
+        ).reshape(last - first, count)
+        for section, (count, width) in zip(sections, form.sections, strict=True)
+    ]
+    sign = fields[2].view(np.int8) * np.int8(-2) + np.int8(1)
+    values = np.multiply(sign, fields[3] + np.int16(1), dtype=np.int16)
+    return _block_indices(fields[0], fields[1], form), values
 
 
 def read_exponents(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[np.int8]:
@@ -288,14 +313,19 @@ def read_squares(payload: bytes | memoryview, form: PayloadFormat) -> NDArray[np
 
 def _dense_blocks(section: Bytes, form: PayloadFormat) -> Iterator[tuple[slice, NDArray[np.int32]]]:
     """Yields a slice of the chunks at a time, with its values [chunks, area]."""
-    width, step = form.value_bits, _dense_step(form)
+    step = _dense_step(form)
     for first in range(0, form.chunks, step):
         last = min(first + step, form.chunks)
-        part = section[first * form.area * width // 8 : packed_bytes(last * form.area, width)]
-        codes = unpack_fields(part, (last - first) * form.area, width).astype(np.int32).reshape(-1, form.area)
-        if width > 1 and codes.max() > 2 * form.dense_zero:
-            raise RemoteProtocolError("a number has the one code that has no meaning")
-        yield slice(first, last), 1 - 2 * codes if width == 1 else codes - form.dense_zero
+        yield slice(first, last), _dense_block(section, form, first, last)
+
+
+def _dense_block(section: Bytes, form: PayloadFormat, first: int, last: int) -> NDArray[np.int32]:  # [chunks, area]
+    width = form.value_bits
+    part = section[first * form.area * width // 8 : packed_bytes(last * form.area, width)]
+    codes = unpack_fields(part, (last - first) * form.area, width).astype(np.int32).reshape(-1, form.area)
+    if width > 1 and codes.max() > 2 * form.dense_zero:
+        raise RemoteProtocolError("a number has the one code that has no meaning")
+    return 1 - 2 * codes if width == 1 else codes - form.dense_zero
 
 
 def _exponents(octets: Bytes) -> NDArray[np.int8]:

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from p2ptrain.config import PAYLOAD_BYTES_MAX, RecipeConfig, RunConfig
 from p2ptrain.errors import ConfigError, RemoteProtocolError
-from p2ptrain.exact.aggregate import Packed, apply_payloads, rounded_fp32
-from p2ptrain.exact.codec import Contribution, PayloadFormat, pack, unpack
+from p2ptrain.exact.aggregate import apply_payloads, rounded_fp32
+from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack, unpack
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.schedule import Terms, terms_of
 from p2ptrain.exact.transform import Layout, fragment_of
@@ -71,12 +71,12 @@ Uncounted: TypeAlias = Callable[[NDArray[np.float32]], NDArray[np.float32] | Non
 class Counted:
     """The payloads that a round has counted, and the scales that tell an author which part of its own was not."""
 
-    payloads: Sequence[bytes]  # those of the round's fragment, in the order of the scales
+    payloads: Sequence[bytes]  # those of the round's fragment that its rule has chosen, in the order of the scales
     scales: Scales | None
     norm: float  # of the update, about, before momentum and weight decay
 
     def uncounted(self, payload: bytes) -> Uncounted:
-        if payload not in self.payloads:  # late, after a round without contributions, and for another fragment
+        if payload not in self.payloads:  # late, for another fragment, or left out by the rule
             return lambda removed: removed
         return partial(self.scales.uncounted, self.payloads.index(payload)) if self.scales else lambda removed: None
 
@@ -176,10 +176,13 @@ class Outer:
         payloads: Sequence[bytes],
         unpacked: Mapping[bytes, Contribution] = MappingProxyType({}),
     ) -> Counted:
-        """Applies payloads that `unpack` has accepted to the state, in place; `round_number` counts from 0."""
+        """Applies payloads that `unpack` has accepted to the state, in place; `round_number` counts from 0.
+
+        payloads: in any order, or with a rule in that of their authors' keys
+        """
         counted, terms = self._counted(round_number, payloads)
         weights, momenta = state[: self.parameters], state[self.parameters :]
-        scales, norm = apply_payloads(
+        places, scales, norm = apply_payloads(
             self.layouts[self.fragment_of(round_number + 1)],
             self.recipe,
             [packed for _, packed in counted],
@@ -188,14 +191,12 @@ class Outer:
             self.parts(momenta) if len(momenta) else (),
             {packed: unpacked[payload] for payload, packed in counted if payload in unpacked},
         )
-        return Counted([payload for payload, _ in counted], scales, norm)
+        return Counted([counted[place][0] for place in places], scales, norm)
 
     def _counted(self, round_number: int, payloads: Sequence[bytes]) -> tuple[list[tuple[bytes, Packed]], Terms]:
         """Returns the payloads for the round's fragment, and the terms on which they are applied."""
-        terms, fragment = (
-            terms_of(self.recipe, round_number, self.rounds_late, self.covered),
-            self.fragment_of(round_number + 1),
-        )
+        fragment = self.fragment_of(round_number + 1)
+        terms = terms_of(self.recipe, round_number, self.rounds_late, self.covered)
         read = [(payload, self._read(payload)) for payload in payloads]
         counted = [(payload, each.packed) for payload, each in read if each.fragment == fragment]
         if counted and len(counted) < len(payloads):  # payloads for other fragments count, but move nothing
@@ -204,11 +205,10 @@ class Outer:
 
     def undo(self, state: Tensor, round_number: int, payloads: Sequence[bytes]) -> None:
         """Takes back what `apply` did to the state, but for the rounding of its sums."""
-        counted, terms = self._counted(round_number, payloads)
-        if not counted:
-            return
         layout, alone = self.layouts[self.fragment_of(round_number + 1)], torch.zeros_like(state)
-        self.apply(alone, round_number, payloads)
+        if not self.apply(alone, round_number, payloads).payloads:
+            return
+        _, terms = self._counted(round_number, payloads)
         keep = rounded_fp32(1 - terms.rate * self.recipe.weight_decay)
         mu = rounded_fp32(self.recipe.momentum)
         kept = mu if terms.carries else 1.0  # share of the momentum that is left after the round

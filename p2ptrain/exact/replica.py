@@ -94,7 +94,7 @@ class Replica:
 
     @torch.no_grad()
     def apply(self, number: int, payloads: Sequence[bytes]) -> Counted:
-        """Applies a round, counted from 1, from payloads that `check` found good, in any order."""
+        """Applies a round, counted from 1, from payloads that `check` found good, in the order of their authors."""
         assert number == self.round + 1, f"round {number} cannot follow {self.round} applied rounds"
         with self.lock:
             counted = self.outer.apply(self.state, self.round, payloads, self._take_unpacked(payloads))

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2ptrain.config import RecipeConfig
-from p2ptrain.exact.codec import Values
+from p2ptrain.exact.codec import Packed, Values, read_exponents, read_squares
 from p2ptrain.exact.transform import Layout
 
 VALUE_MAX, DENSE_VALUE_MAX = 2**15 - 1, 2**23 - 1  # the largest integers in contributions of some and of all weights
@@ -48,6 +48,14 @@ class Sizes(NamedTuple):
     exponents: NDArray[np.int8]  # [groups]
     squares: NDArray[np.float64]  # [groups] rounded once
 
+    @classmethod
+    def of(cls, payload: Packed, layout: Layout) -> Sizes:
+        starts, squares = [group.first_chunk for group in layout.groups], read_squares(*payload)
+        # In two halves, for the sum over a group may take more than 64 bits: it is exact, and then rounded once.
+        high, low = (np.add.reduceat(half, starts).tolist() for half in (squares >> 32, squares & (2**32 - 1)))
+        sums = [float((upper << 32) + lower) for upper, lower in zip(high, low, strict=True)]
+        return cls(read_exponents(*payload), np.array(sums))
+
 
 @dataclass(frozen=True, slots=True)
 class Scales:
@@ -62,15 +70,25 @@ class Scales:
     is_dense: bool = False  # whether values may be zero, even all values of a group
 
     @classmethod
-    def of(cls, sizes: Sequence[Sizes], layout: Layout, recipe: RecipeConfig, reach: int | None) -> Scales:
+    def of(
+        cls,
+        sizes: Sequence[Sizes],
+        layout: Layout,
+        recipe: RecipeConfig,
+        reach: int | None,
+        everyone: Sequence[Sizes] = (),
+    ) -> Scales:
         """Works out the scales of a round from the sizes of its contributions, in their order.
 
-        reach: bounds the measure by that of movements with a root mean square of 2**reach
+        reach: bounds the measure by that of movements with a root mean square of 2**reach; everyone: the sizes of which
+        these were chosen, whose measure is a bound as well
         """
         exponents = np.stack([each.exponents for each in sizes]).astype(np.int64)
         squares = np.stack([each.squares for each in sizes])
         weights = np.ldexp(squares, 2 * exponents)
-        measure = np.sort(weights, axis=0)[len(sizes) - 1 - len(sizes) // 3]  # [groups]
+        measure = _measure(sizes)
+        if everyone:
+            measure = np.minimum(measure, _measure(everyone))
         chunks = tuple(group.chunks for group in layout.groups)
         if reach is not None:
             measure = np.minimum(measure, np.ldexp(np.array(chunks, np.float64) * layout.area, 2 * reach))
@@ -85,9 +103,13 @@ class Scales:
             tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max, tuple(effective.tolist()), recipe.is_dense
         )
 
-    def votes(self, number: int, values: Values) -> Votes:  # [chunks, k]
-        """Returns a contribution's integers in the common units, rounded half away from zero."""
-        shifts = np.repeat(self.exponents[number] - self.cuts[number] - np.array(self.units), self.chunks)[:, None]
+    def votes(self, number: int, values: Values, first_chunk: int = 0) -> Votes:  # [chunks, k]
+        """Returns a contribution's integers in the common units, rounded half away from zero.
+
+        values: of all chunks, or of some from `first_chunk` on
+        """
+        group = np.searchsorted(np.cumsum(self.chunks), first_chunk + np.arange(len(values)), side="right")
+        shifts = (self.exponents[number] - self.cuts[number] - np.array(self.units))[group][:, None]
         # A group of few non-zero values has a low root mean square, so these values are shifted far to the left.
         wide, most = (np.int64, NOTHING_BITS) if self.is_dense else (np.int32, 15)
         right = np.clip(-shifts, 0, most).astype(wide)  # a larger shift would change nothing
@@ -112,6 +134,12 @@ class Scales:
         for rows in _blocks(removed):
             left[rows] = removed[rows] - np.ldexp(votes[rows].astype(np.float32), units[rows])
         return left
+
+
+def _measure(sizes: Sequence[Sizes]) -> NDArray[np.float64]:  # [groups]
+    weights = [np.ldexp(each.squares, 2 * each.exponents.astype(np.int64)) for each in sizes]
+    measure: NDArray[np.float64] = np.sort(np.stack(weights), axis=0)[len(sizes) - 1 - len(sizes) // 3]
+    return measure
 
 
 def _blocks(values: Values | NDArray[np.float32]) -> Iterator[slice]:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from p2ptrain.core.manifest import Manifest
-from p2ptrain.core.messages import KEY_BYTES, content_of
+from p2ptrain.core.messages import KEY_BYTES, content_of, contents_by_author
 from p2ptrain.node.fetching import PIECES_TOLD
 from p2ptrain.node.work import Base, Worker
 
@@ -92,7 +92,7 @@ class ReplicaThread:
         with replica.lock:
             if (replica.round, replica.adopted) != (number - 1, adopted):
                 return None
-            counted = replica.apply(number, [content_of(payload) for payload in payloads])
+            counted = replica.apply(number, contents_by_author(payloads))
             for taken, payload in mine.items():
                 self._worker.settled(taken, counted.uncounted(content_of(payload)))
             root = replica.root(manifest.digest)

@@ -21,7 +21,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Join
-from p2ptrain.core.messages import authored, payload_digest
+from p2ptrain.core.messages import authored, content_name, payload_digest
 from p2ptrain.errors import ConfigError
 from p2ptrain.files import digest_of
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
@@ -304,7 +304,8 @@ def test_a_payload_that_nobody_takes_is_found_where_all_keys_say_that_it_was_app
     why = "the strict decoder refuses it" if author == "the right one" else "took it as another author's"
 
     def change(manifest: Any) -> Any:
-        first = msgspec.structs.replace(manifest.taken[0], payload=payload_digest(payload))
+        named = {"payload": payload_digest(payload), "content": content_name(payload)}
+        first = msgspec.structs.replace(manifest.taken[0], **named)
         return msgspec.structs.replace(manifest, taken=(first, *manifest.taken[1:]))
 
     (directory / "payloads" / payload_digest(payload).hex()).write_bytes(payload)

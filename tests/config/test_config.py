@@ -266,7 +266,12 @@ OF_OTHERS = {
     "[recipe]\ncompression_ratio = 100": [
         "recipe.k, the numbers sent of each block, and recipe.value_bits, the bits of each"
     ],
-    '[agreement]\naggregation_rule = "mean"': ["recipe.outer"],
+    '[agreement]\naggregation_rule = "mean"': [
+        "recipe.rule, which contributions count, and recipe.outer, how their sum becomes an update"
+    ],
+    "[recipe]\nbulyan_f = 2": ["recipe.byzantine, the number of contributions that may be lies"],
+    "[recipe]\nkrum_f = 2": ["recipe.byzantine, the number of contributions that may be lies"],
+    "[recipe]\ntrim_ratio = 0.1": ["recipe.trim, a number of contributions"],
     "[controller]": ["[agreement] and [admission]: the nodes settle it among themselves"],
     "[training]": ["[recipe], and what is trained on [data]"],
     "[training]\nbatch_size = 8\nclip_grad_norm = 1.0": ["[recipe], and what is trained on [data]", "recipe.clip"],
@@ -326,7 +331,7 @@ IN_A_NODE = {
     'home directory, found "~nobody at all/x". Write for instance directory = ""',
     # pydantic-settings takes arguments with such names, which would read another file
     "_env_file = 'x'": "FILE: _env_file: unknown key. Known here: identity, network, device, limits, storage, "
-    "privacy, http, plugins, region, tracking, logging",
+    "privacy, audit, http, plugins, region, tracking, logging",
     "[privacy]\nnoise = 2": "FILE: privacy: epsilon is 0, so there is no privacy. Set it, or remove the other keys",
     "[privacy]\nepsilon = -1": "FILE: privacy.epsilon: -1 is not valid. Choose 0 to 1,000",
 }

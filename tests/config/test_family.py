@@ -56,6 +56,7 @@ DENSE = {"transform": "none", "k": 64**2, "value_bits": 8}
         ({"recipe": {**DENSE, "value_bits": 3}}, "recipe.value_bits = 3"),
         ({"recipe": {**DENSE, "learning_rate": "3/2"}}, "recipe.learning_rate = 3/2"),
         ({"recipe": {**DENSE, "momentum": "1/2"}}, "recipe.momentum = 1/2"),
+        ({"recipe": {**DENSE, "rule": "krum", "byzantine": 1}}, 'recipe.rule = "krum"'),
         ({"recipe": DENSE, "agreement": {"staleness_rounds_max": 2}}, "agreement.staleness_rounds_max = 2"),
         ({"recipe": {"plugin": "p2ptrain-noise 0.1.0"}}, "recipe.plugin = p2ptrain-noise 0.1.0"),
         ({"recipe": DENSE, "model": {"kind": "own", "parameters": ["a 3 4"]}}, 'model.kind = "own"'),

@@ -198,7 +198,7 @@ def test_the_largest_config_fits_its_limit() -> None:
     largest["recipe"] |= {"name": "local", "schedule": "wsd", "value_bits": 1, "transform": "none", "fragments": 1}
     largest["recipe"] |= {"momentum": Fraction(2**53 - 2**40, 2**53 - 1), "nesterov": True}
     largest["recipe"] |= {"warmup_rounds": 2**39, "decay_rounds": 2**39, "passes_per_step": 4, "local_steps": 4}
-    largest["recipe"] |= {"local_steps_min": 4}
+    largest["recipe"] |= {"local_steps_min": 4, "rule": "trimmed_coordinates", "trim": 127, "byzantine": 0}
     largest["admission"] |= {"policy": "allowlist", "keys": tuple(f"{index:064x}" for index in range(640))}
     founders = [f"{index:064x}" for index in range(256)]
     base = KEY, BASE_BYTES_MAX

@@ -21,7 +21,6 @@ from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root
 from p2ptrain.errors import DeviceError
 from p2ptrain.exact import aggregate, transform
 from p2ptrain.exact.aggregate import (
-    Packed,
     Votes,
     apply_payloads,
     apply_residual,
@@ -29,7 +28,7 @@ from p2ptrain.exact.aggregate import (
     check_exactness,
     sum_votes,
 )
-from p2ptrain.exact.codec import Contribution, PayloadFormat, pack
+from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack
 from p2ptrain.exact.root import covered_pieces, state_root
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.schedule import Terms
@@ -37,6 +36,7 @@ from p2ptrain.exact.transform import Layout, first_stage_dtype
 from tests.helpers.exact_numbers import contribution, weights
 from tests.helpers.golden import (
     FAMILY,
+    RULED,
     SHAPES,
     flat_weights,
     golden,
@@ -59,7 +59,8 @@ def test_golden_state_roots(case: str) -> None:
 
 def test_there_is_a_golden_root_for_every_case_and_no_two_are_equal() -> None:
     family = [f"{name} peers={peers}" for name in FAMILY for peers in (1, 7)]
-    assert list(golden()) == [*golden_cases(), *family]
+    ruled = [f"{name} peers={peers}" for name in RULED for peers in (7, 11)]
+    assert list(golden()) == [*golden_cases(), *family, *ruled]
     assert len(set(golden().values())) == len(golden())
 
 
@@ -103,7 +104,7 @@ def test_the_norm_of_an_update_is_how_far_it_moves_the_weights_and_the_same_ever
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             flat = [torch.zeros(shape) for shape in layout.shapes]
-            _, norm = apply_payloads(layout, recipe, payloads[count:] + payloads[:count], Terms(Fraction(1, 3)), flat)
+            *_, norm = apply_payloads(layout, recipe, payloads[count:] + payloads[:count], Terms(Fraction(1, 3)), flat)
             norms.append(norm)
     finally:
         torch.set_num_threads(threads)
@@ -118,11 +119,11 @@ def test_a_momentum_is_no_part_of_the_updates_norm_and_without_contributions_it_
     form = PayloadFormat.of(layout, recipe)
     payloads = [Packed(pack(contribution(peer, layout, recipe), form), form) for peer in range(2)]
     flat, carried = [torch.zeros(128, 128)], [torch.full((128, 128), 5.0)]
-    _, norm = apply_payloads(layout, recipe, payloads, Terms(Fraction(1)), flat, carried)
+    *_, norm = apply_payloads(layout, recipe, payloads, Terms(Fraction(1)), flat, carried)
     plain = [torch.zeros(128, 128)]
-    _, alone = apply_payloads(layout, recipe, payloads, Terms(Fraction(1)), plain, [torch.zeros(128, 128)])
+    *_, alone = apply_payloads(layout, recipe, payloads, Terms(Fraction(1)), plain, [torch.zeros(128, 128)])
     assert norm == alone == pytest.approx(float(plain[0].norm()) / 1.9, rel=0.02)
-    assert apply_payloads(layout, recipe, [], Terms(Fraction(1)), flat, carried) == (None, 0.0)
+    assert apply_payloads(layout, recipe, [], Terms(Fraction(1)), flat, carried) == ([], None, 0.0)
 
 
 @pytest.mark.parametrize("outer", ["normalised", "mean", "sign"])

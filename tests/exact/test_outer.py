@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.errors import ConfigError, RemoteProtocolError
-from p2ptrain.exact.aggregate import Packed, sizes_of
-from p2ptrain.exact.codec import Contribution, PayloadFormat, every_index, pack, read_squares, unpack
+from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, every_index, pack, read_squares, unpack
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.scales import Scales, Sizes
 from p2ptrain.exact.transform import Layout
@@ -307,13 +306,13 @@ def test_sums_of_numbers_of_24_bits_are_exact_beyond_32_and_64_bits() -> None:
     form = outer.forms[recipe.k_max][0]
     squares = int(np.square(full.astype(object)).sum())
     assert squares > 2**63
-    assert sizes_of(Packed(pack(made, form), form), outer.layouts[0]).squares.tolist() == [float(squares)]
+    assert Sizes.of(Packed(pack(made, form), form), outer.layouts[0]).squares.tolist() == [float(squares)]
     spike = np.zeros((64, 4096), np.int32)  # so far above the root mean square that a vote has all its bits
     spike[0, 0] = most
     made = Contribution(every_index(64, 4096), spike, np.array([-20], np.int8))
     state = torch.zeros(outer.state_numbers)
     outer.apply(state, 0, [outer.pack(made, 0)] * peers)
-    scales = Scales.of([sizes_of(Packed(outer.pack(made, 0), form), outer.layouts[0])], outer.layouts[0], recipe, None)
+    scales = Scales.of([Sizes.of(Packed(outer.pack(made, 0), form), outer.layouts[0])], outer.layouts[0], recipe, None)
     assert recipe.vote_max * peers > 2**31
     assert float(-state[0]) == pytest.approx(recipe.vote_max * 2.0 ** scales.units[0], rel=1e-6)
     assert not state[1:].any()

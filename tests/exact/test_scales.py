@@ -14,8 +14,8 @@ from scipy import fft
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.exact.aggregate import Packed, apply_payloads
-from p2ptrain.exact.codec import Contribution, PayloadFormat, pack
+from p2ptrain.exact.aggregate import apply_payloads
+from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack
 from p2ptrain.exact.scales import Scales, Sizes
 from p2ptrain.exact.schedule import Terms
 from p2ptrain.exact.transform import Layout
@@ -158,7 +158,7 @@ def test_what_is_cut_from_a_contribution_returns_to_its_authors_residual(bits: i
     offered = [residual.take(0, recipe) for residual in residuals]
     payloads = [pack(each, form) for each in offered]
     flat = [torch.zeros(64, 128), torch.zeros(192, 64)]
-    scales, _ = apply_payloads(layout, recipe, [Packed(each, form) for each in payloads], Terms(Fraction(1)), flat)
+    _, scales, _ = apply_payloads(layout, recipe, [Packed(each, form) for each in payloads], Terms(Fraction(1)), flat)
     assert scales is not None
     assert (scales.cuts[3] > 5).all(), "the large one is cut"
     assert not scales.cuts[:3].any()

@@ -18,8 +18,8 @@ import torch
 from p2ptrain.config import DeviceConfig, RecipeConfig, RunConfig
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.exact import aggregate
-from p2ptrain.exact.aggregate import Packed, apply_payloads, check_exactness
-from p2ptrain.exact.codec import PayloadFormat, pack
+from p2ptrain.exact.aggregate import apply_payloads, check_exactness
+from p2ptrain.exact.codec import Packed, PayloadFormat, pack
 from p2ptrain.exact.root import state_root
 from p2ptrain.exact.schedule import Terms
 from p2ptrain.exact.selection import largest

@@ -103,12 +103,23 @@ FAMILY: dict[str, dict[str, object]] = {
     "dense fragments nesterov": {"value_bits": 4, "fragments": 3, **_DENSE, **_NESTEROV},
     "region": {"value_bits": 8, "inner_learning_rate": Fraction(1, 10**6), **_DENSE},
 }
+RULED: dict[str, dict[str, object]] = {  # with seven contributions or more
+    "trimmed": {"k": (32, 128), "value_bits": 2, "rule": "trimmed", "trim": 2},
+    "trimmed signs": {"name": "distro", "k": 64, "rule": "trimmed", "trim": 1},
+    "trimmed coordinates": {"value_bits": 4, "rule": "trimmed_coordinates", "trim": 2, **_DENSE, **_NESTEROV},
+    "trimmed coordinates of demo": {"name": "demo", "k": 256, "rule": "trimmed_coordinates", "trim": 1},
+    "krum": {"k": 32, "rule": "krum", "byzantine": 2, "momentum": Fraction(1, 3)},
+    "multi-krum": {"k": 32, "fragments": 2, "rule": "multi_krum", "byzantine": 1},
+    "bulyan": {"value_bits": 8, "rule": "bulyan", "byzantine": 1, **_DENSE},
+    "clipped": {"k": 32, "value_bits": 5, "rule": "clipped", "byzantine": 2},
+}
 COVERED = {"region": 10}  # rounds of others that a contribution may hold, whose bound is then what cuts
 
 
 def family_root(name: str, peers: int, device: torch.device) -> str:
     """Returns the root after four rounds of whole payloads, at weights that decay."""
-    recipe = RecipeConfig(learning_rate=Fraction(7, 10), weight_decay=Fraction(1, 1000), **FAMILY[name])
+    settings = (FAMILY | RULED)[name]
+    recipe = RecipeConfig(**({"learning_rate": Fraction(7, 10), "weight_decay": Fraction(1, 1000)} | settings))
     outer = Outer(recipe, SHAPES, covered=COVERED.get(name, 0))
     state = torch.zeros(outer.state_numbers, device=device)
     state[: outer.parameters] = flat_weights(len(name)).to(device)
@@ -148,5 +159,8 @@ if __name__ == "__main__":  # python tests/helpers/golden.py: only with a new pr
     roots = {name: golden_root(case, torch.device("cpu")) for name, case in golden_cases().items()}
     roots |= {
         f"{name} peers={peers}": family_root(name, peers, torch.device("cpu")) for name in FAMILY for peers in (1, 7)
+    }
+    roots |= {
+        f"{name} peers={peers}": family_root(name, peers, torch.device("cpu")) for name in RULED for peers in (7, 11)
     }
     GOLDEN.write_text(json.dumps(roots, indent=1) + "\n")

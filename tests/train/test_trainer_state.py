@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from p2ptrain.config.recipe import RULES
 from p2ptrain.config.run import DataConfig
 from p2ptrain.data.assignment import WINDOW_PIECES, shard, shard_in_window, shard_of_slots
 from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
@@ -203,6 +204,26 @@ def test_state_saved_before_the_announcement_has_the_contribution_to_give_back(
     assert restarted.restore(0) is trainer.restore(0) is True
     assert torch.equal(restarted.recipe.residual.coefficients, trainer.recipe.residual.coefficients)
     assert contribution(restarted, 0) == contribution(trainer, 0)  # the round can be trained again
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_node_of_a_run_with_a_rule_goes_on_from_what_it_saved_and_each_gets_back_what_did_not_count(
+    dataset: TokenDataset, rule: str, tmp_path: Path
+) -> None:
+    trainers = [make(dataset, "local", rule=rule, **{RULES[rule].setting: 1}) for _ in range(7)]
+    first = trainers[0].root()
+    for number in range(2):
+        payloads = [contribution(trainer, number, place, 7) for place, trainer in enumerate(trainers)]
+        if number == 1:  # between its announcement and the round
+            trainers[2].save(tmp_path / "state")
+        for place, trainer in enumerate(trainers):
+            trainer.apply(number, payloads, {number: payloads[place]})
+    restarted = newcomer(trainers[2], dataset)
+    restarted.load(tmp_path / "state")
+    restarted.apply(1, payloads, {1: payloads[2]})
+    assert len({trainer.root() for trainer in (*trainers, restarted)} | {first}) == 2
+    assert torch.equal(restarted.recipe.residual.coefficients, trainers[2].recipe.residual.coefficients)
+    assert contribution(restarted, 2, 2, 7) == contribution(trainers[2], 2, 2, 7)
 
 
 # ---------------------------------------------------------------------------------------------------
