@@ -15,13 +15,14 @@ messages to them.
   and until when), `newcomers` (how long a short round stays open for them), `pace` (local steps of a slow machine) and
   `sizing` (how large a contribution the line carries in time).
 - Getting what is missing: `pools` has what rounds share, such as `offers`, `payloads` (contributions) and `requests`
-  (joins, leaves, evidence); `questions` asks for messages by name, `repair` for lost ones.
+  (joins, leaves, evidence, audits); `questions` asks for messages by name, `repair` for lost ones.
 - The past: `history` and `chain` keep certified rounds, `catchup` follows the history of peers that are ahead,
   `regroup` goes on without a quorum, `trust` waits for a head that a person vouches for.
 - This node: `voice` is what it has said and may not contradict, `local_work` decides when to train and apply, `overlap`
   whether to train on while a round is agreed on, `membership` asks to be admitted and leaves, `journal` folds the saved
   records into a state to start from.
-- Others: `admission` (who comes and goes), `reputation` (misbehaviour); for display `tally` (what became of
+- Others: `admission` (who comes and goes), `reputation` (misbehaviour), `audits` (who counts, by what members measured)
+  and `auditing` (what this node measures); for display `tally` (what became of
   contributions) and `claims` (what members report).
 - To the outside: `view` is what may be seen of a node, `complaints` are its problems as data.
 """

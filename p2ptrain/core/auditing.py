@@ -27,6 +27,7 @@ SUMMONED_SEQUENCES = 128  # in one that all members do
 OTHERS = 2  # times as many sequences are read: as many of others, to compare with
 SAVED_ROUNDS = 8  # of the share, at most: a node that was busy does not audit for hours afterwards
 CHANCE = 0.5  # of an audit in a round in which the node has saved enough: a draw without memory
+BACK_MAX = 32  # rounds that weights are computed back: each costs as much as applying it, and rounds a little
 TRIAL_CHANCE = 0.25  # that a key on trial is drawn, if there is one
 
 
@@ -56,6 +57,25 @@ def share_of(chain: Chain, branch: bytes, taken: Taken, run: RunConfig) -> Share
         slots = state.slots_of(taken.author, taken.round, run)
         found.add(Share(taken.round, state.place[taken.author], len(state.admitted), slots))
     return found.pop() if len(found) == 1 else None
+
+
+def audit_of(chain: Chain, run: RunConfig, number: int, key: bytes, *, is_summoned: bool) -> Audit | str:
+    """Returns the order to measure a key's contribution that a round took, or why it cannot be measured."""
+    entry = chain.entry(number)
+    if not run.is_audited:
+        return "nobody but its author has the data of a contribution to this run, or a round is too small"
+    if entry is None:
+        return f"round {number} is not kept here, or not decided yet"
+    taken = next((each for each in entry.manifest.taken if each.author == key), None)
+    if taken is None:
+        return f"round {number} took no contribution of this key"
+    since = tuple(each.manifest for each in chain.entries_after(taken.base_round))
+    if len(since) != chain.state.round - taken.base_round or len(since) > BACK_MAX:
+        return f"the weights of round {taken.base_round} are too long ago"
+    share = share_of(chain, entry.manifest.branch, taken, run)
+    if share is None:
+        return "keys came or left while it was trained, so that its data is not certain"
+    return Audit(entry.manifest, since, taken, share, sequences_of(run, is_summoned=is_summoned))
 
 
 class Auditing:
@@ -100,18 +120,12 @@ class Auditing:
             self._begin(state.round, context.rng.choice(keys), is_summoned=False)
 
     def _begin(self, number: int, key: bytes, *, is_summoned: bool) -> bool:
-        context, entry = self.context, self.chain.entry(number)
-        taken = next((each for each in entry.manifest.taken if each.author == key), None) if entry else None
-        if entry is None or taken is None:
+        order = audit_of(self.chain, self.context.run, number, key, is_summoned=is_summoned)
+        if isinstance(order, str):
             return False
-        share = share_of(self.chain, entry.manifest.branch, taken, context.run)
-        if share is None:
-            return False
-        count = sequences_of(context.run, is_summoned=is_summoned)
-        self.saved -= 0 if is_summoned else OTHERS * count
-        self.doing = Doing(entry.manifest.branch, number, key, is_summoned)
-        since = tuple(each.manifest for each in self.chain.entries_after(number - 1))
-        context.emit(Audit(since, taken, share, count))
+        self.saved -= 0 if is_summoned else OTHERS * order.sequences
+        self.doing = Doing(order.manifest.branch, number, key, is_summoned)
+        self.context.emit(order)
         return True
 
     def done(self, event: Audited) -> None:

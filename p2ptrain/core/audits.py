@@ -7,10 +7,10 @@ far it goes where all contributions go. Manifests carry them as they carry evide
 
 A number that a single member signs never decides. It adds to a sum (a CUSUM, Page 1954): `doubt` grows where z is below
 half of what it typically is, `harm` where the strength is below what honest work has, and both sink where they are
-above. When a sum crosses its bound, all members are summoned to measure that very contribution, with many more sequences. It lies in the
-past, so its author cannot mend it, and an honest one has nothing to fear: as soon as a quorum has measured, the medians
-decide, and who was far from them may not audit for a time that doubles. Who fails is measured a second time, in its
-next contribution, before it is suspended.
+above. When a sum crosses its bound, all members are summoned to measure that very contribution, with many more
+sequences. It lies in the past, so its author cannot mend it, and an honest one has nothing to fear: as soon as a quorum
+has measured, the medians decide, and who was far from them may not audit for a time that doubles. Who fails is measured
+a second time, in its next contribution, before it is suspended.
 
     on trial    in an open run, a newcomer: its contributions are applied to nothing, and it has no vote
     counted     PASSES members found work of its own, and all together found it again

@@ -313,16 +313,13 @@ class Apply(Struct, frozen=True, tag=True):
 
 
 class Audit(Struct, frozen=True, tag=True):
-    """Measure a contribution that was taken by the first of these manifests, which have all been applied."""
+    """Measure a contribution that a manifest took."""
 
-    since: tuple[Manifest, ...]  # up to the newest: they lead from the weights before it to the present ones
+    manifest: Manifest
+    since: tuple[Manifest, ...]  # they lead from the weights that it was computed from to the present ones
     taken: Taken
     share: Share  # of the data, that its author was given
     sequences: int  # of these to read
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.since[0]
 
 
 class Return(Struct, frozen=True, tag=True):

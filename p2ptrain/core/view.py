@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection
 from msgspec import Struct
 
 from p2ptrain.core.arrivals import SILENT
+from p2ptrain.core.auditing import audit_of
 from p2ptrain.core.audits import CLEAN, Tier, passes_needed
 from p2ptrain.core.claims import UNKNOWN, HeldOut, TrainingClaims
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.context import Context
+from p2ptrain.core.events import Audit
 from p2ptrain.core.history import Entry
 from p2ptrain.core.participant import Participant
 from p2ptrain.core.state import AgreedState
@@ -91,6 +93,10 @@ class NodeView:
     def held_out(self) -> HeldOut | None:
         """The newest held-out loss that drawn members have said."""
         return self._node.pools.claims.held_out
+
+    def audit_of(self, number: int, key: bytes) -> Audit | str:
+        """Returns the order to measure a contribution as all members do when they are summoned, or why it cannot be."""
+        return audit_of(self._node.chain, self.run, number, key, is_summoned=True)
 
     def training_of(self, number: int) -> TrainingClaims:
         """Returns what is claimed of the training behind a round's contributions, as far as it is known here."""

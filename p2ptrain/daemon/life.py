@@ -116,7 +116,7 @@ class Daemon:
                 return {"leaving": True}
             case {"do": "sample", **content}:
                 return {"text": await self._sample(read_request(content))}
-            case {"do": "pause" | "resume" | "limit" | "checkpoint"}:
+            case {"do": "pause" | "resume" | "limit" | "checkpoint" | "audit"}:
                 told = await carry_out(self.driver, self.machine_limits, request)
                 return limits_of(self).model_dump() if request["do"] == "limit" else told
             case _:

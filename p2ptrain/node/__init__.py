@@ -8,7 +8,7 @@
   and `strangers` bounds what unknown peers cost.
 - What was agreed on: `replica_thread` applies it at once. Training: `trainings` has it done, `work` is what the node
   asks of a worker, `local_worker` has a device of this machine, `pacing` its speed; `model_progress` measures the
-  held-out loss.
+  held-out loss, `audits` the contributions of others.
 - The owner and the machine: `control` is the socket for commands, `owner` carries them out; `limits`, `gpu_use`,
   `energy` and `lag` watch the machine, `notify` speaks to systemd.
 """

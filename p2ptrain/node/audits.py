@@ -2,8 +2,8 @@
 
 All who measure a contribution read the same of its author's sequences, drawn by the digest of the manifest that took
 it, and compare it with as many that the same author is given for the next round: those are of the same part of the
-data, and it cannot have learned from them. The weights that it was computed from are those before its round. They are
-computed back from the present ones, which costs no copy between audits and differs by rounding only.
+data, and it cannot have learned from them. The weights that it was computed from are computed back from the present
+ones, which costs no copy between audits and differs by rounding only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, content_of
 from p2ptrain.core.state import Taken
 from p2ptrain.data.assignment import Positions
-from p2ptrain.errors import DataError, MemoryShortError, TrainingError
+from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
 from p2ptrain.exact.shortage import is_out_of_memory
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net.blobs.server import FetchError
@@ -40,7 +40,7 @@ ALLOWANCE = 1.1  # of strength: only whole, timely work of local steps always go
 log = logging.getLogger("p2ptrain.node")
 
 
-class DroppedError(Exception):
+class DroppedError(P2ptrainError):
     """An audit cannot be done now, and is not done later."""
 
 
@@ -67,23 +67,31 @@ class Audits:
         self._worker, self._replica, self._edges, self._give, self._goes_on = worker, replica, edges, give, goes_on
 
     async def audit(self, effect: ev.Audit) -> None:
+        """Measures a contribution, and tells the core."""
         number, key = effect.manifest.round, effect.taken.author
+        try:
+            match = await self.measure(effect)
+        except DroppedError as error:
+            log.info("no audit of a contribution to round %d: %s", number, error)
+            self._give(ev.Audited(number, key, why=str(error)))
+            return
+        what = "audit of %s's contribution to round %d: z %.2f, strength %.2f, from %d sequences"
+        log.info(what, peer_id_of(key), number, match.z, match.strength, effect.sequences)
+        self._give(ev.Audited(number, key, _thousandths(match.z, Z_MAX), _thousandths(match.strength, STRENGTH_MAX)))
+
+    async def measure(self, effect: ev.Audit) -> Match:
+        """Measures a contribution; DroppedError if that is impossible now."""
         try:
             async with asyncio.timeout(AUDIT_SECONDS):
                 match = await self._measured(effect)
-        except (
-            DroppedError, DataError, FetchError, TransportError, MemoryShortError, TrainingError, TimeoutError
-        ) as error:  # fmt: skip
-            log.info("no audit of a contribution to round %d: %s", number, error or "it took too long")
-            self._give(ev.Audited(number, key, why=str(error) or "it took too long"))
-            return
-        strength = match.strength
-        is_late, recipe = effect.taken.base_round < number - 1, self._edges.view.run.recipe
-        if recipe.spec.kind != "local" or is_late or 0 < effect.taken.steps < recipe.local_steps:
-            strength += ALLOWANCE
-        what = "audit of %s's contribution to round %d: z %.2f, strength %.2f, from %d sequences"
-        log.info(what, peer_id_of(key), number, match.z, strength, effect.sequences)
-        self._give(ev.Audited(number, key, _thousandths(match.z, Z_MAX), _thousandths(strength, STRENGTH_MAX)))
+        except TimeoutError as error:
+            raise DroppedError("it took too long") from error
+        except (DataError, FetchError, TransportError, MemoryShortError, TrainingError) as error:
+            raise DroppedError(str(error)) from error
+        taken, recipe = effect.taken, self._edges.view.run.recipe
+        is_late, is_short = taken.base_round < effect.manifest.round - 1, 0 < taken.steps < recipe.local_steps
+        is_whole = recipe.spec.kind == "local" and not (is_late or is_short)
+        return match if is_whole else match._replace(strength=match.strength + ALLOWANCE)
 
     async def _measured(self, effect: ev.Audit) -> Match:
         if not self._goes_on():

@@ -24,7 +24,7 @@ CONNECTIONS_MAX = 16
 CLIENT_SECONDS = 30.0  # for a client to ask, or to read the answer
 LOOK_SECONDS = 3.0  # for queries that are answered at once and can be repeated
 ANSWER_SECONDS = 30.0  # for an order; an early one waits until the node has started
-SAMPLE_SECONDS = 600.0  # for a text sample or a checkpoint, which wait for the current training to end
+SAMPLE_SECONDS = 600.0  # for a text sample, a checkpoint or an audit, which wait for the current training to end
 SLACK_SECONDS = 5.0  # for a busy machine to answer that it took too long
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -90,7 +90,7 @@ class Control:
 
 def _answer_seconds(request: dict[str, Any]) -> float:
     match request.get("do"):
-        case "sample" | "checkpoint":
+        case "sample" | "checkpoint" | "audit":
             return SAMPLE_SECONDS
         case "status" | "peers" | "rounds":
             return LOOK_SECONDS

@@ -1,4 +1,4 @@
-"""Carries out what the owner asks for while the node runs: pause, resume, limits, a checkpoint now.
+"""Carries out what the owner asks for while the node runs: pause, resume, limits, a checkpoint or an audit now.
 
 Their effect lasts until the daemon ends; permanent settings belong in the node's config. That file is not read again
 while the node runs, not even on SIGHUP: most of its keys could not take effect then, and a signal cannot return an
@@ -13,6 +13,7 @@ from typing import Any
 
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.errors import DataError
+from p2ptrain.identity import key_of
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.limits import MachineLimits
 
@@ -30,6 +31,8 @@ async def carry_out(driver: Driver, machine_limits: MachineLimits, request: dict
             _limit(driver, machine_limits, request)
         case "checkpoint":
             return {"round": await save_now(driver)}
+        case "audit":
+            return await measure(driver, request)
     return {"is_paused": bool(driver.trainings.pauses), "pauses": [each.text for each in driver.trainings.pauses]}
 
 
@@ -50,6 +53,24 @@ def _limit(driver: Driver, machine_limits: MachineLimits, request: dict[str, Any
     machine_limits.change(request)
     driver.edges.upload.set_rate(machine_limits.limits.upload_bytes_per_second)
     driver.edges.download.set_rate(machine_limits.limits.download_bytes_per_second)
+
+
+async def measure(driver: Driver, request: dict[str, Any]) -> dict[str, Any]:
+    """Measures a contribution again, as all members do when they are summoned, and returns what was found."""
+    view = driver.node.view()
+    number, peer = request.get("round"), request.get("peer")
+    if not isinstance(number, int) or isinstance(number, bool) or not isinstance(peer, str):
+        raise DataError("an audit needs a round and a peer id")
+    order = view.audit_of(number, key_of(peer))
+    if isinstance(order, str):
+        raise DataError(order)
+    match = await driver.audits.measure(order)
+    return {
+        "z": match.z,
+        "strength": match.strength,
+        "sequences": order.sequences,
+        "typical_z": view.state.typical / 1_000,
+    }
 
 
 async def save_now(driver: Driver) -> int:

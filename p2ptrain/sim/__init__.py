@@ -9,7 +9,7 @@ Groce et al. 2012), and checkers watch the invariants.
 - One node: `machine`, with `executor` (carries out effects), `devices`, `disk` and `keys`.
 - The `world` that all of them see: `network` over a `topology`, `faults`.
 - Lies: `liars` names them all, `rewriting` makes a liar of an honest node; `round_lies`, `branch_lies`, `noise`,
-  `collusion`.
+  `collusion`, `audit_lies`.
 - What is checked: `watch` shows `checkers` what honest nodes do, with a `ledger` of rosters and decisions.
 - Afterwards: `measurements` and `report`.
 """
