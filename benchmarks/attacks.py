@@ -9,6 +9,7 @@ What a liar sends in place of its own honest contribution:
     spiked    like `away`, with one coefficient of sixteen at the largest value and the others at the smallest
     alone     like `away`, and in the round after a third of them its contribution is the only one
     minus     the negative of the mean of the others' in this round, at the largest scale
+    fitted    the same at the scale that fits it
     flip      the negative of its own                   scaling   its own, at the largest scale
     copy      another member's of this round            mean      the mean of the others'
     resend    its own of the round before               less      its own less twice the others' mean
@@ -195,6 +196,7 @@ SENT: dict[str, Callable[[Liar, Contribution, Sequence[Contribution]], Contribut
     "spiked": _spiked,
     "alone": _away,
     "minus": lambda liar, _, others: liar.encoded(-liar.mean_of(others), at_the_top=True),
+    "fitted": lambda liar, _, others: liar.encoded(-liar.mean_of(others)),
     "flip": lambda _, own, __: replace(own, values=-own.values),
     "scaling": lambda _, own, __: at_top_scale(own),
     "copy": lambda liar, _, others: others[liar.number % len(others)],

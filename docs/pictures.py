@@ -5,7 +5,8 @@ trains. `loss_over_bytes.png` is drawn from the figures in benchmarks/figures/le
 benchmarks/learning.py has made, and `loss_over_steps.png` from family-0.8m.json beside it, some of the runs that the
 program keeps with --json. DiLoCo and MuLoCo in the first picture are from there as well: one seed, and our codec.
 `lateness.png` is drawn from lateness.json, which benchmarks/lateness.py has made, and `distro.png` from distro.json:
-runs of `distro` and AdamW that benchmarks/learning.py has kept, with their curves.
+runs of `distro` and AdamW that benchmarks/learning.py has kept, with their curves. `poison.png` is drawn from
+poison.json, which benchmarks/poison.py has made.
 
     python docs/pictures.py [dashboard] [loss]
 """
@@ -25,8 +26,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-FIGURES, FAMILY, LATENESS, DISTRO = (
-    ROOT / "benchmarks" / "figures" / f"{name}.json" for name in ("learning-0.8m", "family-0.8m", "lateness", "distro")
+FIGURES, FAMILY, LATENESS, DISTRO, POISON = (
+    ROOT / "benchmarks" / "figures" / f"{name}.json"
+    for name in ("learning-0.8m", "family-0.8m", "lateness", "distro", "poison")
 )
 OURS = ["k=64, 10 steps", "k=128, 10 steps", "k=256, 10 steps", "k=512, 8 steps"]  # the points of our line
 DILOCO = "local adamw, all weights, 16 bits, 30 steps, decay 0, momentum 0.9, outer rate 0.7"
@@ -55,6 +57,7 @@ def main() -> None:
         loss_over_steps(PICTURES / "loss_over_steps.png")
         lateness(PICTURES / "lateness.png")
         distro(PICTURES / "distro.png")
+        poison(PICTURES / "poison.png")
     if "dashboard" in wanted:
         dashboard(PICTURES / "dashboard.png")
     for picture in sorted(PICTURES.glob("*.png")):
@@ -116,11 +119,11 @@ def photograph(url: str, path: Path) -> None:
     with_few_colours(path)
 
 
-def with_few_colours(path: Path) -> None:
+def with_few_colours(path: Path, colours: int = PALETTE) -> None:
     from PIL import Image  # noqa: PLC0415  (matplotlib brings it)
 
     with Image.open(path) as image:
-        image.convert("RGB").quantize(PALETTE).save(path, optimize=True)
+        image.convert("RGB").quantize(colours).save(path, optimize=True)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -207,6 +210,35 @@ def distro(path: Path) -> None:
     figure.savefig(path)
     pyplot.close(figure)
     with_few_colours(path)
+
+
+def poison(path: Path) -> None:
+    """Draw what the worst lie does to the loss by each rule, for each number of liars, over the loss without them."""
+    import matplotlib as mpl  # noqa: PLC0415  (slow, and only for this)
+
+    mpl.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    rows = [row for row in json.loads(POISON.read_text()) if row["setting"]["steps"] == 200]
+    absent = {(row["liars"], row["peers"]): row["loss"] for row in rows if not row["lie"]}
+    lies = [row for row in rows if row["lie"] == "minus"]
+    rules = list(dict.fromkeys(row["rule"] for row in lies))
+    figure, axes = pyplot.subplots(figsize=(8, 3.4), dpi=110, layout="constrained")
+    for liars, peers in sorted(absent):
+        some = [row for row in lies if (row["liars"], row["peers"]) == (liars, peers)]
+        ratios = [row["loss"] / absent[liars, peers] for row in some]
+        places = [rules.index(row["rule"]) for row in some]
+        axes.plot(places, ratios, "o", label=f"{liars} of {peers}")
+    axes.set_xticks(range(len(rules)), [rule.replace("_", "\n") for rule in rules])
+    axes.axhline(1.0, color="tab:gray", linewidth=1)
+    axes.set(ylabel="held-out loss over that\nwithout the liars", yscale="log")
+    axes.set_yticks(ticks := [1, 2, 5, 10, 20, 50], [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+    pyplot.close(figure)
+    with_few_colours(path, 32)
 
 
 def lateness(path: Path) -> None:

@@ -32,6 +32,7 @@ from p2ptrain.core.messages import (
     Vote,
     authored,
     content_name,
+    contents_by_author,
     decode,
     encode,
     kind_of,
@@ -371,3 +372,11 @@ def test_nesting_without_end_is_refused(depth: int) -> None:
     for data in (nested, b"\x93" + nested, msgspec.msgpack.encode((body, bytes(64), b""))):
         with pytest.raises(RemoteProtocolError):
             decode(data, KEYS)
+
+
+def test_contents_come_in_the_order_of_their_authors_whatever_they_are() -> None:
+    keys = [digest(f"author {number}") for number in range(9)]
+    payloads = [authored(key, bytes([number])) for number, key in enumerate(keys)]
+    expected = [bytes([keys.index(key)]) for key in sorted(keys)]
+    assert contents_by_author(payloads) == contents_by_author(payloads[::-1]) == expected
+    assert expected != sorted(expected)

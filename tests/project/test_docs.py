@@ -375,6 +375,15 @@ def test_the_plot_shows_the_figures_that_the_page_tells() -> None:
         assert f"| {row['method']} | {loss} | {row['bytes_per_peer_step']:,.0f} | {ratio:,.0f} |" in page
 
 
+def test_the_page_of_the_rules_tells_the_figures_of_its_plot() -> None:
+    page = (DOCS / "explanation" / "rules.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "benchmarks" / "figures" / "poison.json").read_text())
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    for row in rows:
+        ways = f"`{row['rule']}`", f"| {row['lie']} |", "liars absent"
+        assert any(f"{row['loss']:.3f}" in line and any(way in line for way in ways) for line in lines), row
+
+
 def test_every_cell_of_the_comparison_has_a_source_or_a_command() -> None:
     text = (DOCS / "explanation" / "compared.md").read_text(encoding="utf-8")
     sources = re.findall(r"^- \[(\d+)\] ", text, re.MULTILINE)
