@@ -57,17 +57,18 @@ def run_of(batch: int) -> RunConfig:
 class Run:
     """A run of which only the agreed state is real."""
 
-    def __init__(self, members: int, part: str, seed: int) -> None:
+    def __init__(self, members: int, part: str, seed: int, typical: int | None = None) -> None:
         self.rng, self.part = Random(f"{members} {part} {seed}"), part  # noqa: S311
         self.config = run_of(32 if "32" in part else 8)
         self.keys = [digest("member", bytes([place]), str(seed).encode()) for place in range(members)]
         self.state = genesis(digest("run", str(seed).encode()), tuple(self.keys), bytes(32))
-        self.state = replace(self.state, typical=round(1_000 * PARTS[part][0]))
+        self.state = replace(self.state, typical=round(1_000 * PARTS[part][0]) if typical is None else typical)
         self.work: Callable[[bytes], tuple[float, float] | None] = lambda key: None  # z and strength, if not of work
         self.reports: Callable[[bytes, bytes], tuple[int, int] | None] = lambda author, key: None  # false ones
         self.joining: list[bytes] = []
         self.found: dict[tuple[bytes, int, bool], tuple[int, int]] = {}
-        self.saved = Counter[bytes]()  # sequences that each member may spend
+        first = OTHERS * sequences_of(self.config, is_summoned=False)
+        self.saved = Counter(dict.fromkeys(self.keys, first))  # sequences that each member may spend
         self.spent = 0.0  # rounds' worth of training
 
     def measured(self, key: bytes, number: int, *, is_summoned: bool) -> tuple[int, int]:

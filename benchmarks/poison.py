@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from attacks import LIES, TURNS, join_liars, written
+from audited import AuditedSwarm
 from simulated import Swarm
 
 from p2ptrain.config import ModelConfig, RecipeConfig
@@ -73,6 +74,7 @@ class Case:
     lie: str = ""
     seed: int = 0
     setting: Setting = Setting()
+    audits: bool = False
 
     def config(self) -> RecipeConfig:
         is_local, setting = self.recipe == "local", self.setting
@@ -100,17 +102,16 @@ class Case:
     @property
     def absent(self) -> Case:
         """The same swarm without a rule, and without its liars."""
-        return replace(self, lie="", rule="all")
+        return replace(self, lie="", rule="all", audits=False)
 
     @property
     def honest(self) -> Case:
         """The same swarm without a rule, and all of it honest."""
-        return replace(self, lie=HONEST, rule="all", liars=0)
+        return replace(self, lie=HONEST, rule="all", liars=0, audits=False)
 
 
 def swarm_of(case: Case, live: LiveModel, peers: int) -> Swarm:
-    """Makes the swarm. One that audits its members would be another kind of swarm, made here."""
-    return Swarm(case.config(), live, peers)
+    return AuditedSwarm(case.config(), live, peers, case.seed) if case.audits else Swarm(case.config(), live, peers)
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -137,6 +138,8 @@ def run(case: Case) -> dict[str, Any]:
     with torch.no_grad():
         loss = float(live.model.loss(held_out))
         answered = {"written": written(model, held_out)} if case.lie.startswith("backdoor") else {}
+    if isinstance(swarm, AuditedSwarm):
+        answered |= {"suspended": {str(peer): at for peer, at in swarm.suspended.items()}, "audited": swarm.share}
     return {**asdict(case), "loss": loss if math.isfinite(loss) else None, **answered}
 
 
@@ -166,7 +169,9 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
                 absent = Case(name, outer, "all", peers, liars, "", seed, setting)
                 found |= dict.fromkeys([absent] + [absent.honest] * bool(arguments.rule))
                 allowed = [rule for rule in rules if rule not in RULES or RULES[rule].least(liars) <= peers]
-                found |= dict.fromkeys(replace(absent, rule=rule, lie=lie) for rule in allowed for lie in lies)
+                lying = [replace(absent, rule=rule, lie=lie) for rule in allowed for lie in lies]
+                found |= dict.fromkeys(lying)
+                found |= dict.fromkeys(replace(each, audits=True) for each in lying if arguments.audits)
     return list(found)
 
 
@@ -184,6 +189,9 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=Setting.k)
     parser.add_argument("--batch", type=int, default=Setting.batch, help="sequences of a step")
     parser.add_argument("--rate", default=Setting.rate, help="of the local steps, at most")
+    parser.add_argument(
+        "--audits", action="store_true", help="also with members that audit each other; needs 32 sequences a round"
+    )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -192,7 +200,8 @@ def main() -> None:
     prepare_embedded(CACHE)
     cases, start = cases_of(arguments), time.perf_counter()
     kept = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else []
-    rows = {json.dumps({key: row[key] for key in asdict(cases[0])}): row for row in kept}
+    usual = asdict(Case("", "", "", 0, 0))  # keys that a kept row may lack
+    rows = {json.dumps({key: row.get(key, usual[key]) for key in usual}): row for row in kept}
     losses: dict[Case, float] = {}
     missing = [case for case in cases if json.dumps(asdict(case)) not in rows]
     with multiprocessing.get_context("spawn").Pool(arguments.processes, _use_cache, (CACHE,)) as pool:
@@ -215,6 +224,10 @@ def tell(case: Case, losses: dict[Case, float], row: dict[str, Any]) -> None:
     told += f"  {case.recipe} {case.outer}, " + ("" if case.rule == "all" else f"{case.rule}, ")
     number = "one" if case.liars == 1 else f"{case.liars}"
     told += f"{number} of {case.peers}: {case.lie}"
+    if case.audits:
+        liars = [at for peer, at in row["suspended"].items() if int(peer) >= case.peers - case.liars]
+        told += f", audited: {len(liars)} suspended by round {max(liars, default=0)}, "
+        told += f"{len(row['suspended']) - len(liars)} honest, {row['audited']:.1%} of training"
     print(told + (f", {row['written']:.0%} of the answer" if "written" in row else ""), flush=True)
 
 

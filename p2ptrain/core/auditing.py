@@ -84,7 +84,8 @@ class Auditing:
     def __init__(self, context: Context, pools: Pools, chain: Chain, share: float) -> None:
         """share: of what the node trains; 0: it never audits"""
         self.context, self.pools, self.chain, self.share = context, pools, chain, share
-        self.saved = 0.0  # sequences that may be spent
+        # Sequences that may be spent: at first those of an audit, for it is worst to know nothing.
+        self.saved = float(OTHERS * sequences_of(context.run, is_summoned=False))
         self.doing: Doing | None = None
 
     def trained(self) -> None:

@@ -110,8 +110,8 @@ class Summons(Struct, frozen=True, array_like=True):
     key: Key
     round: Number  # that took it
     since: Number
-    by: Key  # whose audit led to it; the key itself: it failed the last time
-    z: Z  # that it found, or the median then
+    by: Key  # whose audit led to it; the key itself: none of this contribution
+    z: Z  # that it found
     found: Annotated[tuple[Measured, ...], Meta(max_length=SEATS_MAX)] = ()  # by the members so far
 
 
@@ -210,16 +210,25 @@ class _Bench:
             credit=before.credit + CREDIT * has_passed,
             passed_by=passed_by,
         )
-        if after.tier is Tier.COUNTED:
-            is_due = after.harm >= HARM or (after.doubt >= DOUBT and self.typical >= TYPICAL_LEAST)
-        else:
-            is_due = has_passed and len(passed_by) >= self.passes
-        if is_due and len(self.open) < SUMMONS_MAX and all(key != measured.key for key, _ in self.open):
-            self.open[measured.key, measured.round] = Summons(
-                measured.key, measured.round, self.number, measured.author, measured.z
-            )
+        is_proof = after.tier is not Tier.COUNTED and has_passed and len(passed_by) >= self.passes
+        if self._is_doubted(after) or is_proof:
+            self._summon(measured.key, measured.round, measured.author, measured.z)
         if before.tier is Tier.COUNTED and measured.key in self.state.roster.seat:
             self.typical = max(0, self.typical + (TYPICAL_STEP if measured.z > self.typical else -TYPICAL_STEP))
+
+    def _is_doubted(self, conduct: Conduct) -> bool:
+        is_low = conduct.harm >= HARM or (conduct.doubt >= DOUBT and self.typical >= TYPICAL_LEAST)
+        return is_low and conduct.tier is Tier.COUNTED
+
+    def _summon(self, key: bytes, number: int, by: bytes, z: int) -> None:
+        if len(self.open) < SUMMONS_MAX and all(key != other for other, _ in self.open):
+            self.open[key, number] = Summons(key, number, self.number, by, z)
+
+    def summon_again(self) -> None:
+        """Summons all for whom there was no room before, and who had failed, by what they contributed now."""
+        for entry in self.state.admitted:
+            if entry.key in self.taken and self._is_doubted(self.of(entry.key)):
+                self._summon(entry.key, self.number, entry.key, 0)
 
     def decide(self) -> None:
         """Ends the summonses that a quorum has answered, and those that are too old."""
@@ -248,10 +257,10 @@ class _Bench:
             self.conduct[author] = replace(conduct, muted=muted, strikes=min(conduct.strikes + 1, STRIKES_MAX))
         conduct = self.of(summons.key)
         if (z < FAIL and self.typical >= TYPICAL_LEAST) or strength < STRENGTH_LEAST:
-            self._fail(summons.key, z)
+            self._fail(summons.key)
             return
         if z < PASS:  # undecided: the next doubt summons all again
-            self.conduct[summons.key] = replace(conduct, doubt=min(conduct.doubt, 3 * DOUBT // 4))
+            self.conduct[summons.key] = replace(conduct, harm=0, doubt=min(conduct.doubt, 3 * DOUBT // 4))
             return
         self._clear(summons.key)
         if len(conduct.passed_by) >= self.passes:
@@ -259,12 +268,10 @@ class _Bench:
                 self.of(summons.key), tier=Tier.COUNTED, passed_by=(), since=self.number
             )
 
-    def _fail(self, key: bytes, z: int) -> None:
+    def _fail(self, key: bytes) -> None:
         conduct = self.of(key)
         if conduct.tier is Tier.COUNTED and not conduct.has_failed:
-            self.conduct[key] = replace(conduct, has_failed=True)
-            if key in self.taken:
-                self.open[key, self.number] = Summons(key, self.number, self.number, key, z)
+            self.conduct[key] = replace(conduct, has_failed=True, doubt=max(conduct.doubt, DOUBT))
             return
         is_new = conduct.tier is Tier.COUNTED
         tier, since = (Tier.SUSPENDED, self.number) if is_new else (conduct.tier, conduct.since)
@@ -296,6 +303,7 @@ def settle(state: AgreedState, manifest: Manifest) -> Settled:
     for measured in manifest.audits:
         bench.hear(measured)
     bench.decide()
+    bench.summon_again()
     if manifest.audits:
         bench.fade()
     return Settled(bench.conduct, bench.typical, tuple(bench.open[place] for place in sorted(bench.open)))
