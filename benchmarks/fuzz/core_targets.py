@@ -25,7 +25,18 @@ from p2ptrain.core.wire import encode as packed
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError, SettingError
 from p2ptrain.identity import Identity
 from p2ptrain.node.find import _check_protocol
-from tests.helpers.core import KEYS, RUN, announced, authored, line_of, payload_digest, run_of, signed, voted
+from tests.helpers.core import (
+    KEYS,
+    RUN,
+    announced,
+    authored,
+    content_name,
+    line_of,
+    payload_digest,
+    run_of,
+    signed,
+    voted,
+)
 from tests.helpers.golden import FAMILY
 from tests.helpers.history import BEGINNING, CHANGES, END, ENTRY, RUN_CONFIG, SEVEN
 from tests.helpers.trainer import TINY
@@ -50,7 +61,7 @@ def messages() -> list[bytes]:
     """Returns an envelope of each kind of message."""
     one, seats, short = KEYS[0], b"\x07", (bytes(16), b"\1" * 16)
     body = authored(one, b"a contribution")
-    attached = announced(one, payload=payload_digest(body), payload_bytes=len(body))
+    attached = announced(one, payload=payload_digest(body), content=content_name(body), payload_bytes=len(body))
     votes = [signed(voted(one, Ballot.PREVOTE, key)).envelope for key in KEYS[1:3]]
     kinds: list[Message] = [
         announced(one),
@@ -64,6 +75,7 @@ def messages() -> list[bytes]:
         wire.Call(RUN, RUN, 1, one),
         wire.Regroup(RUN, RUN, 1, KEYS[:3], one),
         Evidence(*sorted(votes)),
+        wire.AuditReport(RUN, 9, KEYS[1], -1_234, 980, True, one),
     ]
     return [*(signed(each).envelope for each in kinds), signed(attached, body).envelope]
 

@@ -34,8 +34,8 @@ class Code(StrEnum):
     CATCHING_UP = "catching_up"
     SILENT = "silent"
     NOT_ADMITTED = "not_admitted"
-    ON_TRIAL = "on_trial"
     WORLD_AWAY = "world_away"
+    ON_TRIAL = "on_trial"
     LOOP_AWAY = "loop_away"
     OUTSIDE_HOURS = "outside_hours"
     ON_BATTERY = "on_battery"
@@ -188,18 +188,18 @@ MEANINGS: dict[Code, Meaning] = {
         "Its contributions count as soon as the members have admitted it. That takes a few rounds.",
         "admitted",
     ),
+    Code.WORLD_AWAY: Meaning(
+        "warning", False, "the world's run is away: {why}", "The world’s run cannot be followed",
+        "A node that has reached it once trains on, and the region’s other nodes contribute for it; one that begins "
+        "waits. Check `region.bootstrap`, and the log in the directory `world`; the node keeps trying.",
+        "the world's run is followed again",
+    ),
     Code.ON_TRIAL: Meaning(
         "info", False, "on trial: {passed} of {needed} members have found this node's own work in what it contributes",
         "Its contributions do not count yet",
         "In a run that is open to everyone, members first measure whether a newcomer trains. It takes a few audits; "
         "then its contributions count, and it can get a vote.",
         "its contributions count",
-    ),
-    Code.WORLD_AWAY: Meaning(
-        "warning", False, "the world's run is away: {why}", "The world’s run cannot be followed",
-        "A node that has reached it once trains on, and the region’s other nodes contribute for it; one that begins "
-        "waits. Check `region.bootstrap`, and the log in the directory `world`; the node keeps trying.",
-        "the world's run is followed again",
     ),
     Code.LOOP_AWAY: Meaning(
         "info", False, "the training loop is elsewhere: no step for {minutes} min; the node keeps its place",

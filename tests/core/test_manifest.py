@@ -354,7 +354,7 @@ def test_the_manifest_is_a_part_of_the_protocol() -> None:
     where = [bytes(32), 1, bytes(32), state.digest, 0, b"\7" * 32]
     plain = [*where, taken, [], [], joins, [], [], b"\x08", [], [], []]
     assert manifest.digest == digest("manifest", msgspec.msgpack.encode(plain))
-    assert manifest.digest.hex() == "8b3e9f04660ed621518a9b92c17bf41c78d338eb46869fa4aeca3ca97bcb845b"
+    assert manifest.digest.hex() == "1d6f03e9d0c0f002c48028d07d06b6b67e123badd4d173c7028f67afdf8092d5"
 
 
 # ---------------------------------------------------------------------------------------------------

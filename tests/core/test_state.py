@@ -457,8 +457,8 @@ def test_the_state_is_a_part_of_the_protocol() -> None:
     plain = [bytes(32), 2, state.head, members, admitted, [keys[1]], window, [1], spent, 0, b"\7" * 32, 0, taken, 0, []]
     assert state.digest == digest("agreed state", msgspec.msgpack.encode(plain))
     assert (state.head.hex(), state.digest.hex()) == (
-        "b6a342df877e8842641b5dc6152c63305c2ae89305e8a7aa3f38472b691f370e",
-        "ec72e12be7c8d97579a6c0f93dc0699593b6c3889ab2422914c5a79688588286",
+        "deb409e177d19bf2648e94fff63b6dc0faf43a86edaf559011e90dc1766e0264",
+        "4c0bc3436dbf3590f324a21ab5db3b3e3f007bfb80d74c0f6908d2c1de1d8335",
     )
 
 

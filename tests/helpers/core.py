@@ -355,21 +355,27 @@ class Bench:
         self.train(number)
         return (*others, mine)
 
-    def decide(self, apply: bool = True) -> list[ev.Effect]:
-        """Plays a whole round without faults; returns the effects of its decision and everything after it."""
-        return self.agree(self.collect(), apply)
+    def decide(self, apply: bool = True, asked: bool = False) -> list[ev.Effect]:
+        """Plays a whole round without faults; returns the effects of its decision and everything after it.
 
-    def agree(self, offers: tuple[Announcement, ...], apply: bool = True) -> list[ev.Effect]:
+        asked: whether all attest the requests that this node knows
+        """
+        return self.agree(self.collect(), apply, asked)
+
+    def agree(self, offers: tuple[Announcement, ...], apply: bool = True, asked: bool = False) -> list[ev.Effect]:
         """Plays the rest of a round after the node has published its availability."""
         at, mine = self.state, self.parts.here.mine
         number = at.round + 1
         assert mine is not None
         assert isinstance(mine.message, Availability)
-        named = [mine.message, *(self.available(key, offers) for key in self.others)]
+        requests = self.parts.pools.requests
+        known = {"requests": requests.names(at)} if asked else {}
+        named = [mine.message, *(self.available(key, offers, **known) for key in self.others)]
         self.hear_all(*named[1:])
         received = self.parts.here.agreement.views[0].proposal
         if received is None:
-            proposal, manifest = self.proposed(named[: at.roster.quorum], offers)
+            waiting = {name: each.request for name, each in requests.by_name.items()}
+            proposal, manifest = self.proposed(named[: at.roster.quorum], offers, asked=waiting)
             self.hear(proposal)
         else:
             assert isinstance(received.message, Proposal)

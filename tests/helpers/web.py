@@ -81,6 +81,11 @@ STATUS: dict[str, Any] = {
     **LEARNING,
     "text": "The swarm keeps what it has agreed on",
     "text_round": 5,
+    "is_audited": True,
+    "audits": 3,
+    "audit_seconds": 1.5,
+    "typical_z": 1.4,
+    "suspended": 0,
     "own_data": "",
     "privacy_epsilon": None,
     "loss": 2.5,
@@ -176,6 +181,9 @@ PEER: dict[str, Any] = {
     "staleness": 1,
     "staleness_mean": 0.25,
     "is_greylisted": False,
+    "standing": "counted",
+    "audits_passed": 4.5,
+    "doubt": 0.0,
     "observed": {"malformed": 1},
 }
 

@@ -184,13 +184,13 @@ def test_a_peer_is_a_line_with_its_figures_and_who_is_out_is_named_with_the_reas
     away = {"is_connected": False, "is_member": False, "addresses": []}
     peers = [
         PEER,
-        unknown | {"peer_id": "new", "is_member": False, "addresses": ["\x9b2J"]},
+        unknown | {"peer_id": "new", "is_member": False, "standing": "on trial", "addresses": ["\x9b2J"]},
         unknown | away | {"peer_id": "liar", "ban": "bad payload", "is_greylisted": True},
         unknown | away | {"peer_id": "flood", "is_greylisted": True, "observed": {"flooding": 10, "late": 1}},
     ]
     assert peer_lines(peers).splitlines() == [
-        f"{PEER['peer_id']}  member     42 ms      498 tokens/s    after 5.2 s   delay 1  {PEER['addresses'][0]}",
-        f"new{' ' * 63}?2J",
+        f"{PEER['peer_id']}  member              42 ms      498 tokens/s    after 5.2 s   delay 1  {PEER['addresses'][0]}",
+        f"new  on trial{' ' * 62}?2J",
         "liar  banned: bad payload",
         "flood  kept away: flooding 10, late 1",
         "2 peers",

@@ -1,0 +1,141 @@
+"""A node's own audits: paid from its training, drawn by it alone, and said once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from p2ptrain.core import auditing as module
+from p2ptrain.core import events as ev
+from p2ptrain.core.auditing import BACK_MAX, OTHERS, sequences_of
+from p2ptrain.core.audits import Measured
+from p2ptrain.core.manifest import Request
+from p2ptrain.core.messages import AuditReport, decode, read
+from p2ptrain.share import Share
+from tests.helpers.core import KEYS, Bench, DigestSigner, run_of
+
+LOCAL = {"name": "local", "local_steps": 10, "sequences_per_pass": 8}
+SEQUENCES, ROUND = 32, 80
+
+
+@pytest.fixture(autouse=True)
+def every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHANCE", 1.0)
+
+
+def bench_of(share: float = 1.0, **settings: Any) -> Bench:
+    bench = Bench(4, me=1, start=False, **({"recipe": LOCAL, "agreement": {"overlap_rounds": 0}} | settings))
+    bench.do(ev.Started(bench.saved(), audit_share=share))
+    return bench
+
+
+def ordered(effects: list[ev.Effect]) -> list[ev.Audit]:
+    return [each for each in effects if isinstance(each, ev.Audit)]
+
+
+def reports(effects: list[ev.Effect]) -> list[AuditReport]:
+    published = [decode(each.envelope, DigestSigner()) for each in effects if isinstance(each, ev.Publish)]
+    return [read(each, AuditReport) for each in published if isinstance(each.message, AuditReport)]
+
+
+def test_an_audit_names_what_it_takes_to_repeat_it() -> None:
+    bench = bench_of()
+    [order] = ordered(bench.decide())
+    manifest = order.manifest
+    assert (manifest.round, order.since, order.sequences) == (1, (manifest,), SEQUENCES)
+    assert order.taken in manifest.taken
+    assert order.taken.author != bench.me
+    place = bench.founders.index(order.taken.author)
+    assert order.share == Share(1, place, 4)
+
+
+def test_what_was_measured_is_said_and_counts() -> None:
+    bench = bench_of()
+    [order] = ordered(bench.decide())
+    key = order.taken.author
+    effects = bench.do(ev.Audited(1, key, 1_234, 980))
+    expected = AuditReport(bench.state.branch, 1, key, 1_234, 980, False, bench.me)
+    assert reports(effects) == [expected]
+    request = bench.parts.pools.requests
+    assert [each.request for each in request.by_name.values()] == [
+        Request(measured=Measured(bench.me, key, 1, 1_234, 980, False))
+    ]
+    assert reports(bench.do(ev.Audited(1, key, 1_234, 980))) == [], "once"
+    assert bench.node.context.counters["audits"] == 1
+
+
+def test_one_audit_at_a_time_and_a_dropped_one_is_not_repeated() -> None:
+    bench = bench_of()
+    [order] = ordered(bench.decide())
+    assert ordered(bench.decide()) == []
+    assert reports(bench.do(ev.Audited(1, order.taken.author, why="too few sequences"))) == []
+    assert bench.node.context.counters["audits dropped"] == 1
+    [second] = ordered(bench.decide())
+    assert second.manifest.round == 3
+
+
+@pytest.mark.parametrize(("share", "rounds"), [(1.0, 1), (0.1, 8), (0.035, 23)])
+def test_audits_cost_the_share_of_the_training_that_the_owner_gives(share: float, rounds: int) -> None:
+    bench, seen = bench_of(share), list[int]()
+    for number in range(1, 60):
+        for order in ordered(bench.decide()):
+            seen.append(number)
+            bench.do(ev.Audited(number, order.taken.author, 0, 0))
+    assert seen[0] == 1, "it begins with one"
+    assert (seen[-1] - seen[0]) / (len(seen) - 1) == pytest.approx(rounds, abs=1.0)
+    cost = OTHERS * SEQUENCES * (len(seen) - 1) / (ROUND * seen[-1])
+    assert cost <= max(share, OTHERS * SEQUENCES / ROUND) + 0.01
+
+
+@pytest.mark.parametrize(
+    "changes", [{"share": 0.0}, {"recipe": LOCAL | {"sequences_per_pass": 3}}], ids=["nothing", "small rounds"]
+)
+def test_a_node_that_may_not_or_cannot_measures_nothing(changes: dict[str, Any]) -> None:
+    bench = bench_of(**changes)
+    assert [order for _ in range(5) for order in ordered(bench.decide())] == []
+
+
+def test_a_summons_is_answered_whatever_is_saved_and_with_more_sequences() -> None:
+    bench = bench_of(0.0001)
+    [order] = ordered(bench.decide())
+    bench.do(ev.Audited(1, order.taken.author, why="dropped"))
+    victim = next(key for key in bench.others if key != bench.others[0])
+    bench.hear(AuditReport(bench.state.branch, 1, victim, -2_000, -8_000, False, bench.others[0]))
+    [summoned] = ordered(bench.decide(asked=True))
+    assert [each.key for each in bench.state.summons] == [victim]
+    assert (summoned.manifest.round, summoned.taken.author, summoned.sequences) == (1, victim, ROUND)
+    effects = bench.do(ev.Audited(1, victim, 1_800, 1_000))
+    assert [each.is_summoned for each in reports(effects)] == [True]
+
+
+def test_an_audit_that_is_asked_for_says_why_it_cannot_be_done() -> None:
+    bench = bench_of(0.0)
+    for _ in range(3):
+        bench.decide()
+    view, other = bench.node.view(), bench.others[0]
+    order = view.audit_of(2, other)
+    assert isinstance(order, ev.Audit)
+    assert (order.sequences, [each.round for each in order.since]) == (ROUND, [2, 3])
+    assert "round 9 is not kept here" in str(view.audit_of(9, other))
+    assert "no contribution of this key" in str(view.audit_of(2, KEYS[9]))
+    for _ in range(BACK_MAX + 1):
+        bench.decide()
+    assert "too long ago" in str(view.audit_of(2, other))
+
+
+def test_so_many_sequences_are_read() -> None:
+    sizes = {(8, False): 32, (8, True): 80, (32, False): 32, (32, True): 128, (64, False): 64, (64, True): 128}
+    for (batch, is_summoned), count in sizes.items():
+        run = run_of(recipe=LOCAL | {"sequences_per_pass": batch})
+        assert sequences_of(run, is_summoned=is_summoned) == count
+
+
+def test_a_state_without_its_author_tells_no_share() -> None:
+    bench = bench_of(0.0)
+    bench.decide()
+    entry = bench.node.view().entry(1)
+    assert entry is not None
+    stranger = replace(entry.manifest.taken[0], author=KEYS[9])
+    assert module.share_of(bench.parts.chain, bench.state.branch, stranger, bench.run) is None
