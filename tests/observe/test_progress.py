@@ -188,8 +188,9 @@ def test_a_peer_is_a_line_with_its_figures_and_who_is_out_is_named_with_the_reas
         unknown | away | {"peer_id": "liar", "ban": "bad payload", "is_greylisted": True},
         unknown | away | {"peer_id": "flood", "is_greylisted": True, "observed": {"flooding": 10, "late": 1}},
     ]
+    role = "member".ljust(18)
     assert peer_lines(peers).splitlines() == [
-        f"{PEER['peer_id']}  member              42 ms      498 tokens/s    after 5.2 s   delay 1  {PEER['addresses'][0]}",
+        f"{PEER['peer_id']}  {role}  42 ms      498 tokens/s    after 5.2 s   delay 1  {PEER['addresses'][0]}",
         f"new  on trial{' ' * 62}?2J",
         "liar  banned: bad payload",
         "flood  kept away: flooding 10, late 1",
