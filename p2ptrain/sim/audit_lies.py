@@ -32,7 +32,7 @@ class FalseAudits(DoesNotWork):
         return [] if isinstance(received.message, AuditReport) else [Publish(received.envelope)]
 
     def add(self, core: Participant) -> list[Said]:
-        state = core.chain.state
+        state = core.here.state
         if (state.branch, state.round) == self.said or self.me not in state.roster.seat:
             return []
         self.said = state.branch, state.round

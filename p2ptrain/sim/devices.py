@@ -110,7 +110,7 @@ class Devices:
 
     def _audited(self, node: SimNode, effect: ev.Audit) -> None:
         taken, number = effect.taken, effect.manifest.round
-        self.world.metrics.audits += 1
+        self.world.metrics.audited()
         payload = self.world.payloads.by_name.get(taken.payload)
         if payload is None:
             self.give(node, ev.Audited(number, taken.author, why="it is long forgotten"))

@@ -91,6 +91,9 @@ class Measurements:
             for key in manifest.banned:
                 self.banned.setdefault(key, manifest.round)
 
+    def audited(self) -> None:
+        self.audits += 1
+
     def fetched_payload(self) -> None:
         self.payloads_fetched += 1
 
