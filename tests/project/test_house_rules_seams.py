@@ -25,7 +25,9 @@ def nobody_looks_into_the_words_of_a_complaint(path: PurePosixPath, tree: ast.Mo
 
 
 # A liar is the honest node around which it stands, and lies with what that node knows.
-INSIDE = {f"p2ptrain/sim/{name}.py" for name in ("rewriting", "round_lies", "branch_lies", "noise", "collusion")}
+INSIDE = {
+    f"p2ptrain/sim/{name}.py" for name in ("rewriting", "round_lies", "branch_lies", "audit_lies", "noise", "collusion")
+}
 WINDOW = {"handle", "deadline", "view", "limits"}
 
 
