@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from p2ptrain.config import PROTOCOL_VERSION, RunConfig
 from p2ptrain.core import wire
-from p2ptrain.core.audits import Measured, may_report
+from p2ptrain.core.audits import Measured, Tier, may_report
 from p2ptrain.core.manifest import NO_BEARER, Join, Request
 from p2ptrain.core.messages import (
     CLAIM_BYTES_MAX,
@@ -153,6 +153,9 @@ def check_request(message: Asking, state: AgreedState, run: RunConfig, verifier:
         place = state.place.get(message.author)
         if place is None or message.round < state.admitted[place].since:
             raise RemoteProtocolError("the author of the leave is not admitted, or has joined again since")
+        conduct = state.admitted[place].conduct
+        if conduct.tier is Tier.SUSPENDED or conduct.muted > state.round:
+            raise RemoteProtocolError("who is suspended, or may not audit, would come back as if nothing had been")
         return Request(leave=message.author, leave_round=message.round)
     return Request(join=_join(message, state, run, verifier))
 

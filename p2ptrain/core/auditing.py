@@ -10,6 +10,8 @@ measure the same contribution read the same.
 
 from __future__ import annotations
 
+from collections import deque
+
 from msgspec import Struct
 
 from p2ptrain.config import AUDIT_SEQUENCES, RunConfig
@@ -19,12 +21,12 @@ from p2ptrain.core.context import Context
 from p2ptrain.core.events import Audit, Audited
 from p2ptrain.core.messages import AuditReport
 from p2ptrain.core.pools import Pools
-from p2ptrain.core.state import Taken
 from p2ptrain.share import Share
 
 SEQUENCES_SHARE = 10  # at least a tenth of the author's sequences are read in an audit
 SUMMONED_SEQUENCES = 128  # in one that all members do
 OTHERS = 2  # times as many sequences are read: as many of others, to compare with
+SAID_KEPT = 16
 SAVED_ROUNDS = 8  # of the share, at most: a node that was busy does not audit for hours afterwards
 CHANCE = 0.5  # of an audit in a round in which the node has saved enough: a draw without memory
 BACK_MAX = 32  # rounds that weights are computed back: each costs as much as applying it, and rounds a little
@@ -46,17 +48,17 @@ def sequences_of(run: RunConfig, *, is_summoned: bool) -> int:
     return min(whole, SUMMONED_SEQUENCES if is_summoned else max(AUDIT_SEQUENCES, -(-whole // SEQUENCES_SHARE)))
 
 
-def share_of(chain: Chain, branch: bytes, taken: Taken, run: RunConfig) -> Share | None:
-    """Returns the data that an author was given for a contribution; None if that cannot be told: with overlap it may
-    have begun before the last state, and the keys that share the data have changed since."""
-    found = set[Share]()
-    for number in range(taken.round - 1 - run.agreement.overlap_rounds_max, taken.round):
-        state = chain.state_at(branch, max(0, number))
-        if state is None or taken.author not in state.place:
-            return None
-        slots = state.slots_of(taken.author, taken.round, run)
-        found.add(Share(taken.round, state.place[taken.author], len(state.admitted), slots))
-    return found.pop() if len(found) == 1 else None
+def share_of(chain: Chain, branch: bytes, author: bytes, number: int, run: RunConfig) -> Share | None:
+    """Returns the data that an author trains on for a round; None if it is not known here.
+
+    With overlap it may begin before the last state. So the share is that of the earliest state from which it may have
+    begun: whoever joins or leaves meanwhile changes nothing, and everybody knows which it was.
+    """
+    for at in range(max(0, number - 1 - run.agreement.overlap_rounds_max), number):
+        state = chain.state_at(branch, at)
+        if state is not None and author in state.place:
+            return Share(number, state.place[author], len(state.admitted), state.slots_of(author, number, run))
+    return None
 
 
 def audit_of(chain: Chain, run: RunConfig, number: int, key: bytes, *, is_summoned: bool) -> Audit | str:
@@ -70,11 +72,11 @@ def audit_of(chain: Chain, run: RunConfig, number: int, key: bytes, *, is_summon
     if taken is None:
         return f"round {number} took no contribution of this key"
     since = tuple(each.manifest for each in chain.entries_after(taken.base_round))
-    if len(since) != chain.state.round - taken.base_round or len(since) > BACK_MAX:
+    if not 0 < len(since) <= BACK_MAX or len(since) != chain.state.round - taken.base_round:
         return f"the weights of round {taken.base_round} are too long ago"
-    share = share_of(chain, entry.manifest.branch, taken, run)
+    share = share_of(chain, entry.manifest.branch, key, taken.round, run)
     if share is None:
-        return "keys came or left while it was trained, so that its data is not certain"
+        return "the state from which its author began is not kept here"
     return Audit(entry.manifest, since, taken, share, sequences_of(run, is_summoned=is_summoned))
 
 
@@ -87,6 +89,7 @@ class Auditing:
         # Sequences that may be spent: at first those of an audit, for it is worst to know nothing.
         self.saved = float(OTHERS * sequences_of(context.run, is_summoned=False))
         self.doing: Doing | None = None
+        self.said: deque[tuple[bytes, int]] = deque(maxlen=SAID_KEPT)  # answered summonses: key and round
 
     def trained(self) -> None:
         """Notes that the node has trained a round."""
@@ -102,7 +105,8 @@ class Auditing:
             return
         for summons in state.summons:
             place = Measured(context.me, summons.key, summons.round, 0, 0, is_summoned=True)
-            if may_report(state, place) and self._begin(summons.round, summons.key, is_summoned=True):
+            is_new = (summons.key, summons.round) not in self.said
+            if is_new and may_report(state, place) and self._begin(summons.round, summons.key, is_summoned=True):
                 return
         cost = OTHERS * sequences_of(context.run, is_summoned=False)
         if self.saved >= cost and context.rng.random() < CHANCE:
@@ -125,7 +129,7 @@ class Auditing:
         if isinstance(order, str):
             return False
         self.saved -= 0 if is_summoned else OTHERS * order.sequences
-        self.doing = Doing(order.manifest.branch, number, key, is_summoned)
+        self.doing = Doing(self.chain.state.branch, number, key, is_summoned)
         self.context.emit(order)
         return True
 
@@ -145,3 +149,5 @@ class Auditing:
             report = context.signed(AuditReport(state.branch, event.round, event.key, *found, context.me))
             self.pools.requests.add(report, state)
             context.publish(report)
+            if doing.is_summoned:
+                self.said.append((event.key, event.round))

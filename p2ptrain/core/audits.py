@@ -9,8 +9,8 @@ A number that a single member signs never decides. It adds to a sum (a CUSUM, Pa
 half of what it typically is, `harm` where the strength is below what honest work has, and both sink where they are
 above. When a sum crosses its bound, all members are summoned to measure that very contribution, with many more
 sequences. It lies in the past, so its author cannot mend it, and an honest one has nothing to fear: as soon as a quorum
-has measured, the medians decide, and who was far from them may not audit for a time that doubles. Who fails is measured
-a second time, in its next contribution, before it is suspended.
+has measured, the medians decide, and who was far from them may not audit for a time that doubles. Two failures within
+FAILED_ROUNDS suspend: after the first, all measure the next contribution, too, and a pass in between forgives nothing.
 
     on trial    in an open run, a newcomer: its contributions are applied to nothing, and it has no vote
     counted     PASSES members found work of its own, and all together found it again
@@ -25,6 +25,7 @@ have, for the time since its key was admitted: keys that share one machine's wor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from statistics import median_low
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +34,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from p2ptrain.core.messages import SEATS_MAX, Key, Number, Strength, Z
-from p2ptrain.core.roster import quorum_of
+from p2ptrain.core.roster import quorum_of, tolerated_by
 
 if TYPE_CHECKING:
     from p2ptrain.config import RunConfig
@@ -59,8 +60,12 @@ HARM = 800
 STRENGTH_LEAST = 600  # of honest work; who adds harm to it has less
 MUTED_ROUNDS = 64  # in which a member's audits do not count after it was far off; doubled each time
 STRIKES_MAX = 16
+FAILED_ROUNDS = 256  # in which a second failure suspends
+PAUSED_ROUNDS = 16  # in which who accused an honest member does not audit, even if it was not far off
 FAR_OFF = 150  # from the median of those who measured the same with the same sequences; floats differ by far less
-FAR_OFF_ALONE = 1_500  # for the audit that led to it, which read few sequences
+FAR_OFF_ALONE = 1_500  # for the z of the audit that led to it, which read few sequences
+FAR_OFF_STRENGTH = 600  # and for its strength
+HARM_OF_ONE = 500  # that one audit adds at most: it takes two
 CREDIT = 1_024  # of a pass
 FADING = 10  # bits: credit loses this fraction with each manifest that has audits
 CREDIT_ROUNDS = 1 << FADING  # over which credit gathers
@@ -87,7 +92,7 @@ class Conduct(Struct, frozen=True, array_like=True):
     muted: Number = 0  # the last round in which its audits do not count
     strikes: Number = 0
     since: Number = 0  # the round in which its tier began
-    has_failed: bool = False  # where all measured, the last time
+    failed: Number = 0  # the last round in which it failed where all measured; 0: none
 
 
 CLEAN = Conduct()
@@ -112,6 +117,7 @@ class Summons(Struct, frozen=True, array_like=True):
     since: Number
     by: Key  # whose audit led to it; the key itself: none of this contribution
     z: Z  # that it found
+    strength: Strength
     found: Annotated[tuple[Measured, ...], Meta(max_length=SEATS_MAX)] = ()  # by the members so far
 
 
@@ -206,13 +212,16 @@ class _Bench:
         after = self.conduct[measured.key] = replace(
             before,
             doubt=max(0, before.doubt + half - measured.z),
-            harm=max(0, before.harm + STRENGTH_LEAST - strength),
+            harm=max(0, before.harm + min(STRENGTH_LEAST - strength, HARM_OF_ONE)),
             credit=before.credit + CREDIT * has_passed,
             passed_by=passed_by,
         )
         is_proof = after.tier is not Tier.COUNTED and has_passed and len(passed_by) >= self.passes
-        if self._is_doubted(after) or is_proof:
-            self._summon(measured.key, measured.round, measured.author, measured.z)
+        if (self._is_doubted(after) or is_proof) and not self._summon(measured):
+            # Who made it cross has to answer for that, so it does not cross without.
+            self.conduct[measured.key] = replace(
+                after, doubt=min(after.doubt, DOUBT - 1), harm=min(after.harm, HARM - 1)
+            )
         if before.tier is Tier.COUNTED and measured.key in self.state.roster.seat:
             self.typical = max(0, self.typical + (TYPICAL_STEP if measured.z > self.typical else -TYPICAL_STEP))
 
@@ -220,36 +229,44 @@ class _Bench:
         is_low = conduct.harm >= HARM or (conduct.doubt >= DOUBT and self.typical >= TYPICAL_LEAST)
         return is_low and conduct.tier is Tier.COUNTED
 
-    def _summon(self, key: bytes, number: int, by: bytes, z: int) -> None:
-        if len(self.open) < SUMMONS_MAX and all(key != other for other, _ in self.open):
-            self.open[key, number] = Summons(key, number, self.number, by, z)
+    def _summon(self, measured: Measured) -> bool:
+        """Summons all for what was measured; returns False if there is no room."""
+        key, number = measured.key, measured.round
+        if len(self.open) >= SUMMONS_MAX or any(key == other for other, _ in self.open):
+            return False
+        self.open[key, number] = Summons(key, number, self.number, measured.author, measured.z, measured.strength)
+        return True
 
     def summon_again(self) -> None:
-        """Summons all for whom there was no room before, and who had failed, by what they contributed now."""
+        """Summons all for what those have contributed now who have just failed, or failed and stayed away."""
         for entry in self.state.admitted:
             if entry.key in self.taken and self._is_doubted(self.of(entry.key)):
-                self._summon(entry.key, self.number, entry.key, 0)
+                self._summon(Measured(entry.key, entry.key, self.number, 0, 0, is_summoned=True))
 
     def decide(self) -> None:
         """Ends the summonses that a quorum has answered, and those that are too old."""
-        least = quorum_of(len(self.state.members))
+        size = len(self.state.members)
         for place, summons in list(self.open.items()):
-            if len(summons.found) >= least:
+            is_over = self.number >= summons.since + SUMMONS_ROUNDS
+            agreeing = _agreeing(summons.found) if is_over else summons.found
+            if len(agreeing) >= (tolerated_by(size) + 1 if is_over else quorum_of(size)):
                 del self.open[place]
-                self._judge(summons)
-            elif self.number >= summons.since + SUMMONS_ROUNDS:
+                self._judge(summons, agreeing)
+            elif is_over:
                 del self.open[place]
-                self._clear(summons.key)
+                self._leave_open(summons.key)
 
-    def _judge(self, summons: Summons) -> None:
-        z = median_low(each.z for each in summons.found)
-        strength = median_low(each.strength for each in summons.found)
+    def _judge(self, summons: Summons, agreeing: Sequence[Measured]) -> None:
+        z = median_low(each.z for each in agreeing)
+        strength = median_low(each.strength for each in agreeing)
         far_off = {
             each.author
             for each in summons.found
             if abs(each.z - z) > FAR_OFF or abs(_clipped(each.strength) - _clipped(strength)) > FAR_OFF
         }
-        if summons.by != summons.key and abs(summons.z - z) > FAR_OFF_ALONE:
+        is_far = abs(summons.z - z) > FAR_OFF_ALONE
+        is_far = is_far or abs(_clipped(summons.strength) - _clipped(strength)) > FAR_OFF_STRENGTH
+        if summons.by != summons.key and is_far:
             far_off.add(summons.by)
         for author in sorted(far_off & self.state.place.keys()):
             conduct = self.of(author)
@@ -259,10 +276,14 @@ class _Bench:
         if (z < FAIL and self.typical >= TYPICAL_LEAST) or strength < STRENGTH_LEAST:
             self._fail(summons.key)
             return
-        if z < PASS:  # undecided: the next doubt summons all again
-            self.conduct[summons.key] = replace(conduct, harm=0, doubt=min(conduct.doubt, 3 * DOUBT // 4))
+        if z < PASS:
+            self._leave_open(summons.key)
             return
-        self._clear(summons.key)
+        self.conduct[summons.key] = replace(conduct, doubt=0, harm=0)
+        accuser = self.of(summons.by) if summons.by in self.state.place else CLEAN
+        if conduct.tier is Tier.COUNTED and summons.by in self.state.place and summons.by != summons.key:
+            pause = max(accuser.muted, self.number + PAUSED_ROUNDS)
+            self.conduct[summons.by] = replace(accuser, muted=pause)
         if len(conduct.passed_by) >= self.passes:
             self.conduct[summons.key] = replace(
                 self.of(summons.key), tier=Tier.COUNTED, passed_by=(), since=self.number
@@ -270,24 +291,31 @@ class _Bench:
 
     def _fail(self, key: bytes) -> None:
         conduct = self.of(key)
-        if conduct.tier is Tier.COUNTED and not conduct.has_failed:
-            self.conduct[key] = replace(conduct, has_failed=True, doubt=max(conduct.doubt, DOUBT))
+        has_failed = conduct.failed and self.number <= conduct.failed + FAILED_ROUNDS
+        if conduct.tier is Tier.COUNTED and not has_failed:
+            self.conduct[key] = replace(conduct, failed=self.number, doubt=max(conduct.doubt, DOUBT))
             return
         is_new = conduct.tier is Tier.COUNTED
         tier, since = (Tier.SUSPENDED, self.number) if is_new else (conduct.tier, conduct.since)
-        self.conduct[key] = replace(
-            conduct, tier=tier, since=since, doubt=0, harm=0, credit=0, passed_by=(), has_failed=False
-        )
+        self.conduct[key] = replace(conduct, tier=tier, since=since, doubt=0, harm=0, credit=0, passed_by=(), failed=0)
 
-    def _clear(self, key: bytes) -> None:
+    def _leave_open(self, key: bytes) -> None:
+        """Lets the next doubt summon all again."""
         if key in self.state.place:
-            self.conduct[key] = replace(self.of(key), doubt=0, harm=0, has_failed=False)
+            conduct = self.of(key)
+            self.conduct[key] = replace(conduct, harm=0, doubt=min(conduct.doubt, 3 * DOUBT // 4))
 
     def fade(self) -> None:
         for entry in self.state.admitted:
             conduct = self.of(entry.key)
             if conduct.credit:
-                self.conduct[entry.key] = replace(conduct, credit=conduct.credit - (conduct.credit >> FADING))
+                self.conduct[entry.key] = replace(conduct, credit=conduct.credit + (-conduct.credit >> FADING))
+
+
+def _agreeing(found: Sequence[Measured]) -> Sequence[Measured]:
+    """Returns the most reports of which none is far off the first: honest ones agree, however few they are."""
+    near = ([each for each in found if abs(each.z - one.z) <= FAR_OFF] for one in found)
+    return max(near, key=len, default=())
 
 
 def _clipped(strength: int) -> int:

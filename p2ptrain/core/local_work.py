@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from p2ptrain.core.auditing import Auditing
+from p2ptrain.core.auditing import Auditing, share_of
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.claims import drawn
 from p2ptrain.core.context import Context
@@ -300,11 +300,13 @@ class LocalWork:
         if self._lets_pass(number):
             return
         self.training = Training(number, self.applied_round, self.roots[self.applied_round], context.now)
-        place, unsettled = state.place[context.me], tuple(sorted(self.outstanding))  # everything agreed on is applied
+        unsettled = tuple(sorted(self.outstanding))  # everything agreed on is applied
         is_due = context.run.eval.is_due(state.round)
         looks = is_due, is_due and context.me in drawn(state)
-        places, k, slots = len(state.admitted), self.sizing.k, state.slots_of(context.me, number, context.run)
-        context.emit(Train(number, self.applied_round, place, places, unsettled, *looks, k, slots))
+        share = share_of(self.chain, state.branch, context.me, number, context.run)
+        assert share is not None, "a node that is admitted has one, at the latest by this state"
+        _, place, places, slots = share
+        context.emit(Train(number, self.applied_round, place, places, unsettled, *looks, self.sizing.k, slots))
 
     def _lets_pass(self, number: int) -> bool:
         """Whether to skip a round, because a training that begins now would end too late; never twice in a row."""

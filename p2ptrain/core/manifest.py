@@ -216,8 +216,9 @@ def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig) -> I
         state, run, {taken.author for taken in manifest.taken}, gone | unseated, len(unseated)
     ):
         yield "keys get seats that have not earned them"
-    if not gone <= set(state.place) or gone & {taken.author for taken in manifest.taken}:
-        yield "it takes contributions of keys that it removes, or removes keys that were not admitted"
+    taken_of = {taken.author for taken in manifest.taken}
+    if not gone <= set(state.place) or gone & taken_of or not taken_of <= set(state.place):
+        yield "it takes contributions of keys that it removes, or names keys that were not admitted"
     kept = {taken.author for taken in manifest.taken} | set(manifest.seated)
     if manifest.joins != _joins(state, run, list(manifest.joins), gone, kept):
         yield "it admits keys that cannot be admitted"
@@ -288,13 +289,13 @@ def _oldest_of_each(state: AgreedState, candidates: Iterable[Announcement]) -> t
 
 
 def _of_one_author_each(state: AgreedState, taken: tuple[Taken, ...]) -> tuple[Taken, ...]:
-    """Returns the contributions without copies: of several with the same content a member's counts, and of several
-    members' the one that is drawn. A thousand keys behind one content are one contribution."""
+    """Returns the contributions without copies: of several with the same content one that counts, a member's, and
+    of several members' the one that is drawn. A thousand keys behind one content are one contribution."""
     first: dict[bytes, Taken] = {}
     draw = draw_of(state)
 
-    def rank(entry: Taken) -> tuple[bool, bytes]:
-        return entry.author not in state.roster.seat, draw(entry.author)
+    def rank(entry: Taken) -> tuple[bool, bool, bytes]:
+        return not entry.counts, entry.author not in state.roster.seat, draw(entry.author)
 
     for entry in taken:
         other = first.setdefault(entry.content, entry)
@@ -346,13 +347,15 @@ def _seated(state: AgreedState, run: RunConfig, taken: set[bytes], out: set[byte
 
 def _drawn(state: AgreedState, run: RunConfig, taken: tuple[Taken, ...]) -> tuple[Taken, ...]:
     """Returns the contributions without some of keys that have no seat, if these are too many in an open run, where
-    one person can have any number of keys: first of those of which audits have found work."""
+    one person can have any number of keys: half of those that stay are of keys whose work audits have found."""
     seat, most = state.roster.seat, max(1, state.roster.size // 4)
     others = [entry.author for entry in taken if entry.author not in seat]
     if run.admission.policy != "open" or len(others) <= most:
         return taken
     draw, admitted, place = draw_of(state), state.admitted, state.place
-    drawn = set(sorted(others, key=lambda key: (not admitted[place[key]].conduct.credit, draw(key)))[:most])
+    ordered = sorted(others, key=draw)
+    working = [key for key in ordered if admitted[place[key]].conduct.credit][: -(-most // 2)]
+    drawn = set([*working, *(key for key in ordered if key not in working)][:most])
     return tuple(entry for entry in taken if entry.author in seat or entry.author in drawn)
 
 

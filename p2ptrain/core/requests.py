@@ -118,8 +118,17 @@ class Requests:
             request = self.by_name[name].request
             return not request.guilty, not request.measured, name
 
-        chosen = sorted(fresh, key=rank)[:REQUESTS_MAX]
+        chosen = self._one_audit_each(sorted(fresh, key=rank))[:REQUESTS_MAX]
         return tuple(sorted(chosen))
+
+    def _one_audit_each(self, names: list[bytes]) -> list[bytes]:
+        """Leaves out audits of which only one can count: of a member one, and one for each summons."""
+        found: dict[object, bytes] = {}
+        for name in names:
+            measured = self.by_name[name].request.measured
+            place = (measured.author, measured.is_summoned and (measured.key, measured.round)) if measured else name
+            found.setdefault(place, name)
+        return list(found.values())
 
     def prune(self, state: AgreedState, recent: Iterable[Manifest]) -> None:
         """Forgets requests that were granted or have become invalid, and of too many joins some at random. `recent` are

@@ -142,7 +142,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             offer.author in self.place
             and offer.branch == self.branch
             and offer.round <= self.round + 1
-            and offer.base_round >= self.oldest_base(staleness)
+            and self.oldest_base(staleness) <= offer.base_round <= self.round
             and (offer.author, offer.round) not in self.taken
             and offer.content not in self.contents
         )

@@ -146,6 +146,10 @@ class Outer:
             raise RemoteProtocolError("a payload's padding is not zero")
         return unpack(*read.packed)
 
+    def fragment_in(self, payload: bytes) -> int:
+        """Returns the part of the model that a payload is for, whatever round it was made for."""
+        return self._read(payload).fragment
+
     def _read(self, payload: bytes) -> _Read:
         """Reads the names at a payload's beginning."""
         ks, fragment, start = self.recipe.ks, 0, 0

@@ -83,13 +83,15 @@ class Audits:
         """Measures a contribution; DroppedError if that is impossible now."""
         try:
             async with asyncio.timeout(AUDIT_SECONDS):
-                match = await self._measured(effect)
+                with self._edges.transport.boundary.guard("the audit of a contribution"):
+                    match = await self._measured(effect)
         except TimeoutError as error:
             raise DroppedError("it took too long") from error
         except (DataError, FetchError, TransportError, MemoryShortError, TrainingError) as error:
             raise DroppedError(str(error)) from error
-        taken, recipe = effect.taken, self._edges.view.run.recipe
-        is_late, is_short = taken.base_round < effect.manifest.round - 1, 0 < taken.steps < recipe.local_steps
+        taken, run = effect.taken, self._edges.view.run
+        recipe, usual = run.recipe, effect.manifest.round - 1 - run.agreement.overlap_rounds_max
+        is_late, is_short = taken.base_round < usual, 0 < 2 * taken.steps <= recipe.local_steps
         is_whole = recipe.spec.kind == "local" and not (is_late or is_short)
         return match if is_whole else match._replace(strength=match.strength + ALLOWANCE)
 
@@ -121,7 +123,7 @@ class Audits:
         """Draws the contributions that it is compared with, of those to the same part of the model."""
         outer, draw = self._replica.replica.outer, effect.manifest.digest + effect.taken.author
         part = outer.fragment_of(effect.taken.round)
-        others = [each for each in effect.manifest.taken if each.author != effect.taken.author]
+        others = [each for each in effect.manifest.counted if each.author != effect.taken.author]
         others = [each for each in others if outer.fragment_of(each.round) == part]
         return sorted(others, key=lambda each: blake3(draw + each.author).digest())[:REFERENCES]
 

@@ -13,8 +13,9 @@ from p2ptrain.core.auditing import BACK_MAX, OTHERS, sequences_of
 from p2ptrain.core.audits import Measured
 from p2ptrain.core.manifest import Request
 from p2ptrain.core.messages import AuditReport, decode, read
+from p2ptrain.core.state import Admitted
 from p2ptrain.share import Share
-from tests.helpers.core import KEYS, Bench, DigestSigner, run_of
+from tests.helpers.core import KEYS, RUN, Bench, DigestSigner, announced, run_of
 
 LOCAL = {"name": "local", "local_steps": 10, "sequences_per_pass": 8}
 SEQUENCES, ROUND = 32, 80
@@ -102,7 +103,8 @@ def test_a_summons_is_answered_whatever_is_saved_and_with_more_sequences() -> No
     [order] = ordered(bench.decide())
     bench.do(ev.Audited(1, order.taken.author, why="dropped"))
     victim = next(key for key in bench.others if key != bench.others[0])
-    bench.hear(AuditReport(bench.state.branch, 1, victim, -2_000, -8_000, False, bench.others[0]))
+    for accuser in (bench.others[0], bench.others[2]):
+        bench.hear(AuditReport(bench.state.branch, 1, victim, -2_000, -8_000, False, accuser))
     [summoned] = ordered(bench.decide(asked=True))
     assert [each.key for each in bench.state.summons] == [victim]
     assert (summoned.manifest.round, summoned.taken.author, summoned.sequences) == (1, victim, ROUND)
@@ -132,10 +134,38 @@ def test_so_many_sequences_are_read() -> None:
         assert sequences_of(run, is_summoned=is_summoned) == count
 
 
-def test_a_state_without_its_author_tells_no_share() -> None:
-    bench = bench_of(0.0)
+def test_the_data_of_a_contribution_is_certain_whoever_joins_meanwhile() -> None:
+    """With overlap an author may have begun from either of two states; both say the same share."""
+    bench = bench_of(0.0, agreement={"overlap_rounds": 1, "staleness_rounds_max": 1})
     bench.decide()
-    entry = bench.node.view().entry(1)
-    assert entry is not None
-    stranger = replace(entry.manifest.taken[0], author=KEYS[9])
-    assert module.share_of(bench.parts.chain, bench.state.branch, stranger, bench.run) is None
+    chain, run, author = bench.parts.chain, bench.run, bench.others[0]
+    before = module.share_of(chain, RUN, author, 2, run)
+    entry = Admitted(bytes(32), 1, 0, 0)
+    changed = replace(bench.state, admitted=(entry, *bench.state.admitted))
+    chain.steps[-1] = replace(chain.steps[-1], state=changed)
+    assert bench.state.place[author] != before.place if before else False
+    assert module.share_of(chain, RUN, author, 2, run) == before
+    assert module.share_of(chain, RUN, entry.key, 2, run) == Share(2, 0, 5), (
+        "a newcomer has one from when it is admitted"
+    )
+    assert module.share_of(chain, RUN, KEYS[9], 2, run) is None
+
+
+def test_a_contribution_from_the_round_that_takes_it_is_none() -> None:
+    """Its weights would be those that it led to."""
+    bench = bench_of(0.0)
+    offer = announced(bench.others[0], 1, base_round=1)
+    assert not bench.state.may_take(offer, 64)
+
+
+def test_a_summons_is_answered_once_and_on_a_new_branch_too() -> None:
+    bench = bench_of(0.0001)
+    [order] = ordered(bench.decide())
+    bench.do(ev.Audited(1, order.taken.author, why="dropped"))
+    victim = bench.others[1]
+    bench.hear(AuditReport(bench.state.branch, 1, victim, -2_000, -8_000, False, bench.others[0]))
+    bench.hear(AuditReport(bench.state.branch, 1, victim, -2_000, -8_000, False, bench.others[2]))
+    [summoned] = ordered(bench.decide(asked=True))
+    assert len(reports(bench.do(ev.Audited(1, victim, 1_800, 1_000)))) == 1
+    assert ordered(bench.decide()) == [], "it waits for a manifest, and is not measured again"
+    assert summoned.taken.author == victim

@@ -16,6 +16,7 @@ from p2ptrain.core.audits import (
     AUDIT_ROUNDS,
     AUDITED_FROM,
     CREDIT,
+    FAILED_ROUNDS,
     MUTED_ROUNDS,
     PASSES,
     SUMMONS_MAX,
@@ -141,6 +142,19 @@ def test_whoever_accuses_an_honest_member_falsely_may_not_audit_for_a_time_that_
         )
 
 
+def test_whoever_accuses_pauses_though_it_was_not_far_off_and_blame_by_strength_is_struck() -> None:
+    for found, is_struck in (((0, 1_000), False), ((1_500, -8_000), True)):
+        state = after(start())
+        for author in MEMBERS[:3]:
+            if not state.summons:
+                state = after(state, alone(state, author, VICTIM, found))
+        by = state.summons[0].by
+        state = after(state, *all_measure(state, WORK))
+        assert conduct(state, by).muted > state.round
+        assert bool(conduct(state, by).strikes) is is_struck
+        assert conduct(state, VICTIM).tier is Tier.COUNTED
+
+
 def test_f_liars_among_those_who_measure_do_not_move_the_medians() -> None:
     liars, state = MEMBERS[:2], doubted(VICTIM)
     state = after(state, *all_measure(state, WORK, liars))
@@ -148,40 +162,68 @@ def test_f_liars_among_those_who_measure_do_not_move_the_medians() -> None:
     assert all(not conduct(state, key).strikes for key in MEMBERS[2:])
 
 
-def test_a_quorum_has_to_measure_or_nothing_happens() -> None:
+def test_more_than_f_have_to_agree_or_the_doubt_stays() -> None:
+    """All but one tolerated liar may be silent: who is honest agrees."""
+    for count, has_failed in ((2, False), (3, True)):
+        state = doubted(VICTIM)
+        since = state.summons[0].since
+        state = after(state, *all_measure(state, NOTHING)[:count])
+        while state.round < since + SUMMONS_ROUNDS:
+            assert (len(state.summons), conduct(state, VICTIM).failed) == (1, 0)
+            state = after(state)
+        assert bool(conduct(state, VICTIM).failed) is has_failed
+        assert conduct(state, VICTIM).doubt > 0
+        assert conduct(state, VICTIM).tier is Tier.COUNTED
+
+
+def test_liars_who_agree_among_themselves_are_too_few() -> None:
     state = doubted(VICTIM)
-    few = all_measure(state, NOTHING)[: state.roster.quorum - 1]
     since = state.summons[0].since
-    state = after(state, *few)
+    reports = all_measure(state, WORK, MEMBERS[:2])
+    state = after(state, *reports[:4])
     while state.round < since + SUMMONS_ROUNDS:
-        assert len(state.summons) == 1
         state = after(state)
-    assert (state.summons, conduct(state, VICTIM).tier) == ((), Tier.COUNTED)
+    assert (conduct(state, VICTIM).failed, conduct(state, VICTIM).tier) == (0, Tier.COUNTED)
 
 
 def test_reports_of_several_rounds_add_up() -> None:
     state = doubted(VICTIM)
     reports = all_measure(state, NOTHING)
     for each in reports[: state.roster.quorum]:
-        assert not conduct(state, VICTIM).has_failed
+        assert not conduct(state, VICTIM).failed
         state = after(state, each)
-    assert conduct(state, VICTIM).has_failed
+    assert conduct(state, VICTIM).failed == state.round
 
 
-def test_one_failure_is_forgiven_if_the_next_contribution_is_work() -> None:
+def test_work_while_all_look_forgives_no_failure() -> None:
+    """Who works only while it is summoned fails by the next contribution for which nobody had been summoned yet."""
     state = doubted(VICTIM)
     state = after(state, *all_measure(state, NOTHING))
     [again] = state.summons
     assert (again.key, again.by, again.round) == (VICTIM, VICTIM, state.round), "of the contribution taken meanwhile"
     state = after(state, *all_measure(state, WORK))
-    assert (state.summons, conduct(state, VICTIM).has_failed) == ((), False)
+    assert (state.summons, conduct(state, VICTIM).tier) == ((), Tier.COUNTED)
     assert {conduct(state, key).strikes for key in MEMBERS} == {0}
+    state = doubted(VICTIM, state)
+    state = after(state, *all_measure(state, NOTHING))
+    assert conduct(state, VICTIM).tier is Tier.SUSPENDED
+
+
+def test_a_failure_long_ago_is_forgiven() -> None:
+    state = doubted(VICTIM)
+    state = after(state, *all_measure(state, NOTHING))
+    state = after(state, *all_measure(state, WORK))
+    for _ in range(FAILED_ROUNDS):
+        state = after(state)
+    state = doubted(VICTIM, state)
+    state = after(state, *all_measure(state, NOTHING))
+    assert conduct(state, VICTIM).tier is Tier.COUNTED
 
 
 def test_who_fails_and_stays_away_is_measured_when_it_is_back() -> None:
     state, others = doubted(VICTIM), tuple(key for key in MEMBERS if key != VICTIM)
     state = after(state, *all_measure(state, NOTHING), authors=others)
-    assert (state.summons, conduct(state, VICTIM).has_failed) == ((), True)
+    assert (state.summons, conduct(state, VICTIM).failed > 0) == ((), True)
     state = after(after(state, authors=others))
     state = after(state, alone(state, KEYS[6], VICTIM, NOTHING))
     state = after(state, *all_measure(state, NOTHING))
@@ -399,5 +441,7 @@ def test_the_same_content_counts_once_and_never_again() -> None:
     state = state.after(manifest, run_of())
     again = announced(KEYS[5], 2, base_round=1, base_root=state.root, content=original.content)
     assert not state.may_take(again, 0)
+    uncounted = admitting(Admitted(KEYS[4], 0, 0, 0, 0, Conduct(Tier.SUSPENDED)), size=SIZE)
+    assert all_hold(uncounted, original, copies[0]).taken[0].author == KEYS[2], "nor who counts for nothing"
     both = replace(manifest, taken=tuple(replace(manifest.taken[0], author=key) for key in (KEYS[2], KEYS[4])))
     assert "same content of two authors" in (contradiction(both, start(), run_of()) or "")

@@ -354,7 +354,7 @@ def test_the_manifest_is_a_part_of_the_protocol() -> None:
     where = [bytes(32), 1, bytes(32), state.digest, 0, b"\7" * 32]
     plain = [*where, taken, [], [], joins, [], [], b"\x08", [], [], []]
     assert manifest.digest == digest("manifest", msgspec.msgpack.encode(plain))
-    assert manifest.digest.hex() == "1d6f03e9d0c0f002c48028d07d06b6b67e123badd4d173c7028f67afdf8092d5"
+    assert manifest.digest.hex() == "60a5fea6c1b63853d352af3ad3dbd60c911181e108a18ba45c29a45219cb61f2"
 
 
 # ---------------------------------------------------------------------------------------------------
