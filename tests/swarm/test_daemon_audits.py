@@ -78,12 +78,12 @@ def test_a_member_that_contributes_noise_is_suspended_by_all_and_the_others_stay
     assert (status["suspended"], status["is_audited"]) == (1, True)
     assert status["audits"] > 2
     assert swarm.compared() > 10
-    newest = first.applied
-    for peer, is_work in ((liar, False), (honest[1].status()["peer_id"], True)):
-        tries = (measured(first, newest - back, peer, "--json") for back in range(6))  # not every round took one of it
-        found = json.loads(next(out for status, out, _ in tries if status == 0))
-        assert (found["z"] > 0.7) == is_work, (peer, found)
+    for peer in (liar, honest[1].status()["peer_id"]):
+        tries = (measured(first, first.applied - turn % 4, peer, "--json") for turn in range(24))
+        found = json.loads(next(out for status, out, _ in tries if status == 0))  # not every round took one of it
+        assert set(found) == {"z", "strength", "sequences", "typical_z"}
+        assert (abs(found["z"]) <= 2, found["sequences"]) == (True, 80)
     status, _, error = measured(first, 10**6, liar)
     assert (status, "round 1000000 is not kept here" in error) == (1, True), error
-    status, _, error = measured(first, newest, "nobody")
+    status, _, error = measured(first, first.applied, "nobody")
     assert (status, "nobody is not the id of" in error) == (1, True), error
