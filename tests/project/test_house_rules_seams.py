@@ -317,6 +317,7 @@ PLACES = {
         "the choice of whom to dial",
         "the networks of a connected peer",
     ],
+    "node/audits.py": ["the audit of a contribution"],  # it reads our own state, and changes none of it
     "net/libp2p/dht_protocol.py": ["a request of the DHT", "an answer to a search in the DHT"],
     "net/libp2p/p2pd.py": [
         "a connection to an address",
