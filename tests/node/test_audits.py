@@ -1,0 +1,107 @@
+"""An audit ends in a measurement or in a reason, whatever its contribution is made of."""
+
+from __future__ import annotations
+
+from threading import RLock
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2ptrain.core import events as ev
+from p2ptrain.core.state import Taken
+from p2ptrain.errors import DataError, TrainingError
+from p2ptrain.net.boundary import Boundary
+from p2ptrain.node.audits import OTHERS_MIN, Audits
+from p2ptrain.share import Share
+from p2ptrain.train.matched_filter import Match
+from tests.helpers.core import KEYS, run_of
+
+RUN = run_of(recipe={"name": "local", "local_steps": 10, "sequences_per_pass": 8})
+AUTHOR = KEYS[3]
+
+
+class Bench:
+    """Audits with a worker, a replica and edges that do what a test says."""
+
+    def __init__(self, error: Exception | None = None, round_now: int = 5, kept: bool = True) -> None:
+        self.error, self.given, self.read = error, list[ev.Audited](), list[Any]()
+        self.kept = b"k" * 32 + b"payload" if kept else None
+        replica = SimpleNamespace(
+            round=round_now, lock=RLock(), weights_before=lambda rounds: "weights",
+            outer=SimpleNamespace(fragment_of=lambda number: 0),
+        )  # fmt: skip
+        self.boundary = Boundary()
+        edges = SimpleNamespace(
+            transport=SimpleNamespace(boundary=self.boundary),
+            view=SimpleNamespace(run=RUN),
+            fetching=SimpleNamespace(ahead=self.ahead),
+            persistence=SimpleNamespace(payload=self.payload),
+        )
+        thread: Any = SimpleNamespace(replica=replica, run=self.run)
+        worker: Any = SimpleNamespace(positions=self.positions, measure=self.measure)
+        self.audits = Audits(worker, thread, edges, self.given.append, lambda: True)  # type: ignore[arg-type]
+
+    async def ahead(self, positions: Any, goes_on: Any) -> None:
+        self.read = positions.tolist()
+
+    async def payload(self, name: bytes) -> bytes | None:
+        return self.kept
+
+    async def run(self, job: Any, *arguments: Any) -> Any:
+        return job(*arguments)
+
+    def positions(self, share: Share) -> Any:
+        return np.arange(80) + 80 * share.round
+
+    async def measure(self, *arguments: Any) -> Match:
+        if self.error is not None:
+            raise self.error
+        return Match(1.25, 0.5)
+
+
+def order(base_round: int = 3, steps: int = 10) -> ev.Audit:
+    taken = Taken(AUTHOR, 4, base_round, bytes(32), 99, steps, bytes(16))
+    other = Taken(KEYS[4], 4, 3, bytes(32), 99, 10, bytes(16))
+    manifest: Any = SimpleNamespace(round=4, digest=b"m" * 32, taken=(taken, other), counted=(taken, other))
+    last: Any = SimpleNamespace(round=5, digest=b"n" * 32, taken=(), counted=())
+    return ev.Audit(manifest, (manifest, last), taken, Share(4, 1, 4), 32)
+
+
+async def test_what_is_measured_is_told_in_thousandths() -> None:
+    bench = Bench()
+    await bench.audits.audit(order())
+    assert bench.given == [ev.Audited(4, AUTHOR, 1_250, 500)]
+    assert (bench.audits.done, bench.audits.seconds > 0) == (1, True)
+    own = {*bench.positions(Share(4, 1, 4)).tolist()}
+    assert (len(own & {*bench.read}), len(bench.read)) == (32, 32 + OTHERS_MIN)
+
+
+async def test_all_who_measure_read_the_same_and_only_of_the_steps_that_were_taken() -> None:
+    first, second, few = Bench(), Bench(), Bench()
+    await first.audits.audit(order())
+    await second.audits.audit(order())
+    await few.audits.audit(order(steps=1))
+    assert first.read == second.read
+    assert {*few.read[:8]} == set(range(320, 328))
+    assert few.given == [ev.Audited(4, AUTHOR, 1_250, 1_600)], "little work is not asked for as much strength"
+
+
+@pytest.mark.parametrize("error", [DataError("no data"), TrainingError("the loss", step=0, positions=[]), IndexError()])
+async def test_whatever_a_contribution_sets_off_drops_the_audit_and_ends_nothing(error: Exception) -> None:
+    bench = Bench(error)
+    await bench.audits.audit(order())
+    [told] = bench.given
+    assert (told.round, told.key, bool(told.why)) == (4, AUTHOR, True)
+    assert bool(bench.boundary.counts) is isinstance(error, IndexError), "what nobody foresaw is a bug, and shown"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"round_now": 6}, "other rounds were applied meanwhile"), ({"kept": False}, "is not kept here")],
+)
+async def test_an_audit_that_cannot_be_done_now_says_why(changes: dict[str, Any], why: str) -> None:
+    bench = Bench(**changes)
+    await bench.audits.audit(order())
+    assert why in bench.given[0].why
