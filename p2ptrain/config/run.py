@@ -258,7 +258,9 @@ class RunConfig(Section):
     def is_audited(self) -> bool:
         """Whether members can measure each other's contributions: they have the data, know what was made of it, and it
         is enough for a measurement."""
-        is_known = self.data.source == "shared" and not (self.recipe.plugin or self.world.run)
+        is_known = self.data.source == "shared" and not (
+            self.recipe.plugin or self.world.run or self.model.kind == "own"
+        )
         return is_known and self.recipe.round_sequences >= AUDIT_SEQUENCES
 
     @model_validator(mode="before")

@@ -339,3 +339,13 @@ def test_nodes_may_overlap_by_default_where_steps_can_go_on_from_other_weights(
     agreement = RunConfig(name="a", **said).agreement
     assert (agreement.overlap_rounds, agreement.staleness_rounds_max) == (overlap, late)
     assert agreement.overlap_rounds_max == (overlap != 0)
+
+
+def test_a_run_is_audited_where_others_have_the_data_and_the_steps() -> None:
+    local = {"recipe": {"name": "local", "local_steps": 10, "sequences_per_pass": 8}}
+    assert RunConfig.model_validate({"name": "a"} | local).is_audited
+    small = {"recipe": {"name": "local", "local_steps": 3, "sequences_per_pass": 8}}
+    closed = {"data": {"source": "own"}, "admission": {"policy": "allowlist", "keys": ["ab" * 32]}}
+    script = {"model": {"kind": "own", "parameters": ["weight 2 2"]}}
+    for other in (local | small, local | closed, local | script):
+        assert not RunConfig.model_validate({"name": "a"} | other).is_audited
