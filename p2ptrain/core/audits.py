@@ -138,8 +138,7 @@ def begins_as(state: AgreedState, run: RunConfig) -> Conduct:
     """Returns the conduct of a key that is admitted: on trial once a run that is open to strangers can audit."""
     if run.admission.policy != "open" or not run.is_audited:
         return CLEAN
-    counted = sum(entry.conduct.tier is Tier.COUNTED for entry in state.admitted)
-    return Conduct(Tier.ON_TRIAL, since=state.round + 1) if counted >= AUDITED_FROM else CLEAN
+    return Conduct(Tier.ON_TRIAL, since=state.round + 1) if state.counted >= AUDITED_FROM else CLEAN
 
 
 def may_report(state: AgreedState, measured: Measured) -> bool:
@@ -168,7 +167,7 @@ def has_earned_seat(state: AgreedState, key: bytes, run: RunConfig) -> bool:
     entry = state.admitted[state.place[key]]
     if entry.conduct.tier is not Tier.COUNTED:
         return False
-    if run.admission.policy != "open" or not run.is_audited:
+    if run.admission.policy != "open" or not run.is_audited or state.counted < AUDITED_FROM:
         return True
     rounds = min(state.round - entry.since, CREDIT_ROUNDS)
     return 2 * entry.conduct.credit * min(state.round, CREDIT_ROUNDS) >= _mean_credit(state) * rounds

@@ -122,6 +122,11 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         return frozenset(self.taken_lately)
 
     @cached_property
+    def counted(self) -> int:
+        """How many admitted keys' contributions are applied."""
+        return sum(entry.conduct.tier is Tier.COUNTED for entry in self.admitted)
+
+    @cached_property
     def roster(self) -> Roster:
         return roster_of(self.members)
 

@@ -350,6 +350,13 @@ def test_a_seat_needs_half_of_the_work_that_members_do() -> None:
         assert (NEWCOMER in all_hold(state, run=AUDITED).seated) is is_seated
 
 
+def test_a_small_run_seats_who_contributes_whatever_credit_others_have() -> None:
+    size = AUDITED_FROM - 2
+    entries = [Admitted(key, 0, 9, 0, 0, Conduct(credit=40 * CREDIT)) for key in KEYS[:size]]
+    state = admitting(*entries, Admitted(NEWCOMER, 200, 9, 0, 0), size=size, round=400)
+    assert all_hold(state, run=AUDITED).seated == (NEWCOMER,)
+
+
 @pytest.mark.parametrize(("size", "tier"), [(AUDITED_FROM - 1, Tier.COUNTED), (AUDITED_FROM, Tier.ON_TRIAL)])
 def test_the_first_members_of_a_run_count_at_once(size: int, tier: Tier) -> None:
     assert conduct(joined(admitting(size=size)), NEWCOMER).tier is tier
