@@ -22,7 +22,7 @@ RUN = run_of(recipe={"name": "local", "local_steps": 10, "sequences_per_pass": 8
 AUTHOR = KEYS[3]
 
 
-class Bench:
+class AuditsBench:
     """Audits with a worker, a replica and edges that do what a test says."""
 
     def __init__(self, error: Exception | None = None, round_now: int = 5, kept: bool = True) -> None:
@@ -70,7 +70,7 @@ def order(base_round: int = 3, steps: int = 10) -> ev.Audit:
 
 
 async def test_what_is_measured_is_told_in_thousandths() -> None:
-    bench = Bench()
+    bench = AuditsBench()
     await bench.audits.audit(order())
     assert bench.given == [ev.Audited(4, AUTHOR, 1_250, 500)]
     assert (bench.audits.done, bench.audits.seconds > 0) == (1, True)
@@ -79,7 +79,7 @@ async def test_what_is_measured_is_told_in_thousandths() -> None:
 
 
 async def test_all_who_measure_read_the_same_and_only_of_the_steps_that_were_taken() -> None:
-    first, second, few = Bench(), Bench(), Bench()
+    first, second, few = AuditsBench(), AuditsBench(), AuditsBench()
     await first.audits.audit(order())
     await second.audits.audit(order())
     await few.audits.audit(order(steps=1))
@@ -90,7 +90,7 @@ async def test_all_who_measure_read_the_same_and_only_of_the_steps_that_were_tak
 
 @pytest.mark.parametrize("error", [DataError("no data"), TrainingError("the loss", step=0, positions=[]), IndexError()])
 async def test_whatever_a_contribution_sets_off_drops_the_audit_and_ends_nothing(error: Exception) -> None:
-    bench = Bench(error)
+    bench = AuditsBench(error)
     await bench.audits.audit(order())
     [told] = bench.given
     assert (told.round, told.key, bool(told.why)) == (4, AUTHOR, True)
@@ -102,6 +102,6 @@ async def test_whatever_a_contribution_sets_off_drops_the_audit_and_ends_nothing
     [({"round_now": 6}, "other rounds were applied meanwhile"), ({"kept": False}, "is not kept here")],
 )
 async def test_an_audit_that_cannot_be_done_now_says_why(changes: dict[str, Any], why: str) -> None:
-    bench = Bench(**changes)
+    bench = AuditsBench(**changes)
     await bench.audits.audit(order())
     assert why in bench.given[0].why
