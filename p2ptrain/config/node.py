@@ -307,7 +307,7 @@ def is_loopback(host: str) -> bool:
 
 
 class AuditConfig(Section):
-    """What this node does to find out whether others have trained what they contribute."""
+    """Measuring whether others have trained what they contribute."""
 
     share: Rational = Field(
         Fraction(35, 1_000),

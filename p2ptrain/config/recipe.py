@@ -81,7 +81,7 @@ RECIPES: dict[str, RecipeSpec] = {
 
 
 class RuleSpec(NamedTuple):
-    """What a robust rule asks for (exact/rules.py)."""
+    """The setting of a robust rule, and the contributions that it needs (exact/rules.py)."""
 
     setting: Literal["trim", "byzantine"]  # how many contributions may be bad
     times: int  # a round needs this many times as many contributions, and `more`

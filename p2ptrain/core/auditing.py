@@ -1,11 +1,10 @@
 """Auditing: decides which contributions this node measures, and says what it found.
 
-What an audit costs is paid from a share of the training that this node does; one that all members are summoned to is
-rare, and comes on top. Whom it audits is drawn by the node alone,
-after the contributions are agreed on, and nobody else can foresee it. (A draw that others can check would have to come
-from something that nobody can choose: a manifest's digest depends on its proposer, and an Ed25519 signature can be made
-in many ways by who has the key.) What is read of the author's sequences follows from the manifest, so that all who
-measure the same contribution read the same.
+An audit is paid from a share of the training that this node does; one that all members are summoned to is rare, and
+comes on top. The node alone draws whom it audits, after the contributions are agreed on, so nobody else can foresee it.
+(A draw that others can check would have to come from something that nobody can choose: a manifest's digest depends on
+its proposer, and who has an Ed25519 key can sign one message in many ways.) The sequences that are read follow from the
+manifest, so that all who measure the same contribution read the same.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from p2ptrain.core.audits import Measured, Tier, may_report
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Audit, Audited
-from p2ptrain.core.messages import AuditReport
+from p2ptrain.core.messages import STRENGTH_MAX, AuditReport
 from p2ptrain.core.pools import Pools
+from p2ptrain.core.state import Taken
 from p2ptrain.share import Share
 
 SEQUENCES_SHARE = 10  # at least a tenth of the author's sequences are read in an audit
@@ -29,6 +29,7 @@ OTHERS = 2  # times as many sequences are read: as many of others, to compare wi
 SAID_KEPT = 16
 SAVED_ROUNDS = 8  # of the share, at most: a node that was busy does not audit for hours afterwards
 CHANCE = 0.5  # of an audit in a round in which the node has saved enough: a draw without memory
+ALLOWANCE = 1_100  # of strength: only whole, timely work of local steps always goes as far as the others'
 BACK_MAX = 32  # rounds that weights are computed back: each costs as much as applying it, and rounds a little
 TRIAL_CHANCE = 0.25  # that a key on trial is drawn, if there is one
 
@@ -40,6 +41,7 @@ class Doing(Struct, frozen=True):
     round: int
     key: bytes
     is_summoned: bool
+    is_whole: bool
 
 
 def sequences_of(run: RunConfig, *, is_summoned: bool) -> int:
@@ -59,6 +61,13 @@ def share_of(chain: Chain, branch: bytes, author: bytes, number: int, run: RunCo
         if state is not None and author in state.place:
             return Share(number, state.place[author], len(state.admitted), state.slots_of(author, number, run))
     return None
+
+
+def is_whole(taken: Taken, number: int, run: RunConfig) -> bool:
+    """Whether a contribution that round `number` took is timely work of local steps, of more than half of them."""
+    usual = number - 1 - run.agreement.overlap_rounds_max
+    is_short = 0 < 2 * taken.steps <= run.recipe.local_steps
+    return run.recipe.spec.kind == "local" and taken.base_round >= usual and not is_short
 
 
 def audit_of(chain: Chain, run: RunConfig, number: int, key: bytes, *, is_summoned: bool) -> Audit | str:
@@ -129,22 +138,24 @@ class Auditing:
         if isinstance(order, str):
             return False
         self.saved -= 0 if is_summoned else OTHERS * order.sequences
-        self.doing = Doing(self.chain.state.branch, number, key, is_summoned)
+        self.doing = Doing(
+            self.chain.state.branch, number, key, is_summoned, is_whole(order.taken, number, self.context.run)
+        )
         self.context.emit(order)
         return True
 
     def done(self, event: Audited) -> None:
         """Says what an audit has found, if it still counts."""
-        doing, self.doing = self.doing, None
-        context, state = self.context, self.chain.state
+        doing, context, state = self.doing, self.context, self.chain.state
         if doing is None or (doing.round, doing.key) != (event.round, event.key):
-            self.doing = doing
             return
+        self.doing = None
         if event.why:
             context.counters["audits dropped"] += 1
             return
         context.counters["audits"] += 1
-        found = event.z, event.strength, doing.is_summoned
+        allowed = min(event.strength + (0 if doing.is_whole else ALLOWANCE), STRENGTH_MAX)
+        found = event.z, allowed, doing.is_summoned
         if doing.branch == state.branch and may_report(state, Measured(context.me, event.key, event.round, *found)):
             report = context.signed(AuditReport(state.branch, event.round, event.key, *found, context.me))
             self.pools.requests.add(report, state)

@@ -47,14 +47,13 @@ TRIAL_ROUNDS = 512  # in which a key has to be found working, or to be found wor
 PASSES = 4  # members that have to find work of its own before a key counts
 SUMMONS_MAX = 4  # open at a time: each costs every member an audit
 SUMMONS_ROUNDS = 8  # until a summons ends without an outcome, because a quorum did not measure
-TYPICAL_STEP = (
-    32  # by which an audit moves the typical z, up or down: it comes to the median, which a third cannot move far
-)
+TYPICAL_STEP = 32  # by which an audit moves the typical z up or down, towards the median: a third cannot move that far
 # From docs/explanation/matched-filter.md, for audits of 32 sequences and, where all measure, of 128.
 TYPICAL_LEAST = 800  # below it, at the beginning of a run, nobody is suspended for a low z
 PASS = 700  # z of a pass at least: one in eight without work has it in one audit, one in fifty where all measure
-FAIL = 150  # z below which a contribution that all measured is no work: two thirds of those without, and of honest ones
-# one in 5,000, or, early in a run with large batches, one in 40
+# z below which a contribution that all measured is no work: two thirds of those without work have less, and of honest
+# ones one in 5,000, or, early in a run with large batches, one in 40.
+FAIL = 150
 DOUBT = 1_000  # two audits in which z is zero, while it is typically one
 HARM = 800
 STRENGTH_LEAST = 600  # of honest work; who adds harm to it has less
@@ -81,7 +80,7 @@ class Tier(IntEnum):
 
 
 class Conduct(Struct, frozen=True, array_like=True):
-    """What audits have found of a key, and how good its own audits are."""
+    """The standing of a key by the audits of its contributions, and of the audits that it makes."""
 
     tier: Tier = Tier.COUNTED
     doubt: Number = 0
@@ -99,7 +98,7 @@ CLEAN = Conduct()
 
 
 class Measured(Struct, frozen=True, array_like=True):
-    """What a member has found of the contribution of a key that a round took."""
+    """A member's audit of the contribution of a key that a round took."""
 
     author: Key
     key: Key
@@ -122,7 +121,7 @@ class Summons(Struct, frozen=True, array_like=True):
 
 
 class Settled(Struct):
-    """What a manifest's audits change."""
+    """The changes that a manifest's audits lead to."""
 
     conduct: dict[bytes, Conduct]  # where it changes
     typical: int
@@ -142,7 +141,7 @@ def begins_as(state: AgreedState, run: RunConfig) -> Conduct:
 
 
 def may_report(state: AgreedState, measured: Measured) -> bool:
-    """Whether a measured may count in the next round."""
+    """Whether an audit may count in the next round."""
     if measured.author not in state.roster.seat or measured.author == measured.key or measured.key not in state.place:
         return False
     conduct = state.admitted[state.place[measured.author]].conduct
@@ -178,13 +177,14 @@ def _mean_credit(state: AgreedState) -> int:
 
 
 class _Bench:
-    """Works one manifest's measurements in."""
+    """Works one manifest's audits in."""
 
     def __init__(self, state: AgreedState, number: int, taken: frozenset[bytes]) -> None:
         self.state, self.number, self.taken = state, number, taken
         self.conduct: dict[bytes, Conduct] = {}
         self.typical = state.typical
-        self.open = {(each.key, each.round): each for each in state.summons}
+        # Who has left since is judged no more.
+        self.open = {(each.key, each.round): each for each in state.summons if each.key in state.place}
         self.passes = passes_needed(state)
 
     def of(self, key: bytes) -> Conduct:
@@ -201,7 +201,7 @@ class _Bench:
             self._add(measured)
 
     def _add(self, measured: Measured) -> None:
-        """Adds a member's measured to the sums of the key that it is about."""
+        """Adds a member's audit to the sums of the key that it is about."""
         before, half = self.of(measured.key), self.typical // 2
         has_passed = measured.z >= max(half, PASS) and measured.strength >= STRENGTH_LEAST
         passed_by = before.passed_by
@@ -229,7 +229,7 @@ class _Bench:
         return is_low and conduct.tier is Tier.COUNTED
 
     def _summon(self, measured: Measured) -> bool:
-        """Summons all for what was measured; returns False if there is no room."""
+        """Summons all to measure this contribution, too; returns False if there is no room."""
         key, number = measured.key, measured.round
         if len(self.open) >= SUMMONS_MAX or any(key == other for other, _ in self.open):
             return False
@@ -237,7 +237,7 @@ class _Bench:
         return True
 
     def summon_again(self) -> None:
-        """Summons all for what those have contributed now who have just failed, or failed and stayed away."""
+        """Summons all to the new contributions of those who have failed, just now or before they stayed away."""
         for entry in self.state.admitted:
             if entry.key in self.taken and self._is_doubted(self.of(entry.key)):
                 self._summon(Measured(entry.key, entry.key, self.number, 0, 0, is_summoned=True))
@@ -279,10 +279,9 @@ class _Bench:
             self._leave_open(summons.key)
             return
         self.conduct[summons.key] = replace(conduct, doubt=0, harm=0)
-        accuser = self.of(summons.by) if summons.by in self.state.place else CLEAN
         if conduct.tier is Tier.COUNTED and summons.by in self.state.place and summons.by != summons.key:
-            pause = max(accuser.muted, self.number + PAUSED_ROUNDS)
-            self.conduct[summons.by] = replace(accuser, muted=pause)
+            accuser = self.of(summons.by)
+            self.conduct[summons.by] = replace(accuser, muted=max(accuser.muted, self.number + PAUSED_ROUNDS))
         if len(conduct.passed_by) >= self.passes:
             self.conduct[summons.key] = replace(
                 self.of(summons.key), tier=Tier.COUNTED, passed_by=(), since=self.number
@@ -300,9 +299,8 @@ class _Bench:
 
     def _leave_open(self, key: bytes) -> None:
         """Lets the next doubt summon all again."""
-        if key in self.state.place:
-            conduct = self.of(key)
-            self.conduct[key] = replace(conduct, harm=0, doubt=min(conduct.doubt, 3 * DOUBT // 4))
+        conduct = self.of(key)
+        self.conduct[key] = replace(conduct, harm=0, doubt=min(conduct.doubt, 3 * DOUBT // 4))
 
     def fade(self) -> None:
         for entry in self.state.admitted:
@@ -328,7 +326,8 @@ def settle(state: AgreedState, manifest: Manifest) -> Settled:
         return Settled({}, state.typical, state.summons)
     bench = _Bench(state, manifest.round, frozenset(taken.author for taken in manifest.taken))
     for measured in manifest.audits:
-        bench.hear(measured)
+        if may_report(state, measured):  # more than f liars may have certified anything
+            bench.hear(measured)
     bench.decide()
     bench.summon_again()
     if manifest.audits:

@@ -114,7 +114,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def contents(self) -> frozenset[bytes]:
-        """What was taken lately: nobody contributes it again, its author neither."""
+        """The contents taken lately, which nobody contributes again, not even their authors."""
         return frozenset(entry[2] for entry in self.window)
 
     @cached_property

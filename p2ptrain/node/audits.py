@@ -22,11 +22,9 @@ from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, content_of
 from p2ptrain.core.state import Taken
 from p2ptrain.data.assignment import Positions
-from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, TrainingError
+from p2ptrain.errors import P2ptrainError
 from p2ptrain.exact.shortage import is_out_of_memory
 from p2ptrain.identity import peer_id_of
-from p2ptrain.net.blobs.server import FetchError
-from p2ptrain.net.transport import TransportError
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import Worker
@@ -35,7 +33,6 @@ from p2ptrain.train.matched_filter import SET, Match
 OTHERS_MIN = 4 * SET  # sequences to compare with, however few steps its author took
 REFERENCES = 16  # other contributions that it is compared with, at most
 AUDIT_SECONDS = 300.0  # with the data that it takes; beyond that it would come too late
-ALLOWANCE = 1.1  # of strength: only whole, timely work of local steps always goes as far as the others'
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -84,16 +81,11 @@ class Audits:
         try:
             async with asyncio.timeout(AUDIT_SECONDS):
                 with self._edges.transport.boundary.guard("the audit of a contribution"):
-                    match = await self._measured(effect)
+                    return await self._measured(effect)
         except TimeoutError as error:
             raise DroppedError("it took too long") from error
-        except (DataError, FetchError, TransportError, MemoryShortError, TrainingError) as error:
+        except P2ptrainError as error:  # data, memory, a plug-in's model: no reason to end
             raise DroppedError(str(error)) from error
-        taken, run = effect.taken, self._edges.view.run
-        recipe, usual = run.recipe, effect.manifest.round - 1 - run.agreement.overlap_rounds_max
-        is_late, is_short = taken.base_round < usual, 0 < 2 * taken.steps <= recipe.local_steps
-        is_whole = recipe.spec.kind == "local" and not (is_late or is_short)
-        return match if is_whole else match._replace(strength=match.strength + ALLOWANCE)
 
     async def _measured(self, effect: ev.Audit) -> Match:
         if not self._goes_on():

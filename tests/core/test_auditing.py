@@ -13,7 +13,7 @@ from p2ptrain.core.auditing import BACK_MAX, OTHERS, sequences_of
 from p2ptrain.core.audits import Measured
 from p2ptrain.core.manifest import Request
 from p2ptrain.core.messages import AuditReport, decode, read
-from p2ptrain.core.state import Admitted
+from p2ptrain.core.state import Admitted, Taken
 from p2ptrain.share import Share
 from tests.helpers.core import KEYS, RUN, Bench, DigestSigner, announced, run_of
 
@@ -57,14 +57,30 @@ def test_what_was_measured_is_said_and_counts() -> None:
     [order] = ordered(bench.decide())
     key = order.taken.author
     effects = bench.do(ev.Audited(1, key, 1_234, 980))
-    expected = AuditReport(bench.state.branch, 1, key, 1_234, 980, False, bench.me)
+    strength = 980 + module.ALLOWANCE  # these say one step of ten
+    expected = AuditReport(bench.state.branch, 1, key, 1_234, strength, False, bench.me)
     assert reports(effects) == [expected]
     request = bench.parts.pools.requests
     assert [each.request for each in request.by_name.values()] == [
-        Request(measured=Measured(bench.me, key, 1, 1_234, 980, False))
+        Request(measured=Measured(bench.me, key, 1, 1_234, strength, False))
     ]
     assert reports(bench.do(ev.Audited(1, key, 1_234, 980))) == [], "once"
     assert bench.node.context.counters["audits"] == 1
+
+
+def test_little_work_is_not_asked_for_as_much_strength() -> None:
+    run = run_of(recipe=LOCAL)
+    taken = Taken(KEYS[2], 5, 4, bytes(32), 1, 10, bytes(16))
+    assert module.is_whole(taken, 5, run)
+    assert not module.is_whole(replace(taken, steps=5), 5, run)
+    assert module.is_whole(replace(taken, steps=6), 5, run)
+    assert not module.is_whole(replace(taken, base_round=2), 5, run)
+    assert not module.is_whole(taken, 5, run_of(recipe={"name": "distro", "sequences_per_pass": 64}))
+    bench = bench_of()
+    bench.parts.work.auditing.doing = module.Doing(RUN, 1, KEYS[2], is_summoned=False, is_whole=False)
+    bench.decide()
+    [told] = reports(bench.do(ev.Audited(1, KEYS[2], 1_234, 500)))
+    assert told.strength == 1_600
 
 
 def test_one_audit_at_a_time_and_a_dropped_one_is_not_repeated() -> None:
@@ -143,7 +159,8 @@ def test_the_data_of_a_contribution_is_certain_whoever_joins_meanwhile() -> None
     entry = Admitted(bytes(32), 1, 0, 0)
     changed = replace(bench.state, admitted=(entry, *bench.state.admitted))
     chain.steps[-1] = replace(chain.steps[-1], state=changed)
-    assert bench.state.place[author] != before.place if before else False
+    assert before is not None
+    assert bench.state.place[author] != before.place
     assert module.share_of(chain, RUN, author, 2, run) == before
     assert module.share_of(chain, RUN, entry.key, 2, run) == Share(2, 0, 5), (
         "a newcomer has one from when it is admitted"

@@ -176,6 +176,25 @@ def test_more_than_f_have_to_agree_or_the_doubt_stays() -> None:
         assert conduct(state, VICTIM).tier is Tier.COUNTED
 
 
+def test_who_leaves_while_it_is_measured_is_judged_no_more() -> None:
+    """Or every node would end when the summons does."""
+    state = doubted(VICTIM)
+    state = after(state, *all_measure(state, NOTHING)[:3])
+    leave = Request(leave=VICTIM, leave_round=state.round)
+    state = state.after(decide(state, quorum(state, requests=ASKED[:1]), (), {ASKED[0]: leave}, AUDITED), AUDITED)
+    assert VICTIM not in state.place
+    for _ in range(SUMMONS_ROUNDS + 1):
+        state = after(state)
+    assert state.summons == ()
+
+
+def test_audits_that_no_honest_quorum_certifies_change_nothing() -> None:
+    state = after(start())
+    strange = (Measured(NEWCOMER, VICTIM, 1, 0, 0, False), Measured(KEYS[0], NEWCOMER, 1, 0, 0, False))
+    odd = replace(taking(state), audits=strange)
+    assert state.after(odd, AUDITED).summons == ()
+
+
 def test_liars_who_agree_among_themselves_are_too_few() -> None:
     state = doubted(VICTIM)
     since = state.summons[0].since
