@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
@@ -101,6 +102,8 @@ class Audits:
         began = perf_counter()
         match = await self._worker.measure(effect.share.round, weights, payloads, own, others)
         self.done, self.seconds = self.done + 1, self.seconds + perf_counter() - began
+        if not (math.isfinite(match.z) and math.isfinite(match.strength)):
+            raise DroppedError("the model's gradients are not finite")
         return match
 
     def _positions(self, effect: ev.Audit) -> tuple[Positions, Positions]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from threading import RLock
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +21,16 @@ from tests.helpers.core import KEYS, run_of
 
 RUN = run_of(recipe={"name": "local", "local_steps": 10, "sequences_per_pass": 8})
 AUTHOR = KEYS[3]
+FOUND = Match(1.25, 0.5)
 
 
 class AuditsBench:
     """Audits with a worker, a replica and edges that do what a test says."""
 
-    def __init__(self, error: Exception | None = None, round_now: int = 5, kept: bool = True) -> None:
-        self.error, self.given, self.read = error, list[ev.Audited](), list[Any]()
+    def __init__(
+        self, error: Exception | None = None, round_now: int = 5, kept: bool = True, match: Match = FOUND
+    ) -> None:
+        self.error, self.given, self.read, self.match = error, list[ev.Audited](), list[Any](), match
         self.kept = b"k" * 32 + b"payload" if kept else None
         replica = SimpleNamespace(
             round=round_now, lock=RLock(), weights_before=lambda rounds: "weights",
@@ -58,7 +62,7 @@ class AuditsBench:
     async def measure(self, *arguments: Any) -> Match:
         if self.error is not None:
             raise self.error
-        return Match(1.25, 0.5)
+        return self.match
 
 
 def order(base_round: int = 3, steps: int = 10) -> ev.Audit:
@@ -99,7 +103,12 @@ async def test_whatever_a_contribution_sets_off_drops_the_audit_and_ends_nothing
 
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [({"round_now": 6}, "other rounds were applied meanwhile"), ({"kept": False}, "is not kept here")],
+    [
+        ({"round_now": 6}, "other rounds were applied meanwhile"),
+        ({"kept": False}, "is not kept here"),
+        ({"match": Match(nan, 0.5)}, "not finite"),
+        ({"match": Match(1.0, inf)}, "not finite"),
+    ],
 )
 async def test_an_audit_that_cannot_be_done_now_says_why(changes: dict[str, Any], why: str) -> None:
     bench = AuditsBench(**changes)
