@@ -35,7 +35,7 @@ setup: $(STAMP) ## make .venv with everything in it, at the versions and hashes 
 
 # First a pip that takes hashes from constraints; then torch from PIP_FIND_LINKS, if there is one: pip prefers the files
 # whose hashes an index tells beforehand.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt p2ptrain/exact/native.c
 	@echo "Setting up $(VENV): the first time this downloads several GB, and takes some minutes."
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	sed -n '/^pip==/,/[^\\]$$/p' constraints.txt | $(VENV)/bin/pip install --quiet --quiet --require-hashes -r /dev/stdin

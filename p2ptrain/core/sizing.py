@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-GROW_ROUNDS = 2  # in time, before the next larger size is tried for the first time
+GROW_ROUNDS = 1  # in time, before the next larger size is tried for the first time
 TRIAL_ROUNDS = 8  # in time, after which a size is known to fit, and a single contribution may come too late
 AGAIN_ROUNDS, AGAIN_ROUNDS_MAX = 8, 256  # in time, before one that came too late is tried again; doubled each time
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
 from p2ptrain.errors import DeviceError
+from p2ptrain.exact import native
 from p2ptrain.exact.codec import Contribution, Indices, Packed, unpack
 from p2ptrain.exact.rules import BY_COORDINATE, Offered, by_rule, middle_votes
 from p2ptrain.exact.scales import Scales
@@ -113,8 +114,14 @@ def sum_votes(
     sums = torch.zeros(layout.chunks * layout.area, dtype=dtype, device=device)
     index_type = np.dtype(np.int32) if sums.numel() <= INT32_MAX else np.dtype(np.int64)
     starts = np.arange(layout.chunks, dtype=index_type)[:, None] * layout.area
+    is_native = device.type == "cpu" and not recipe.is_dense and dtype != torch.int64 and bool(native.library())
     added = 0
     for contribution in contributions:
+        if is_native:
+            shifts = scales.shifts(added) if scales else None
+            native.count(contribution.indices, contribution.values, shifts, recipe.vote_max, sums.numpy(), layout.area)
+            added += 1
+            continue
         values = scales.votes(added, contribution.values) if scales else contribution.values
         votes = torch.from_numpy(values).to(device).reshape(-1)
         if recipe.is_dense:
@@ -186,13 +193,13 @@ def apply_own(
 ) -> None:
     """Decodes a contribution as if it were alone and fully counted, and subtracts `share` of it from the weights.
 
-    indices: [chunks, k]; values: [chunks, k] integers times the group's power of two, so the transform is exact
+    indices: [chunks, k]; values: [chunks, k] integers times the group's power of two
     """
 
     def spread(chunks: slice) -> Tensor:
         chosen = torch.from_numpy(indices[chunks].astype(np.int64))
-        sent = torch.from_numpy(values[chunks]).double()
-        return torch.zeros(len(chosen), layout.area, dtype=torch.float64).scatter_(1, chosen, sent)
+        sent = torch.from_numpy(values[chunks])
+        return torch.zeros(len(chosen), layout.area).scatter_(1, chosen, sent)
 
     _subtract(layout, spread, share, parameters)
 
@@ -212,7 +219,7 @@ def _subtract(layout: Layout, block: Callable[[slice], Tensor], share: float, pa
 
 
 def _share_of(layout: Layout, block: Tensor, share: float, device: torch.device) -> Tensor:
-    return layout.decoded(block.to(device)).mul_(share * layout.scale).float()
+    return layout.approximately(block.to(device)).mul_(share)
 
 
 def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learning_rate: Fraction) -> float:

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.errors import RemoteProtocolError
+from p2ptrain.exact import native
 from p2ptrain.exact.transform import Layout
 
 WORK_BYTES = 192 * 1024  # unpacking goes block by block, so its working memory is this and does not grow with the model
@@ -163,11 +164,11 @@ def index_widths(area: int, k: int) -> tuple[int, bool, int]:
 
 
 @cache
-def _binomials(positions: int, k: int) -> NDArray[np.int64]:  # [k + 1, positions + 1]
+def _binomials(positions: int, k: int) -> NDArray[np.int64]:  # [k + 1, a power of two above positions]
     """Returns a table with comb(position, j) at [j, position]; every entry in use is below RANK_MAX."""
-    table = np.empty((k + 1, positions + 1), np.int64)
+    table = np.full((k + 1, 1 << positions.bit_length()), RANK_MAX - 1, np.int64)
     for j in range(k + 1):
-        table[j] = [min(comb(position, j), RANK_MAX - 1) for position in range(positions + 1)]
+        table[j, : positions + 1] = [min(comb(position, j), RANK_MAX - 1) for position in range(positions + 1)]
     return table
 
 
@@ -255,6 +256,13 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
             values[rows] = block
         return Contribution(every_index(form.chunks, form.area), values, exponents)
     indices = np.empty((form.chunks, form.k), np.uint16)
+    if native.library():
+        strings, table = (
+            (comb(form.positions, form.k), _binomials(form.positions, form.k)) if form.ranked else (0, None)
+        )
+        if wrong := native.unpack(sections, form, strings, table, indices, values):
+            raise RemoteProtocolError(_why(wrong, form))
+        return Contribution(indices, values, exponents)
     work = 2 * form.upper_bits + (8 if form.ranked else 24) * form.k  # bytes per chunk of the largest arrays
     step = max(8, WORK_BYTES // work & ~7)  # chunks; a multiple of eight starts at a whole byte
     for first in range(0, form.chunks, step):
@@ -339,20 +347,28 @@ def _block_indices(upper: Fields, low: Fields, form: PayloadFormat) -> Indices:
         positions = _unranked(upper[:, 0].astype(np.int64), form)
     else:
         if not (upper.sum(axis=1, dtype=np.int64) == form.k).all():
-            raise RemoteProtocolError(f"a chunk's bucket string does not have {form.k} ones")
-        positions = (np.flatnonzero(upper) % form.positions).astype(np.uint16).reshape(-1, form.k)
+            raise RemoteProtocolError(_why(native.WRONG_ONES, form))
+        positions = (np.flatnonzero(upper.view(bool)) % form.positions).astype(np.uint16).reshape(-1, form.k)
     indices = positions  # modified in place, because unpacking may take at most twice the contribution's memory
     indices -= np.arange(form.k, dtype=np.uint16)
     indices <<= np.uint16(form.low_bits)
     indices |= low.astype(np.uint16, copy=False)
     if not (indices[:, 1:] > indices[:, :-1]).all():
-        raise RemoteProtocolError("indices of a chunk do not rise")
+        raise RemoteProtocolError(_why(native.NOT_RISING, form))
     return indices
+
+
+def _why(wrong: int, form: PayloadFormat) -> str:
+    return {
+        native.WRONG_RANK: "a rank names no bucket string",
+        native.WRONG_ONES: f"a chunk's bucket string does not have {form.k} ones",
+        native.NOT_RISING: "indices of a chunk do not rise",
+    }[wrong]
 
 
 def _unranked(ranks: NDArray[np.int64], form: PayloadFormat) -> Indices:  # [chunks, k] positions of the ones
     if (ranks < 0).any() or (ranks >= comb(form.positions, form.k)).any():
-        raise RemoteProtocolError("a rank names no bucket string")
+        raise RemoteProtocolError(_why(native.WRONG_RANK, form))
     table = _binomials(form.positions, form.k)
     positions = np.empty((form.k, ranks.size), np.uint16)
     for j in range(form.k, 0, -1):  # the j-th one is at the last place whose binomial does not exceed the rank

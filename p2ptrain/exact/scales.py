@@ -103,13 +103,16 @@ class Scales:
             tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max, tuple(effective.tolist()), recipe.is_dense
         )
 
+    def shifts(self, number: int) -> NDArray[np.int64]:  # [chunks]
+        """Returns by which power of two a contribution's integers are multiplied in the common units."""
+        return np.repeat(self.exponents[number] - self.cuts[number] - np.array(self.units), self.chunks)
+
     def votes(self, number: int, values: Values, first_chunk: int = 0) -> Votes:  # [chunks, k]
         """Returns a contribution's integers in the common units, rounded half away from zero.
 
         values: of all chunks, or of some from `first_chunk` on
         """
-        group = np.searchsorted(np.cumsum(self.chunks), first_chunk + np.arange(len(values)), side="right")
-        shifts = (self.exponents[number] - self.cuts[number] - np.array(self.units))[group][:, None]
+        shifts = self.shifts(number)[first_chunk : first_chunk + len(values), None]
         # A group of few non-zero values has a low root mean square, so these values are shifted far to the left.
         wide, most = (np.int64, NOTHING_BITS) if self.is_dense else (np.int32, 15)
         right = np.clip(-shifts, 0, most).astype(wide)  # a larger shift would change nothing
@@ -122,17 +125,21 @@ class Scales:
             votes[rows] = np.where(values[rows] < 0, -magnitudes, magnitudes)
         return votes
 
-    def uncounted(self, number: int, removed: NDArray[np.float32]) -> NDArray[np.float32]:  # [chunks, k]
-        """Returns the uncounted part of the values that left the author's residual."""
-        own, units = (np.repeat(each, self.chunks)[:, None] for each in (self.exponents[number], self.units))
+    def uncounted(self, number: int, removed: NDArray[np.float32]) -> NDArray[np.float32] | None:  # [chunks, k]
+        """Returns the uncounted part of the values that left the author's residual; None if all was counted."""
+        starts, units = np.cumsum([0, *self.chunks]), np.array(self.units)
+        highest = np.maximum.reduceat(np.maximum(removed.max(axis=1), -removed.min(axis=1)), starts[:-1])
+        cut = (self.cuts[number] > 0) | (self.exponents[number] < units) | (np.ldexp(highest, -units) > self.vote_max)
+        if not cut.any():
+            return None
         # Clipped, because a training that is repeated after a crash may differ from the announced one.
         most = DENSE_VALUE_MAX if self.is_dense else VALUE_MAX
-        values = np.empty(removed.shape, np.int32)
-        for rows in _blocks(removed):
-            values[rows] = np.clip(np.ldexp(removed[rows], -own[rows]), -most, most)
-        votes, left = self.votes(number, values), np.empty_like(removed)
-        for rows in _blocks(removed):
-            left[rows] = removed[rows] - np.ldexp(votes[rows].astype(np.float32), units[rows])
+        left = np.zeros_like(removed)
+        for group in np.flatnonzero(cut):
+            for rows in _blocks(removed, starts[group], starts[group + 1]):
+                values = np.clip(np.ldexp(removed[rows], -self.exponents[number][group]), -most, most).astype(np.int32)
+                votes = self.votes(number, values, rows.start)
+                left[rows] = removed[rows] - np.ldexp(votes.astype(np.float32), units[group])
         return left
 
 
@@ -142,10 +149,10 @@ def _measure(sizes: Sequence[Sizes]) -> NDArray[np.float64]:  # [groups]
     return measure
 
 
-def _blocks(values: Values | NDArray[np.float32]) -> Iterator[slice]:
+def _blocks(values: Values | NDArray[np.float32], first: int = 0, last: int | None = None) -> Iterator[slice]:
     chunks, k = values.shape
-    step = max(1, BLOCK_VALUES // k)
-    return (slice(first, first + step) for first in range(0, chunks, step))
+    step, last = max(1, BLOCK_VALUES // k), chunks if last is None else last
+    return (slice(start, min(start + step, last)) for start in range(first, last, step))
 
 
 def _doublings(larger: NDArray[np.float64], smaller: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -174,15 +174,23 @@ class Layout:
         """The factor from the result of `decoded` to the weights."""
         return inverse_scale(self.chunk) if self.is_transformed else 1.0
 
-    def decoded(self, votes: Tensor, votes_bound: int | None = None) -> Tensor:  # [i, n, j] fp64
+    def decoded(self, votes: Tensor, votes_bound: int) -> Tensor:  # [i, n, j] fp64
         """Returns the exact inverse transform of votes [n, area], or these if there is no transform, before `scale`.
 
-        votes_bound: limit of any chunk's sum of |votes|, if they are integers
+        votes_bound: limit of any chunk's sum of |votes|
         """
         if not self.is_transformed:
             return untransformed(votes, self.chunk)
-        stage = torch.float64 if votes_bound is None else first_stage_dtype(votes_bound, votes.device)
-        return inverse(votes, self.chunk, stage)
+        return inverse(votes, self.chunk, first_stage_dtype(votes_bound, votes.device))
+
+    def approximately(self, coefficients: Tensor) -> Tensor:  # [i, n, j] fp32
+        """Returns the inverse transform of coefficients [n, area], which only this node applies."""
+        n, c = len(coefficients), self.chunk
+        rows = coefficients.float().view(n, c, c).permute(1, 0, 2)
+        if not self.is_transformed:
+            return rows.clone(memory_format=torch.contiguous_format)
+        basis = orthonormal_basis(c, coefficients.device)
+        return torch.mm(torch.mm(basis.T, rows.reshape(c, n * c)).view(c * n, c), basis).view(c, n, c)
 
     def strips(self, group: Group, device: torch.device) -> Iterator[Strip]:
         at_a_time = max(1, block_chunks(device) // group.chunk_columns)

@@ -101,7 +101,7 @@ def test_every_file_and_name_in_the_commands_exists() -> None:
             if word.startswith("deploy/"):
                 assert (ROOT / word).exists(), line
             if word.endswith(".whl"):
-                assert word == f"./dist/p2ptrain-{__version__}-py3-none-any.whl"
+                assert word == f"./dist/p2ptrain-{__version__}-*.whl"
     services = read_yaml(DEPLOY / "compose.yaml")["services"]
     for name in re.findall(r"(?:exec|--follow) (\w+)", "\n".join(line for line in commands() if "compose" in line)):
         assert name in services
