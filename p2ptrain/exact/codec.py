@@ -26,7 +26,7 @@ holds value + 2**(value_bits - 1) - 1 for each weight, and the largest code is r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -257,10 +257,8 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
         return Contribution(every_index(form.chunks, form.area), values, exponents)
     indices = np.empty((form.chunks, form.k), np.uint16)
     if native.library():
-        strings, table = (
-            (comb(form.positions, form.k), _binomials(form.positions, form.k)) if form.ranked else (0, None)
-        )
-        if wrong := native.unpack(sections, form, strings, table, indices, values):
+        table = _binomials(form.positions, form.k) if form.ranked else None
+        if wrong := native.unpack(_native_form(form, sections), sections, table, indices, values):
             raise RemoteProtocolError(_why(wrong, form))
         return Contribution(indices, values, exponents)
     work = 2 * form.upper_bits + (8 if form.ranked else 24) * form.k  # bytes per chunk of the largest arrays
@@ -269,6 +267,21 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
         last = min(first + step, form.chunks)
         indices[first:last], values[first:last] = _block(sections, form, first, last)
     return Contribution(indices, values, exponents)
+
+
+def _native_form(form: PayloadFormat, sections: Sequence[Bytes]) -> native.Form:
+    return native.Form(
+        form.chunks,
+        *(section.size for section in sections),
+        comb(form.positions, form.k) if form.ranked else 0,
+        form.k,
+        form.positions,
+        1 << (form.positions.bit_length() - 1),
+        form.upper_bits,
+        form.low_bits,
+        form.value_bits - 1,
+        form.value_type.itemsize,
+    )
 
 
 def unpack_chunks(payload: bytes | memoryview, form: PayloadFormat, chunks: slice) -> tuple[Indices, Values]:

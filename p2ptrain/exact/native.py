@@ -1,28 +1,31 @@
 """The C half of unpacking and counting (native.c): the same results as NumPy's, in a tenth of the time.
 
-The build of the package compiles it where there is a compiler (deploy/build_native.py); elsewhere NumPy does the work. It
-releases the interpreter lock while it runs.
+The build of the package compiles it where there is a compiler (deploy/build_native.py); elsewhere NumPy does the work.
+It releases the interpreter lock while it runs.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from p2ptrain.exact.codec import Indices, PayloadFormat, Values
 
 ABI = 1  # as in native.c
 SHIFT_MAX = 15  # either way; a larger one would change nothing
 WRONG_RANK, WRONG_ONES, NOT_RISING = 1, 2, 3
 
 
-class _Form(ctypes.Structure):
+class Form(ctypes.Structure):
+    """How many chunks there are, the bytes of each section, and what a chunk has of what width.
+
+    strings: how many bucket strings there are, if they are stored as ranks, else 0
+    """
+
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("chunks", "upper", "low", "signs", "magnitudes")),
         ("strings", ctypes.c_uint64),
@@ -45,24 +48,17 @@ def library() -> ctypes.CDLL | None:
 
 
 def unpack(
-    sections: list[NDArray[np.uint8]],
-    form: PayloadFormat,
-    strings: int,
+    form: Form,
+    sections: Sequence[NDArray[np.uint8]],
     binomials: NDArray[np.int64] | None,
-    indices: Indices,
-    values: Values,
+    indices: NDArray[np.uint16],
+    values: NDArray[Any],
 ) -> int:
-    """Decodes the sections of a payload into indices and values; returns what is wrong with them, or 0.
-
-    strings: how many bucket strings there are, if they are stored as ranks, else 0
-    """
+    """Decodes the sections of a payload into indices and values; returns what is wrong with them, or 0."""
     native = library()
     assert native is not None
-    sizes = [section.size for section in sections]
-    top = 0 if binomials is None else binomials.shape[1] // 2
-    widths = form.positions, top, form.upper_bits, form.low_bits, form.value_bits - 1, values.itemsize
     wrong: int = native.p2ptrain_unpack(
-        ctypes.byref(_Form(form.chunks, *sizes, strings, form.k, *widths)),
+        ctypes.byref(form),
         *(_at(section) for section in sections),
         None if binomials is None else _at(binomials),
         _at(indices),
@@ -72,7 +68,12 @@ def unpack(
 
 
 def count(
-    indices: Indices, values: Values, shifts: NDArray[np.int64] | None, most: int, sums: NDArray[Any], area: int
+    indices: NDArray[np.uint16],
+    values: NDArray[Any],
+    shifts: NDArray[np.int64] | None,
+    most: int,
+    sums: NDArray[Any],
+    area: int,
 ) -> None:
     """Adds a contribution's votes to the sums; they are its values times 2**shift, rounded, and cut at `most`.
 
