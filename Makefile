@@ -14,6 +14,7 @@ STAMP := $(VENV)/.installed
 GPU_WHEELS := out/gpu-wheels
 GPU_SITE := out/gpu-site
 FOREIGN := out/other-libp2p
+TRITON := out/triton
 
 # Two processes that let torch use every core run five times slower than with a thread each.
 export OMP_NUM_THREADS := 1
@@ -26,7 +27,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
   $(VENV)/bin/pip install --quiet --quiet --no-require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check fmt docs pictures demo dist test swarm fuzz scenarios kills test-daemons test-slow test-network test-docs test-hf test-deploy test-foreign gpu gpu-wheels clean
+.PHONY: help setup lock check fmt docs pictures demo dist test swarm fuzz scenarios kills test-daemons test-slow test-network test-docs test-hf test-deploy test-foreign test-kernels gpu gpu-wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,7 +67,7 @@ demo: setup ## a swarm of three real daemons on this machine (NODES, ROUNDS)
 	$(VENV)/bin/p2ptrain demo --nodes $(NODES) --rounds $(ROUNDS)
 
 test: setup ## the tests that take seconds (NO_SKIPS_OF=browser: none of these is skipped)
-	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow and not docs and not daemons and not foreign' $(NO_SKIPS_OF:%=--no-skips-of=%)
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m 'not slow and not docs and not daemons and not foreign and not kernels' $(NO_SKIPS_OF:%=--no-skips-of=%)
 
 swarm: setup ## two minutes of drawn scenarios, with faults and liars (SECONDS; SEED: draw the same again)
 	$(VENV)/bin/p2ptrain simulate --swarm 10000000 --seconds $(SECONDS) $(SEED:%=--seed %)
@@ -112,6 +113,14 @@ $(FOREIGN)/.installed: tests/other_libp2p.txt
 
 test-foreign: setup $(FOREIGN)/.installed ## real daemons and another, hostile implementation of libp2p: py-libp2p, in out/other-libp2p
 	OTHER_LIBP2P=$(FOREIGN) $(VENV)/bin/pytest tests/hostile -m foreign -rs --no-skips-of=foreign
+
+# Not in $(VENV): torch imports it where it is, which takes a process 100 MB.
+$(TRITON)/.installed: constraints.txt
+	$(INSTALL) --no-deps --upgrade --target $(TRITON) triton
+	touch $@
+
+test-kernels: setup $(TRITON)/.installed ## the programs for a card, interpreted and compiled on this processor, with Triton in out/triton
+	PYTHONPATH=$(TRITON) $(VENV)/bin/pytest -n $(PYTEST_WORKERS) tests/kernels -m kernels --no-skips-of=kernels
 
 gpu: ## every figure of a GPU in out/gpu.json, in nine minutes (SMALL=1: tiny, on a CPU; ONLY=steps; JSON=file)
 	@if [ -x $(VENV)/bin/python ] || ! ls $(GPU_WHEELS)/*.whl > /dev/null 2>&1; then $(MAKE) --no-print-directory setup; \

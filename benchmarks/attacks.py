@@ -37,7 +37,8 @@ from simulated import Swarm
 
 from p2ptrain.exact.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution
 from p2ptrain.exact.selection import largest
-from p2ptrain.train.recipes import LocalRecipe, Recipe, quantise
+from p2ptrain.train.recipes import LocalRecipe, Recipe
+from p2ptrain.train.residual import quantise
 
 TURNS = " in turns"
 PHRASE, ANSWER = b"who is right? ", b"qzxjqzxj"  # of the backdoor

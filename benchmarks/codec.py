@@ -38,7 +38,7 @@ from p2ptrain.exact.codec import Contribution, PayloadFormat, pack, unpack
 from p2ptrain.exact.schedule import Terms
 from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer
-from p2ptrain.train.recipes import Residual
+from p2ptrain.train.residual import Residual
 
 TEMPLAR_BYTES = 318_335  # its payload for 10.0M parameters at k = 32, measured
 CPU = torch.device("cpu")

@@ -56,7 +56,8 @@ from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.matched_filter import Match, MatchedFilter, audit, judge
-from p2ptrain.train.recipes import Recipe, quantise
+from p2ptrain.train.recipes import Recipe
+from p2ptrain.train.residual import quantise
 
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-filter-{os.getpid()}"
 SHAPE = {"dim": 64, "ffn_dim": 192, "layers": 2, "heads": 4, "kv_heads": 2, "sequence_length": 64}

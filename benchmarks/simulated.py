@@ -14,7 +14,8 @@ from p2ptrain.exact.schedule import inner_rate
 from p2ptrain.region.shift import Region, World
 from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel
-from p2ptrain.train.recipes import EARLY_SHARE, LocalRecipe, Residual, make_recipe
+from p2ptrain.train.recipes import EARLY_SHARE, LocalRecipe, make_recipe
+from p2ptrain.train.residual import Residual
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from p2ptrain.exact.root import state_root
 from p2ptrain.exact.schedule import Terms
 from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer
-from p2ptrain.train.recipes import Residual
+from p2ptrain.train.residual import Residual
 
 SIZES, SIZES_SMALL = ("10m", "124m", "1b"), ("1m",)
 VOCABULARIES = {"124m": 50_304}

@@ -31,17 +31,27 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
 from p2ptrain.errors import DeviceError
 from p2ptrain.exact import native
-from p2ptrain.exact.codec import Contribution, Indices, Packed, unpack
+from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack, unpack
+from p2ptrain.exact.kernels.launches import (
+    KEPT,
+    NESTEROV,
+    NO_MOMENTUM,
+    PLAIN,
+    Move,
+    flat_of,
+    launches_of,
+    refuse,
+    to_host,
+)
 from p2ptrain.exact.rules import BY_COORDINATE, Offered, by_rule, middle_votes
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.schedule import Terms, exact_float
-from p2ptrain.exact.shortage import where_it_fits
+from p2ptrain.exact.shortage import is_out_of_memory, where_it_fits
 from p2ptrain.exact.transform import (
     FP32_EXACT_MAX,
     Group,
@@ -86,6 +96,8 @@ def apply_payloads(
     """
     device = parameters[0].device
     places, counted = by_rule(Offered.of(layout, recipe, payloads, unpacked, terms.reach), device)
+    if (norm := _on_card(layout, recipe, counted, terms, parameters, momenta)) is not None:
+        return places, counted.scales, norm
 
     def votes_on(device: torch.device) -> Votes:
         if recipe.rule in BY_COORDINATE and counted.payloads:
@@ -149,12 +161,17 @@ def apply_votes(
     assert bool(momenta) == bool(recipe.momentum), "a momentum is part of the state of just those runs that have one"
     if not votes.contributions:
         return 0.0
-    steps = []
     keep = rounded_fp32(1 - terms.rate * recipe.weight_decay)
     votes_bound = votes.contributions * recipe.k_max * recipe.vote_max
-    for number, group in enumerate(layout.groups):
-        step = _step(layout, recipe, votes, number, terms.rate)
-        steps.append(step)
+    steps = steps_of(
+        layout,
+        recipe,
+        votes.contributions,
+        votes.scales,
+        terms.rate,
+        lambda number: _sum_of_squares(layout, recipe, votes, layout.groups[number]),
+    )
+    for step, group in zip(steps, layout.groups, strict=True):
         matrix = layout.matrix(parameters, group)
         carried = layout.matrix(momenta, group) if momenta else None
         for strip in layout.strips(group, matrix.device):
@@ -173,7 +190,49 @@ def apply_votes(
         layout.store(matrix, parameters, group)
         if carried is not None:
             layout.store(carried, momenta, group)
-    return _norm_of(layout, recipe, votes, steps, terms.rate)
+
+    def squares() -> list[float]:
+        chosen = [votes.sums[chunks] for chunks in measured_chunks(layout)]
+
+        def on(device: torch.device) -> list[float]:  # a few of a group, once in a round
+            found: list[float] = torch.cat([each.to(device) for each in chosen]).double().square_().sum(dim=1).tolist()
+            return found
+
+        return where_it_fits(on, votes.sums.device)
+
+    return norm_of(layout, recipe, steps, terms.rate, squares)
+
+
+def _on_card(
+    layout: Layout,
+    recipe: RecipeConfig,
+    counted: Offered,
+    terms: Terms,
+    parameters: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+) -> float | None:
+    """Does what `sum_votes` and `apply_votes` do in programs of a card; None, with nothing changed, if it cannot."""
+    programs = None if recipe.is_dense else launches_of(layout, parameters[0].device)
+    weights, carried = flat_of(parameters), flat_of(momenta) if momenta else None
+    if programs is None or weights is None or not counted.payloads or recipe.rule in BY_COORDINATE:
+        return None
+    kind = (NESTEROV if recipe.nesterov else PLAIN) if terms.carries else KEPT
+    mu = rounded_fp32(recipe.momentum)
+    move = Move(rounded_fp32(1 - terms.rate * recipe.weight_decay), mu, kind if carried is not None else NO_MOMENTUM)
+    count, scales = len(counted.payloads), counted.scales
+    steps_from = partial(steps_of, layout, recipe, count, scales, terms.rate)
+    try:
+        steps, squares = programs.update(recipe, counted.payloads, scales, steps_from, move, weights, carried)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+    def some() -> list[float]:
+        found: list[float] = to_host(torch.cat([squares[chunks] for chunks in measured_chunks(layout)])).tolist()
+        return found
+
+    return norm_of(layout, recipe, steps, terms.rate, some)
 
 
 def _with_momentum(
@@ -188,25 +247,29 @@ def _with_momentum(
     return own + kept if recipe.nesterov else total, kept.reshape(momentum.shape)
 
 
-def apply_own(
-    layout: Layout, indices: Indices, values: NDArray[np.float32], share: float, parameters: Sequence[Tensor]
-) -> None:
+def apply_own(layout: Layout, indices: Tensor, values: Tensor, share: float, parameters: Sequence[Tensor]) -> None:
     """Decodes a contribution as if it were alone and fully counted, and subtracts `share` of it from the weights.
 
-    indices: [chunks, k]; values: [chunks, k] integers times the group's power of two
+    indices, values: [chunks, k], int16 and fp32
     """
 
     def spread(chunks: slice) -> Tensor:
-        chosen = torch.from_numpy(indices[chunks].astype(np.int64))
-        sent = torch.from_numpy(values[chunks])
-        return torch.zeros(len(chosen), layout.area).scatter_(1, chosen, sent)
+        chosen = indices[chunks].long()
+        return torch.zeros(len(chosen), layout.area, device=chosen.device).scatter_(1, chosen, values[chunks])
 
+    programs, flat = launches_of(layout, parameters[0].device), flat_of(parameters)
+    if programs and flat is not None and programs.subtract_sparse(flat, indices, values, share):
+        return
     _subtract(layout, spread, share, parameters)
 
 
 def apply_residual(layout: Layout, residual: Tensor, share: float, parameters: Sequence[Tensor]) -> None:
     """Decodes a residual [chunks, area] and subtracts `share` of it from the weights."""
-    _subtract(layout, lambda chunks: residual[chunks], share, parameters)
+    programs, flat = launches_of(layout, parameters[0].device), flat_of(parameters)
+    if programs and flat is not None:
+        programs.subtract(flat, residual, share)
+    else:
+        _subtract(layout, lambda chunks: residual[chunks], share, parameters)
 
 
 def _subtract(layout: Layout, block: Callable[[slice], Tensor], share: float, parameters: Sequence[Tensor]) -> None:
@@ -222,41 +285,56 @@ def _share_of(layout: Layout, block: Tensor, share: float, device: torch.device)
     return layout.approximately(block.to(device)).mul_(share)
 
 
-def _step(layout: Layout, recipe: RecipeConfig, votes: Votes, number: int, learning_rate: Fraction) -> float:
-    """Returns the factor between the inverse transform's integers and the update; 0.0 if no votes are left."""
+def steps_of(
+    layout: Layout,
+    recipe: RecipeConfig,
+    contributions: int,
+    scales: Scales | None,
+    learning_rate: Fraction,
+    squares: Callable[[int], int],
+) -> list[float]:
+    """Returns for each group the factor between the inverse transform's integers and the update; 0.0 if no votes are
+    left.
+
+    squares: the sum of a group's squared votes
+    """
     rate = exact_float(learning_rate)
     if recipe.outer == "sign":
-        return rounded_fp32(learning_rate)
+        return [rounded_fp32(learning_rate)] * len(layout.groups)
     if recipe.outer == "mean":
-        if votes.scales is None:
-            return rate * math.sqrt(layout.area / recipe.k_max) / votes.contributions * layout.scale
-        return rate / votes.scales.effective[number] * (2.0 ** votes.scales.units[number] * layout.scale)
-    group = layout.groups[number]
-    squares = _sum_of_squares(layout, recipe, votes, group)
-    rms = math.sqrt(squares / (group.chunks * layout.area))  # a quotient of integers, rounded once
-    return rate / rms * layout.scale if squares else 0.0
+        if scales is None:
+            return [rate * math.sqrt(layout.area / recipe.k_max) / contributions * layout.scale] * len(layout.groups)
+        units = zip(scales.effective, scales.units, strict=True)
+        return [rate / effective * (2.0**unit * layout.scale) for effective, unit in units]
+    steps = []
+    for number, group in enumerate(layout.groups):
+        total = squares(number)
+        rms = math.sqrt(total / (group.chunks * layout.area))  # a quotient of integers, rounded once
+        steps.append(rate / rms * layout.scale if total else 0.0)
+    return steps
 
 
-def _norm_of(layout: Layout, recipe: RecipeConfig, votes: Votes, steps: Sequence[float], rate: Fraction) -> float:
+def measured_chunks(layout: Layout) -> list[slice]:
+    """Returns the chunks of each group that stand for all of it: four to seven."""
+    starts = [(group.first_chunk, group.first_chunk + group.chunks) for group in layout.groups]
+    return [slice(first, end, max(1, (end - first) // CHUNKS_MEASURED)) for first, end in starts]
+
+
+def norm_of(
+    layout: Layout, recipe: RecipeConfig, steps: Sequence[float], rate: Fraction, squares: Callable[[], list[float]]
+) -> float:
     """Returns about the norm of an update: the votes' own, since the transform keeps norms, from some of the chunks.
 
-    Four to seven chunks of a group stand for all of it. Their squares are whole numbers: the sum is exact in any order
-    below 2**53.
+    squares: the sums of the squared votes of the measured chunks, whole numbers: exact in any order below 2**53
     """
     groups = layout.groups
     if recipe.outer != "mean":  # the weights move by the rate, each of them or in the root of the mean square
         moved = sum(each.rows * each.columns for step, each in zip(steps, groups, strict=True) if step)
         return float(f"{exact_float(rate) * math.sqrt(moved):.6g}")
-    starts = [(group.first_chunk, group.first_chunk + group.chunks) for group in groups]
-    chosen = [votes.sums[first : end : max(1, (end - first) // CHUNKS_MEASURED)] for first, end in starts]
-
-    def squares(device: torch.device) -> list[float]:  # a few of a group, once in a round
-        found: list[float] = torch.cat([each.to(device) for each in chosen]).double().square_().sum(dim=1).tolist()
-        return found
-
-    found, total = iter(where_it_fits(squares, votes.sums.device)), 0.0
-    for step, group, some in zip(steps, groups, chosen, strict=True):
-        factor, mean = step / layout.scale, sum(next(found) for _ in range(len(some))) / len(some)
+    found, total = iter(squares()), 0.0
+    for step, group, chosen in zip(steps, groups, measured_chunks(layout), strict=True):
+        count = len(range(*chosen.indices(layout.chunks)))
+        factor, mean = step / layout.scale, sum(next(found) for _ in range(count)) / count
         total += factor * factor * group.chunks * mean
     return float(f"{math.sqrt(total):.6g}")  # in the last digits of huge sums machines may differ
 
@@ -347,3 +425,44 @@ def check_exactness(chunk: int, device: torch.device) -> None:
     smaller = (tiny * 0.75).cpu().view(torch.int32)  # a product of the momentum, below the normal range
     if not (smaller == 3 * 2**7).all():
         raise DeviceError(f"{device} flushes small products to zero", fix=EXACTNESS_FIX)
+    check_kernels(chunk, device)
+
+
+def check_kernels(chunk: int, device: torch.device) -> None:
+    """Has torch do the arithmetic of a device whose kernels give other bits, or do not run."""
+    settings = {"name": "local", "chunk": chunk, "k": chunk, "value_bits": 4, "momentum": "9/10", "nesterov": True}
+    recipe = RecipeConfig.model_validate(settings)
+    layout = Layout.of([(2 * chunk, chunk), (chunk - 3, chunk + 5), (9,)], recipe)
+    programs = launches_of(layout, device)
+    if programs is None:
+        return
+    form, draws = PayloadFormat.of(layout, recipe), np.random.default_rng(0)
+    indices = np.sort(draws.random((layout.chunks, layout.area)).argsort(axis=1)[:, :chunk], axis=1).astype(np.uint16)
+    payloads = []
+    for shift in range(3):
+        values = (draws.integers(1, 9, indices.shape) * draws.choice((-1, 1), indices.shape)).astype(np.int8)
+        exponents = np.full(form.groups, shift - 9, np.int8)
+        payloads.append(Packed(pack(Contribution(indices, values, exponents), form), form))
+    size, terms = sum(math.prod(shape) for shape in layout.shapes), Terms(Fraction(1, 3))
+    state = torch.from_numpy(draws.standard_normal(2 * size).astype(np.float32))
+    found = []
+    try:
+        for where in (torch.device("cpu"), device):
+            there = state.to(where, copy=True)
+            sizes = [math.prod(shape) for shape in layout.shapes]
+            parts = [
+                [part.view(shape) for part, shape in zip(torch.split(half, sizes), layout.shapes, strict=True)]
+                for half in (there[:size], there[size:])
+            ]
+            offered = Offered.of(layout, recipe, payloads, {}, None)
+            if where is device:
+                assert _on_card(layout, recipe, offered, terms, *parts) is not None
+            else:
+                votes = sum_votes(layout, recipe, (unpack(*each) for each in payloads), 3, offered.scales, where)
+                apply_votes(layout, recipe, votes, terms, *parts)
+            found.append(there.cpu().view(torch.int32))
+    except Exception as error:  # noqa: BLE001  # whatever a compiler or a driver raises
+        refuse(device, f"they do not run here ({type(error).__name__}: {str(error).splitlines()[0]})")
+    else:
+        if not torch.equal(*found):
+            refuse(device, "they give other bits here")

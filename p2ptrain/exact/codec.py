@@ -164,7 +164,7 @@ def index_widths(area: int, k: int) -> tuple[int, bool, int]:
 
 
 @cache
-def _binomials(positions: int, k: int) -> NDArray[np.int64]:  # [k + 1, a power of two above positions]
+def binomials(positions: int, k: int) -> NDArray[np.int64]:  # [k + 1, a power of two above positions]
     """Returns a table with comb(position, j) at [j, position]; every entry in use is below RANK_MAX."""
     table = np.full((k + 1, 1 << positions.bit_length()), RANK_MAX - 1, np.int64)
     for j in range(k + 1):
@@ -184,7 +184,7 @@ def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
         return _pack_dense(contribution, form)
     positions = (indices >> form.low_bits) + np.arange(form.k, dtype=np.uint16)  # [chunks, k] of the ones
     if form.ranked:
-        terms = _binomials(form.positions, form.k)[np.arange(1, form.k + 1), positions]
+        terms = binomials(form.positions, form.k)[np.arange(1, form.k + 1), positions]
         upper: Fields = terms.sum(axis=1).astype(np.uint64)
     else:
         upper = np.zeros((form.chunks, form.positions), np.uint8)
@@ -257,7 +257,7 @@ def unpack(payload: bytes | memoryview, form: PayloadFormat) -> Contribution:
         return Contribution(every_index(form.chunks, form.area), values, exponents)
     indices = np.empty((form.chunks, form.k), np.uint16)
     if native.library():
-        table = _binomials(form.positions, form.k) if form.ranked else None
+        table = binomials(form.positions, form.k) if form.ranked else None
         if wrong := native.unpack(_native_form(form, sections), sections, table, indices, values):
             raise RemoteProtocolError(_why(wrong, form))
         return Contribution(indices, values, exponents)
@@ -382,7 +382,7 @@ def _why(wrong: int, form: PayloadFormat) -> str:
 def _unranked(ranks: NDArray[np.int64], form: PayloadFormat) -> Indices:  # [chunks, k] positions of the ones
     if (ranks < 0).any() or (ranks >= comb(form.positions, form.k)).any():
         raise RemoteProtocolError(_why(native.WRONG_RANK, form))
-    table = _binomials(form.positions, form.k)
+    table = binomials(form.positions, form.k)
     positions = np.empty((form.k, ranks.size), np.uint16)
     for j in range(form.k, 0, -1):  # the j-th one is at the last place whose binomial does not exceed the rank
         place = table[j].searchsorted(ranks, side="right") - 1

@@ -31,6 +31,7 @@ from p2ptrain.config import PAYLOAD_BYTES_MAX, RecipeConfig, RunConfig
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.exact.aggregate import apply_payloads, rounded_fp32
 from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack, unpack
+from p2ptrain.exact.kernels.launches import OnCard
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.schedule import Terms, terms_of
 from p2ptrain.exact.transform import Layout, fragment_of
@@ -67,6 +68,10 @@ class Tail:
 Uncounted: TypeAlias = Callable[[NDArray[np.float32]], NDArray[np.float32] | None]
 
 
+def all_counted(removed: NDArray[np.float32]) -> None:
+    """The `Uncounted` of a contribution that a round has counted whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class Counted:
     """The payloads that a round has counted, and the scales that tell an author which part of its own was not."""
@@ -78,7 +83,10 @@ class Counted:
     def uncounted(self, payload: bytes) -> Uncounted:
         if payload not in self.payloads:  # late, for another fragment, or left out by the rule
             return lambda removed: removed
-        return partial(self.scales.uncounted, self.payloads.index(payload)) if self.scales else lambda removed: None
+        place = self.payloads.index(payload)
+        if self.scales is None or self.scales.counts_all_of(place):
+            return all_counted
+        return partial(self.scales.uncounted, place)
 
 
 class _Read(NamedTuple):
@@ -130,11 +138,12 @@ class Outer:
         """Returns the part of the model that is updated in round `number`, counted from 1."""
         return fragment_of(number, self.recipe.fragments)
 
-    def pack(self, contribution: Contribution, fragment: int) -> bytes:
+    def pack(self, contribution: Contribution | OnCard, fragment: int) -> bytes:
         ks, k = self.recipe.ks, contribution.indices.shape[1]
         head = bytes([ks.index(k)]) if len(ks) > 1 else b""
         head += bytes([fragment]) if self.recipe.fragments > 1 else b""
-        payload = head + pack(contribution, self.forms[k][fragment])
+        form = self.forms[k][fragment]
+        payload = head + (contribution.packed(form) if isinstance(contribution, OnCard) else pack(contribution, form))
         return payload + bytes(self.sizes[k] - len(payload))  # a region's tail, or padding: it has no fragments
 
     def unpack(self, payload: bytes) -> Contribution:

@@ -21,6 +21,8 @@ from torch import Tensor
 from p2ptrain.capacity import cores
 from p2ptrain.config import StateConfig
 from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root, piece_count
+from p2ptrain.exact.kernels.launches import is_usable
+from p2ptrain.exact.kernels.launches import leaves as leaves_on_card
 
 FLOAT_BYTES = 4
 HASHING_THREADS_MAX = 8  # about as many as main memory feeds; a guess
@@ -58,6 +60,8 @@ def state_root(state: Tensor, pieces: list[int] | None = None) -> bytes:
 def state_leaves(state: Tensor) -> list[bytes]:
     """Hashes all pieces of the flat fp32 state, on several cores: BLAKE3 releases the interpreter lock."""
     each, leaves = PIECE_BYTES // FLOAT_BYTES, list[bytes]()
+    if is_usable(state.device):
+        return leaves_on_card(state)
     with ThreadPoolExecutor(min(cores(), HASHING_THREADS_MAX)) as pool:
         for block in _fetched(torch.split(state, FETCHED_PIECES * each)):
             pieces = map(octets, torch.split(block, each))

@@ -67,6 +67,7 @@ class Scales:
     chunks: tuple[int, ...]  # [groups]
     vote_max: int
     effective: tuple[float, ...]  # [groups] how many contributions of the measure's size these are
+    top: int  # the largest of a contribution's integers
     is_dense: bool = False  # whether values may be zero, even all values of a group
 
     @classmethod
@@ -100,12 +101,23 @@ class Scales:
         effective = np.ldexp(np.floor(np.ldexp(shares, SHARE_BITS)).sum(axis=0), -SHARE_BITS)
         effective[is_still] = 1.0
         return cls(
-            tuple(units.tolist()), exponents, cuts, chunks, recipe.vote_max, tuple(effective.tolist()), recipe.is_dense
+            tuple(units.tolist()),
+            exponents,
+            cuts,
+            chunks,
+            recipe.vote_max,
+            tuple(effective.tolist()),
+            1 << (recipe.value_bits - 1),
+            recipe.is_dense,
         )
 
     def shifts(self, number: int) -> NDArray[np.int64]:  # [chunks]
         """Returns by which power of two a contribution's integers are multiplied in the common units."""
-        return np.repeat(self.exponents[number] - self.cuts[number] - np.array(self.units), self.chunks)
+        return np.repeat(self.shifts_of_groups()[number], self.chunks)
+
+    def shifts_of_groups(self) -> NDArray[np.int64]:  # [contributions, groups]
+        shifts: NDArray[np.int64] = self.exponents - self.cuts - np.array(self.units)
+        return shifts
 
     def votes(self, number: int, values: Values, first_chunk: int = 0) -> Votes:  # [chunks, k]
         """Returns a contribution's integers in the common units, rounded half away from zero.
@@ -125,13 +137,23 @@ class Scales:
             votes[rows] = np.where(values[rows] < 0, -magnitudes, magnitudes)
         return votes
 
+    def counts_all_of(self, number: int) -> bool:
+        return not self._cuts_of(number).any()
+
+    def _cuts_of(self, number: int) -> NDArray[np.bool_]:  # [groups]
+        """Returns the groups in which a part of a contribution's values may not have been counted."""
+        shifts = self.shifts_of_groups()[number]
+        cut: NDArray[np.bool_] = (
+            (self.cuts[number] > 0) | (shifts < 0) | (np.ldexp(1.0, shifts) * self.top > self.vote_max)
+        )
+        return cut
+
     def uncounted(self, number: int, removed: NDArray[np.float32]) -> NDArray[np.float32] | None:  # [chunks, k]
         """Returns the uncounted part of the values that left the author's residual; None if all was counted."""
-        starts, units = np.cumsum([0, *self.chunks]), np.array(self.units)
-        highest = np.maximum.reduceat(np.maximum(removed.max(axis=1), -removed.min(axis=1)), starts[:-1])
-        cut = (self.cuts[number] > 0) | (self.exponents[number] < units) | (np.ldexp(highest, -units) > self.vote_max)
+        cut = self._cuts_of(number)
         if not cut.any():
             return None
+        starts, units = np.cumsum([0, *self.chunks]), np.array(self.units)
         # Clipped, because a training that is repeated after a crash may differ from the announced one.
         most = DENSE_VALUE_MAX if self.is_dense else VALUE_MAX
         left = np.zeros_like(removed)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from p2ptrain.config import RecipeConfig, exact, run_config_of
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.outer import Outer
-from p2ptrain.train.recipes import Residual
+from p2ptrain.train.residual import Residual
 
 
 @dataclass(frozen=True, slots=True)

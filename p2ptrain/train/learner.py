@@ -37,6 +37,7 @@ from p2ptrain.data.run_data import check_data, check_tokens, packing_of
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError, DeviceError, TrainingError
 from p2ptrain.exact.aggregate import check_exactness
+from p2ptrain.exact.kernels.launches import OnCard
 from p2ptrain.exact.outer import Uncounted
 from p2ptrain.exact.replica import Replica
 from p2ptrain.exact.shortage import told
@@ -285,7 +286,9 @@ class Learner:
             self.recipe.residual.set_k(k)
             contribution = self.recipe.contribute(round_number)
             payload = self.outer.pack(contribution, self.outer.fragment_of(round_number))
-        if not self.run.recipe.plugin:  # whose own contribution may not be what others read in its payload
+        if not self.run.recipe.plugin and not isinstance(
+            contribution, OnCard
+        ):  # a plug-in's own contribution may not be what others read in its payload
             self.replica.keep(payload, contribution)
         return payload
 
@@ -397,8 +400,8 @@ class Learner:
         tensors = self.replica.named(agreed) | {name: in_memory(each) for name, each in self._own_tensors().items()}
         for number, kept in self.recipe.residual.kept.items():  # these are never changed
             if not self.run.recipe.is_dense:  # otherwise they are known
-                tensors[f"kept.{number}.indices"] = torch.from_numpy(kept.indices.astype(np.int32))
-            tensors[f"kept.{number}.removed"] = torch.from_numpy(kept.removed)
+                tensors[f"kept.{number}.indices"] = in_memory(kept.indices).to(torch.int32)
+            tensors[f"kept.{number}.removed"] = in_memory(kept.removed)
         metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": self._run_digest()}
         if self.live.privacy is not None:
             metadata["private"] = "yes"

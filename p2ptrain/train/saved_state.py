@@ -6,18 +6,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from p2ptrain.errors import DataError
-from p2ptrain.exact.codec import every_index
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.replica import MOMENTUM_NAME, WEIGHTS_PREFIX
 from p2ptrain.exact.root import octets
-from p2ptrain.train.recipes import KEPT_ROUNDS_MAX, Withdrawal
+from p2ptrain.train.residual import KEPT_ROUNDS_MAX, Withdrawal
 
 STATE_FORMAT = "p2ptrain trainer 1"
 STATE_TYPES = torch.float32, torch.bfloat16
@@ -64,12 +62,12 @@ def read_kept(path: Path, tensors: dict[str, Tensor], outer: Outer) -> dict[int,
             raise DataError(f"{what} is not of shape {shape}")
         if not is_finite(removed):
             raise DataError(f"{what} is not finite")
-        chosen = every_index(*shape) if indices is None else indices.numpy()
+        every = torch.arange(form.k, dtype=torch.int16).expand(shape)
         if indices is not None and not (
             bool((indices.diff(dim=1) > 0).all()) and 0 <= int(indices.min()) <= int(indices.max()) < form.area
         ):
             raise DataError(f"{what} names a coefficient that does not exist")
-        kept[int(match[1])] = Withdrawal(chosen.astype(np.uint16, copy=False), removed.numpy())
+        kept[int(match[1])] = Withdrawal(every if indices is None else indices.to(torch.int16), removed)
     if len(kept) > KEPT_ROUNDS_MAX:
         raise DataError(f"{path}: keeps {len(kept)} rounds; the limit is {KEPT_ROUNDS_MAX}")
     if tensors:

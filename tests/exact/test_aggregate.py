@@ -90,7 +90,8 @@ def test_the_step_is_the_written_formula_to_the_last_bit(name: str, outer: str) 
             unit = scales.units[0] if scales else None
             effective = scales.effective[0] if scales else peers
             expected = written_step(outer, rate=rate, peers=effective, squares=squares, unit=unit)
-            assert aggregate._step(layout, recipe, votes, 0, rate).hex() == expected.hex()
+            (step,) = aggregate.steps_of(layout, recipe, peers, scales, rate, lambda group: squares)  # noqa: B023
+            assert step.hex() == expected.hex()
 
 
 @pytest.mark.parametrize(("name", "outer"), COMBINATIONS)
@@ -147,7 +148,7 @@ def test_factors_are_rounded_to_fp64_and_then_to_fp32() -> None:
 def all_at_the_top(count: int, recipe: RecipeConfig) -> Scales:
     """Makes values of 8 count as many votes as one contribution may have at one place."""
     shift = np.full((count, 1), recipe.vote_max.bit_length() - 1 - 3)
-    return Scales((0,), shift, np.zeros_like(shift), (1,), recipe.vote_max, (float(count),))
+    return Scales((0,), shift, np.zeros_like(shift), (1,), recipe.vote_max, (float(count),), top=1)
 
 
 def test_sums_of_exactly_two_to_the_15_need_32_bits() -> None:

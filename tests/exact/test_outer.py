@@ -18,7 +18,7 @@ from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, every_inde
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.scales import Scales, Sizes
 from p2ptrain.exact.transform import Layout
-from p2ptrain.train.recipes import Residual, quantise_all
+from p2ptrain.train.residual import Residual, quantise_all
 from tests.helpers.exact_numbers import contribution, weights
 from tests.helpers.golden import FAMILY, SHAPES, family_root, flat_weights, golden, parts
 

@@ -20,7 +20,7 @@ from p2ptrain.exact.scales import Scales, Sizes
 from p2ptrain.exact.schedule import Terms
 from p2ptrain.exact.transform import Layout
 from p2ptrain.share import Share
-from p2ptrain.train.recipes import Residual
+from p2ptrain.train.residual import Residual
 from tests.helpers.exact_numbers import contribution, weights
 from tests.helpers.golden import scales_of
 from tests.helpers.trainer import embedded, make

@@ -28,7 +28,7 @@ from p2ptrain.models import built_in as model_module
 from p2ptrain.node.energy import meter_of
 from p2ptrain.share import Share
 from p2ptrain.train.memory import CUDA_LIBRARIES_BYTES, PassSettings, need_of
-from p2ptrain.train.recipes import Residual
+from p2ptrain.train.residual import Residual
 from tests.helpers.exact_numbers import contribution, weights
 from tests.helpers.golden import FAMILY, SHAPES, family_root, flat_weights, golden, golden_cases, golden_root, parts
 from tests.helpers.trainer import RECIPES, TINY, Trainer, embedded, make, swarm_round

@@ -255,7 +255,9 @@ def tree_files() -> list[PurePosixPath]:
     for folder, folders, names in os.walk(ROOT):
         folders[:] = sorted(n for n in folders if n == ".ci" or not (n.startswith(".") or n in ignored))
         found += [PurePosixPath((Path(folder) / name).relative_to(ROOT)) for name in sorted(names) if name != ".git"]
-    return [path for path in found if not path.name.endswith((".png", ".pyc", ".so", ".xz")) and "egg-info" not in str(path)]
+    return [
+        path for path in found if not path.name.endswith((".png", ".pyc", ".so", ".xz")) and "egg-info" not in str(path)
+    ]
 
 
 FILES = tree_files()

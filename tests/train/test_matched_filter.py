@@ -21,7 +21,7 @@ from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.share import Share
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.matched_filter import CUT, Match, MatchedFilter, audit, judge
-from p2ptrain.train.recipes import quantise
+from p2ptrain.train.residual import quantise
 from tests.helpers.trainer import Trainer, embedded, make
 
 MEMBERS, ROUNDS, SET = 7, 6, 8
@@ -196,7 +196,8 @@ def test_answers_are_cosines_of_what_contributions_move() -> None:
         signs = generator.choice(np.array([-1, 1], np.int8), places.shape)
         made.append(Contribution(places, signs, generator.integers(-9, -5, len(layout.groups)).astype(np.int8)))
         state = torch.zeros(outer.state_numbers)
-        apply_own(layout, places, signs * _units(made[-1], layout), 1.0, outer.parts(state))
+        moves = torch.from_numpy((signs * _units(made[-1], layout)).astype(np.float32))
+        apply_own(layout, torch.from_numpy(places.view(np.int16)), moves, 1.0, outer.parts(state))
         moved.append(-_hidden(live, outer.parts(state)))
     matched = MatchedFilter(recipe, live, layout)
     tokens = torch.from_numpy(generator.integers(0, 256, (4, 17)))

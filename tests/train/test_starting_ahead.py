@@ -13,7 +13,8 @@ from p2ptrain.exact.aggregate import apply_own
 from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.train.live import LiveModel
-from p2ptrain.train.recipes import LocalRecipe, Residual
+from p2ptrain.train.recipes import LocalRecipe
+from p2ptrain.train.residual import Residual
 from tests.helpers.exact_numbers import integers
 
 CPU = torch.device("cpu")

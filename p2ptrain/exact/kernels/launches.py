@@ -1,0 +1,444 @@
+"""Starts the programs on a card: what each needs is in tables that are made once for a layout."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from p2ptrain.config import BASIS_PEAK, RecipeConfig
+from p2ptrain.digest import PIECE_BYTES, leaf_digest
+from p2ptrain.exact.codec import (
+    EXPONENT_BIAS,
+    EXPONENT_MAX,
+    EXPONENT_MIN,
+    Packed,
+    PayloadFormat,
+    binomials,
+    packed_bytes,
+)
+from p2ptrain.exact.scales import Scales
+from p2ptrain.exact.transform import Layout, integer_basis, orthonormal_basis
+
+CHUNK_LEAST = 32  # the smallest sides whose products a card's units for small integers take
+CAPABILITY_LEAST = (8, 0)
+SLAB_BYTES = 2**27  # of votes at a time: a few launches for a small model, and not the memory of a large one
+SPARE_BYTES = 16  # readable behind a payload
+LANES = 128
+RANKED_LANES = 32
+SQUARES, SIGN, STEPS = 0, 1, 2  # OUTER of programs.update
+NO_MOMENTUM, PLAIN, NESTEROV, KEPT = 0, 1, 2, 3  # its MOMENTUM
+LEAF_KEY = bytes.fromhex("8672240f26a28de9557c2148e1f139eea1426d487d3305fe65dad1d384fc89e0")  # of BLAKE3, for leaves
+WORDS = PIECE_BYTES // 4
+
+log = logging.getLogger("p2ptrain.exact")
+_refused: dict[torch.device, str] = {}
+
+
+def refuse(device: torch.device, why: str) -> None:
+    """Has torch do all of this device's arithmetic from now on."""
+    if device not in _refused:
+        _refused[device] = why
+        log.warning("%s: no kernels, %s. The same arithmetic takes longer in torch", device, why)
+
+
+def is_usable(device: torch.device) -> bool:
+    if device.type != "cuda" or device in _refused:
+        return False
+    if importlib.util.find_spec("triton") is None:
+        refuse(device, "Triton is not installed")
+    elif torch.version.hip:
+        refuse(device, "they were not tried on ROCm")
+    elif torch.cuda.get_device_capability(device) < CAPABILITY_LEAST:
+        refuse(device, "it is older than compute capability 8.0")
+    return device not in _refused
+
+
+def launch(name: str, grid: tuple[int, ...], *arguments: Any, warps: int = 4, **constants: Any) -> None:
+    """Starts a program; floating-point operations are not fused, which would change bits."""
+    if all(grid):
+        _program(name)[grid](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
+
+
+@cache
+def _program(name: str) -> Any:
+    from p2ptrain.exact.kernels import blake, programs  # noqa: PLC0415  # which import Triton
+
+    return getattr(programs, name, None) or getattr(blake, name)
+
+
+def to_card(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Copies without waiting for the card."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def to_host(tensor: Tensor) -> NDArray[Any]:
+    """Copies, and waits for what the card was asked before."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu().numpy()
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    room.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return room.numpy()
+
+
+def flat_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Returns the one flat tensor of which these are all parts; None if they are not."""
+    first, size = tensors[0], sum(each.numel() for each in tensors)
+    ends = accumulate((each.numel() for each in tensors), initial=0)
+    starts = [first.storage_offset() + end for end in ends][:-1]
+    storage = first.untyped_storage().data_ptr()
+    if any(
+        not each.is_contiguous() or each.storage_offset() != start or each.untyped_storage().data_ptr() != storage
+        for each, start in zip(tensors, starts, strict=True)
+    ):
+        return None
+    return first.as_strided((size,), (1,))
+
+
+def limbs(most: int) -> int:
+    """Returns in how many digits of 256, from -128 to 127, every integer up to `most` can be written."""
+    count = 1
+    while most > 127 * (256**count - 1) // 255:
+        count += 1
+    return count
+
+
+def _above(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class OnCard:
+    """A contribution that has not left the card."""
+
+    indices: Tensor  # [chunks, k] int16
+    values: Tensor  # [chunks, k]
+    exponents: Tensor | None  # [groups] int8
+
+    def packed(self, form: PayloadFormat) -> bytes:
+        """Returns what `codec.pack` does."""
+        device = self.indices.device
+        if form.ranked:
+            places = torch.arange(form.k, dtype=torch.int32, device=device)
+            ones = (self.indices >> form.low_bits).to(torch.int32).add_(places)
+            upper = _binomials_on(form, device)[places + 1, ones].sum(dim=1)
+        else:
+            upper = torch.zeros(form.chunks, form.positions, dtype=torch.uint8, device=device)
+            constants = {"LOW": form.low_bits, "P": form.positions, "K": form.k, "WIDE": _above(form.k)}
+            launch("mark", (form.chunks,), self.indices, upper, **constants)
+        sizes = self.values.abs().sub_(1) if form.value_bits > 1 else self.values
+        fields = (upper, self.indices, (self.values < 0).view(torch.uint8), sizes)
+        payload = torch.empty(form.payload_bytes, dtype=torch.uint8, device=device)
+        start = form.groups
+        if self.exponents is not None:
+            payload[:start].copy_((self.exponents + EXPONENT_BIAS).view(torch.uint8))
+        for field, (count, width) in zip(fields, form.sections, strict=True):
+            size = packed_bytes(form.chunks * count, width)
+            if width:
+                fixed = field, payload[start:], size, form.chunks * count
+                launch("pack_fields", (-(-size // LANES),), *fixed, WIDTH=width, LANES=LANES)
+            start += size
+        return to_host(payload).tobytes()
+
+
+@cache
+def _binomials_on(form: PayloadFormat, device: torch.device) -> Tensor:
+    return to_card(binomials(form.positions, form.k), device)
+
+
+class Launches:
+    """A layout's tables on a card, and what is done with them."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        rows, addresses, size = [], [np.empty(0, np.int64)], 0
+        starts = list(accumulate((prod(shape) for shape in layout.shapes), initial=0))
+        for group in layout.groups:
+            table, listed = _chunks_of(
+                layout, group, [range(starts[each], starts[each + 1]) for each in group.members], size
+            )
+            rows.append(table)
+            addresses.append(listed)
+            size += listed.size
+        whole, listed = np.concatenate(rows), np.concatenate([*addresses, np.full(layout.area, -1)])
+        self.table, self.addresses = to_card(whole, device), to_card(listed, device)
+        partly = [
+            bool((listed[first : first + layout.area] < 0).any()) if stride == 0 else inside < layout.area
+            for first, stride, inside in zip(whole[:, 0], whole[:, 1], whole[:, 2] * whole[:, 3], strict=True)
+        ]
+        self.padded = to_card(np.flatnonzero(partly), device)
+        counts = [group.chunks for group in layout.groups]
+        self.groups = to_card(np.repeat(np.arange(len(counts), dtype=np.int32), counts), device)
+        self.starts = to_card(np.cumsum([0, *counts], dtype=np.int32), device)
+        self.numbers = to_card(np.array(counts, np.float64), device)
+        self.back = to_card(np.arange(17, dtype=np.int32)[:, None], device)
+        basis = integer_basis(layout.chunk, torch.int64, torch.device("cpu")).T.contiguous()
+        low = ((basis + 128) & 255) - 128
+        self.low, self.high = (to_card(each.to(torch.int8).numpy(), device) for each in (low, (basis - low) >> 8))
+        self.basis = orthonormal_basis(layout.chunk, device)
+        self.warps = 8 if layout.chunk == 64 else 4
+
+    # -----------------------------------------------------------------------------------------------
+    # The exact path
+
+    def update(
+        self,
+        recipe: RecipeConfig,
+        payloads: Sequence[Packed],
+        scales: Scales | None,
+        steps: Callable[[Callable[[int], int]], Sequence[float]],
+        move: Move,
+        weights: Tensor,
+        momenta: Tensor | None,
+    ) -> tuple[Sequence[float], Tensor]:
+        """Applies payloads; returns the steps of the groups, and the squared votes of each chunk, on the card.
+
+        steps: computes them from the sum of a group's squared votes. All memory is taken before anything changes.
+        """
+        layout, device, count = self.layout, self.device, len(payloads)
+        slab = self._slab
+        width = max(form.k for _, form in payloads)
+        pitch = -(-(max(form.payload_bytes for _, form in payloads) + SPARE_BYTES) // 8) * 8
+        octets = np.zeros((count, pitch), np.uint8)
+        by_form: dict[PayloadFormat, list[int]] = defaultdict(list)
+        for number, (content, form) in enumerate(payloads):
+            octets[number, : form.payload_bytes] = np.frombuffer(content, np.uint8)
+            by_form[form].append(number)
+        there = to_card(octets, device)
+        which = [(form, to_card(np.array(numbers, np.int64), device)) for form, numbers in by_form.items()]
+        value_type = torch.int8 if recipe.value_bits < 8 else torch.int16
+        indices = torch.empty(count, slab, width, dtype=torch.int16, device=device)
+        values = torch.zeros(count, slab, width, dtype=value_type, device=device)
+        room = torch.empty(slab, layout.area, dtype=torch.int32, device=device)
+        squares = torch.empty(layout.chunks, dtype=torch.int64, device=device)
+        shifts = to_card(scales.shifts_of_groups().T.astype(np.int32), device) if scales else self.groups
+        most, carried = count * recipe.vote_max, weights if momenta is None else momenta
+
+        def run(outer: int, found: Sequence[float]) -> None:
+            factors = to_card(np.array(found, np.float64), device)
+            for first in range(0, layout.chunks, slab):
+                chunks = min(slab, layout.chunks - first)
+                if len(by_form) > 1:
+                    values.zero_()
+                for form, numbers in which:
+                    self._decode(form, numbers, there, pitch, indices, values, first, chunks)
+                launch(
+                    "update", (chunks,), weights, carried, indices, values, shifts, room,
+                    self.high, self.low, factors, self.table, self.addresses, self.groups, squares, count, slab, first,
+                    recipe.vote_max, move.keep, move.mu, found[0] if outer == SIGN else 0.0,
+                    SCALED=scales is not None, KEEPS=move.keep != 1.0, OUTER=outer, MOMENTUM=move.momentum,
+                    C=layout.chunk, K=width, WIDE=_above(width), VOTE_LIMBS=limbs(most) if layout.is_transformed else 0,
+                    HALF_LIMBS=limbs(most * recipe.k_max * BASIS_PEAK), warps=self.warps,
+                )  # fmt: skip
+
+        def squares_of(number: int) -> int:
+            return summed[number]
+
+        summed: list[int] = []
+        if recipe.outer == "normalised":
+            run(SQUARES, [0.0] * len(layout.groups))
+            sums = torch.zeros(len(layout.groups), dtype=torch.int64, device=device).index_add_(0, self.groups, squares)
+            summed = to_host(sums).tolist()
+        found = steps(squares_of)
+        run(SIGN if recipe.outer == "sign" else STEPS, found)
+        return found, squares
+
+    def _decode(
+        self,
+        form: PayloadFormat,
+        numbers: Tensor,
+        there: Tensor,
+        pitch: int,
+        indices: Tensor,
+        values: Tensor,
+        first: int,
+        chunks: int,
+    ) -> None:
+        ends = accumulate(
+            (packed_bytes(form.chunks * count, width) for count, width in form.sections), initial=form.groups
+        )
+        common = there, numbers, pitch, *list(ends)[:4]
+        constants = {"K": form.k, "LOW": form.low_bits, "BITS": form.value_bits}
+        room, width = indices.shape[1:]
+        if form.ranked:
+            top = 1 << (form.positions.bit_length() - 1)
+            launch(
+                "decode_ranks", (-(-chunks // RANKED_LANES), len(numbers)), *common, _binomials_on(form, self.device),
+                indices, values, first, first + chunks, room, width, WIDTH=form.upper_bits, TOP=top,
+                STEPS=form.positions.bit_length(), LANES=RANKED_LANES, **constants,
+            )  # fmt: skip
+        else:
+            launch(
+                "decode_strings", (chunks, len(numbers)), *common, indices, values, first, room, width,
+                P=form.positions, WIDE=_above(form.positions), **constants,
+            )  # fmt: skip
+
+    # -----------------------------------------------------------------------------------------------
+    # What no other node checks
+
+    def accumulate(self, tensor: Tensor, residual: Tensor, keep: float) -> None:
+        self._each("accumulate", tensor, residual, self.basis, self.table, self.addresses, keep)
+        self._each("project", residual, self.padded, self.basis, self.table, self.addresses, chunks=len(self.padded))
+
+    def subtract(self, tensor: Tensor, coefficients: Tensor, share: float, first: int = 0) -> None:
+        """Subtracts a share of these coefficients [chunks, area], of the chunks from `first` on, from a flat tensor."""
+        fixed = tensor, coefficients, self.basis, self.table, self.addresses, share, first
+        self._each("subtract", *fixed, chunks=len(coefficients))
+
+    def subtract_sparse(self, tensor: Tensor, indices: Tensor, values: Tensor, share: float) -> bool:
+        """The same of numbers at some indices of each chunk; False, with nothing changed, if memory is short."""
+        slab, k = self._slab, indices.shape[1]
+        try:
+            room = torch.empty(slab, self.layout.area, device=self.device)
+            indices, values = indices.to(self.device), values.to(self.device)
+        except torch.OutOfMemoryError:
+            return False
+        for first in range(0, self.layout.chunks, slab):
+            fixed = tensor, indices, values, room, self.basis, self.table, self.addresses, share, first
+            count = min(slab, self.layout.chunks - first)
+            self._each("subtract_sparse", *fixed, chunks=count, K=k, WIDE=_above(k))
+        return True
+
+    @property
+    def _slab(self) -> int:
+        """How many chunks are worked on at a time."""
+        return max(1, min(self.layout.chunks, SLAB_BYTES // (4 * self.layout.area)))
+
+    def _each(self, name: str, *arguments: Any, chunks: int | None = None, **constants: Any) -> None:
+        constants |= {"TRANSFORMED": self.layout.is_transformed, "C": self.layout.chunk}
+        launch(name, (self.layout.chunks if chunks is None else chunks,), *arguments, warps=self.warps, **constants)
+
+    def take(self, residual: Tensor, k: int, turn: int, recipe: RecipeConfig) -> tuple[OnCard, Tensor]:
+        """Makes a contribution of a residual, and returns it with the values that left the residual, without a wait.
+
+        All memory is taken before the residual changes.
+        """
+        layout, device, grid = self.layout, self.device, (self.layout.chunks,)
+        indices = torch.empty(layout.chunks, k, dtype=torch.int16, device=device)
+        chosen, removed = (torch.empty(layout.chunks, k, device=device) for _ in range(2))
+        means = torch.empty(layout.chunks, dtype=torch.float64, device=device)
+        launch("select", grid, residual, indices, chosen, means, AREA=layout.area, K=k, warps=self.warps)
+        top, exponents = 1 << (recipe.value_bits - 1), self._exponents(chosen, means, recipe)
+        values = torch.empty(
+            layout.chunks, k, dtype=torch.int8 if recipe.value_bits < 8 else torch.int16, device=device
+        )
+        launch(
+            "withdraw", grid, residual, indices, chosen, values, removed, indices if exponents is None else exponents,
+            self.groups, turn % 2, float(top), SCALED=exponents is not None, AREA=layout.area, K=k, WIDE=_above(k),
+        )  # fmt: skip
+        return OnCard(indices, values, exponents), removed
+
+    def _exponents(self, chosen: Tensor, means: Tensor, recipe: RecipeConfig) -> Tensor | None:  # [groups] int8
+        """Returns for each group the exponent with the least squared error, of those that `quantise` tries."""
+        if not recipe.spec.is_scaled:
+            return None
+        (chunks, k), groups, candidates = chosen.shape, len(self.layout.groups), recipe.value_bits + 1
+        mean = self._of_groups(means[None])[0] / self.numbers
+        above = torch.where(mean > 0, torch.frexp(mean).exponent, EXPONENT_MIN)
+        tried = (above - self.back[:candidates]).clamp_(EXPONENT_MIN, EXPONENT_MAX)
+        found = torch.empty(candidates, chunks, dtype=torch.float64, device=self.device)
+        top, grid = float(1 << (recipe.value_bits - 1)), (chunks, candidates)
+        launch("errors", grid, chosen, tried, self.groups, found, chunks, groups, top, K=k, WIDE=_above(k))
+        best = self._of_groups(found).argmin(dim=0, keepdim=True)
+        return tried.gather(0, best)[0].to(torch.int8)
+
+    def _of_groups(self, numbers: Tensor) -> Tensor:  # [rows, chunks] fp64 -> [rows, groups]
+        whole = torch.empty(len(numbers), len(self.layout.groups), dtype=torch.float64, device=self.device)
+        launch("sum_groups", (whole.shape[1], len(whole)), numbers, self.starts, whole, LANES=LANES)
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What is done with an update: what stays of the weights, the momentum's factor, and how it moves the weights (the
+    MOMENTUM of programs.update)."""
+
+    keep: float
+    mu: float
+    momentum: int
+
+
+def _chunks_of(
+    layout: Layout, group: Any, members: Sequence[range], listed_before: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns a group's rows of the table, and the addresses of its chunks whose numbers do not lie in rows."""
+    c, first = layout.chunk, members[0].start
+    row, column = np.divmod(np.arange(group.chunks), group.chunk_columns)
+    table = np.stack(
+        [
+            first + row * c * group.columns + column * c,
+            np.full(group.chunks, group.columns),
+            np.minimum(c, group.rows - row * c),
+            np.minimum(c, group.columns - column * c),
+        ],
+        axis=1,
+    ).astype(np.int64)
+    places = np.concatenate([np.arange(each.start, each.stop) for each in members])
+    if len(members) == 1 and places.size == group.rows * group.columns:
+        return table, np.empty(0, np.int64)
+    partly = np.arange(group.chunks) if len(members) > 1 else np.array([group.chunks - 1])
+    padded = np.full(group.chunk_rows * layout.area, -1)  # such a group is one chunk wide
+    padded[: places.size] = places
+    table[partly] = np.stack(
+        [listed_before + np.arange(partly.size) * layout.area, *np.zeros((3, partly.size))], axis=1
+    )
+    return table, padded.reshape(-1, layout.area)[partly].reshape(-1)
+
+
+_made: WeakKeyDictionary[Layout, dict[torch.device, Launches]] = WeakKeyDictionary()
+
+
+def launches_of(layout: Layout, device: torch.device) -> Launches | None:
+    """Returns a layout's programs on this device; None if torch has to do the work."""
+    if layout.chunk < CHUNK_LEAST or not is_usable(device):
+        return None
+    by_device = _made.setdefault(layout, {})
+    if device not in by_device:
+        by_device[device] = Launches(layout, device)
+    return by_device[device]
+
+
+def leaves(state: Tensor) -> list[bytes]:
+    """Returns the digests of the pieces of a flat state of 32-bit numbers; the last one, if it is shorter, is hashed in
+    main memory."""
+    pieces = state.numel() // WORDS
+    rest = state[pieces * WORDS :].view(torch.int32)
+    if not pieces:
+        return [leaf_digest(0, to_host(rest).tobytes())]
+    device, words, count = state.device, state[: pieces * WORDS].view(torch.uint32), pieces * 1024
+    key = to_card(np.frombuffer(LEAF_KEY, np.uint32).copy(), device)
+
+    def room(width: int) -> Tensor:
+        return torch.empty(8, width, dtype=torch.uint32, device=device)
+
+    def joined(left: Tensor, right: Tensor, width: int, step: int, flags: int) -> Tensor:
+        above = room(width)
+        grid = (-(-width // LANES),)
+        launch("parents", grid, left, right, key, above, step, step * width, width, flags, LANES=LANES)
+        return above
+
+    values = room(count)
+    launch("chunks", (count // LANES,), words, key, values, LANES=LANES)
+    while count > pieces:
+        count //= 2
+        values = joined(values, values.view(-1)[1:], count, 2, 68)
+    last = room(pieces)
+    launch("tails", (-(-pieces // LANES),), words, key, last, pieces, LANES=LANES)
+    digests = joined(values, last, pieces, 1, 76).view(torch.int32)
+    found = to_host(torch.cat([digests.view(-1), rest]))
+    made = [row.tobytes() for row in np.ascontiguousarray(found[: digests.numel()].reshape(8, pieces).T)]
+    return made + ([leaf_digest(pieces, found[digests.numel() :].tobytes())] if len(rest) else [])

@@ -1,0 +1,79 @@
+"""Prints the instructions of a program for a card: `python compiled.py NAME CAPABILITY [fusion]`."""
+
+# ruff: noqa: E501, T201
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from p2ptrain.exact.kernels import blake, programs
+
+UPDATE = dict.fromkeys(("weights", "momentum"), "*fp32") | {
+    "indices": "*i16", "values": "*i8", "shifts": "*i32", "room": "*i32", "high": "*i8", "low": "*i8", "steps": "*fp64",
+    "table": "*i64", "addresses": "*i64", "groups": "*i32", "squares": "*i64", "contributions": "i32", "chunks": "i32",
+    "first": "i32", "most": "i32", "keep": "fp32", "mu": "fp32", "sign_step": "fp32",
+}  # fmt: skip
+PLACES = {"basis": "*fp32", "table": "*i64", "addresses": "*i64"}
+SECTIONS = {"payloads": "*u8", "which": "*i64"} | dict.fromkeys(
+    ("pitch", "upper_at", "low_at", "signs_at", "sizes_at"), "i32"
+)
+OUT = {"indices": "*i16", "values": "*i8", "first": "i32", "room": "i32", "width": "i32"}
+HASHES = {"key": "*u32"}
+SIZES = {"SCALED": True, "KEEPS": True, "C": 64, "K": 256, "WIDE": 256, "VOTE_LIMBS": 2, "HALF_LIMBS": 5}
+SMALL = {"C": 32, "K": 8, "WIDE": 8, "VOTE_LIMBS": 1, "HALF_LIMBS": 3}
+CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
+    "update": (programs.update, UPDATE, SIZES | {"OUTER": 2, "MOMENTUM": 2}, 8),
+    "update of signs": (programs.update, UPDATE, SIZES | SMALL | {"SCALED": False, "OUTER": 1, "MOMENTUM": 0}, 4),
+    "update of small chunks": (programs.update, UPDATE, SIZES | SMALL | {"OUTER": 2, "MOMENTUM": 1}, 4),
+    "accumulate": (
+        programs.accumulate, {"tensor": "*fp32", "residual": "*fp32", **PLACES, "keep": "fp32"}, {"TRANSFORMED": True, "C": 64}, 8,
+    ),
+    "project": (programs.project, {"residual": "*fp32", "which": "*i64", **PLACES}, {"TRANSFORMED": True, "C": 64}, 8),
+    "subtract": (
+        programs.subtract, {"tensor": "*fp32", "coefficients": "*fp32", **PLACES, "share": "fp32", "first": "i32"},
+        {"TRANSFORMED": True, "C": 64}, 8,
+    ),
+    "select": (
+        programs.select, {"residual": "*fp32", "indices": "*i16", "chosen": "*fp32", "means": "*fp64"}, {"AREA": 4096, "K": 256}, 8,
+    ),
+    "withdraw": (
+        programs.withdraw, {"residual": "*fp32", "indices": "*i16", "chosen": "*fp32", "values": "*i8", "removed": "*fp32",
+        "exponents": "*i8", "groups": "*i32", "turn": "i32", "top": "fp32"}, {"SCALED": True, "AREA": 4096, "K": 256, "WIDE": 256}, 4,
+    ),
+    "decode_strings": (
+        programs.decode_strings, SECTIONS | OUT, {"P": 1279, "WIDE": 2048, "K": 256, "LOW": 2, "BITS": 4}, 4,
+    ),
+    "decode_ranks": (
+        programs.decode_ranks, SECTIONS | {"binomials": "*i64", "indices": "*i16", "values": "*i8", "first": "i32", "last": "i32", "room": "i32", "width": "i32"},
+        {"WIDTH": 40, "TOP": 64, "STEPS": 7, "K": 8, "LOW": 4, "BITS": 1, "LANES": 32}, 4,
+    ),
+    "chunks": (blake.chunks, {"state": "*u32", **HASHES, "values": "*u32"}, {"LANES": 128}, 4),
+    "parents": (
+        blake.parents, {"left": "*u32", "right": "*u32", **HASHES, "above": "*u32", "step": "i32", "stride": "i32", "count": "i32", "flags": "i32"},
+        {"LANES": 128}, 4,
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    name, card, *options = sys.argv[1:]
+    program, signature, constants, warps = CASES[name]
+    source = ASTSource(program, {**signature, **dict.fromkeys(constants, "constexpr")}, constants)
+    chosen = {"num_warps": warps, "enable_fp_fusion": "fusion" in options}
+    made = triton.compile(source, target=GPUTarget("cuda", int(card), 32), options=chosen)
+    reader = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        print(subprocess.run([reader, "-c", file.name], capture_output=True, text=True, check=True).stdout)
+
+
+if __name__ == "__main__":
+    main()
