@@ -125,6 +125,8 @@ test-kernels: setup $(TRITON)/.installed ## the programs for a card, interpreted
 gpu: ## every figure of a GPU in out/gpu.json, in nine minutes (SMALL=1: tiny, on a CPU; ONLY=steps; JSON=file)
 	@if [ -x $(VENV)/bin/python ] || ! ls $(GPU_WHEELS)/*.whl > /dev/null 2>&1; then $(MAKE) --no-print-directory setup; \
 	else rm -rf $(GPU_SITE) && for wheel in $(GPU_WHEELS)/*.whl; do $(PYTHON) -m zipfile -e $$wheel $(GPU_SITE) || exit 1; done; fi
+	test -e p2ptrain/exact/libnative.so || $(CC) $$(sed -n 's/^FLAGS = "\(.*\)"$$/\1/p' deploy/build_native.py) \
+	  -o p2ptrain/exact/libnative.so p2ptrain/exact/native.c || true
 	$(if $(SMALL),,env -u OMP_NUM_THREADS) \
 	  $$(test -x $(VENV)/bin/python && echo $(VENV)/bin/python || echo env PYTHONPATH=$(GPU_SITE) $(PYTHON)) \
 	  -m benchmarks.gpu $(if $(SMALL),--small) $(ONLY:%=--only %) $(JSON:%=--json %)

@@ -19,6 +19,7 @@ from benchmarks.gpu import Peak, Report, median_ms, model_config, run_part
 from p2ptrain.config import RecipeConfig
 from p2ptrain.exact.aggregate import apply_payloads
 from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack, unpack
+from p2ptrain.exact.kernels.launches import OnCard
 from p2ptrain.exact.root import state_root
 from p2ptrain.exact.schedule import Terms
 from p2ptrain.exact.transform import Layout
@@ -64,7 +65,10 @@ def measure(
     figures: dict[str, Any] = {"parameters": weights.numel(), "payload_bytes": form.payload_bytes}
     number = 0
 
-    def encode() -> Contribution:
+    def bytes_of(contribution: Contribution | OnCard) -> bytes:
+        return contribution.packed(form) if isinstance(contribution, OnCard) else pack(contribution, form)
+
+    def encode() -> Contribution | OnCard:
         nonlocal number
         residual.add(0, views(gradient, shapes), 0.999)
         contribution = residual.take(number, recipe)
@@ -81,13 +85,13 @@ def measure(
 
     timed("encode", encode, 1 if long and device.type == "cpu" else 3)
     contribution = encode()
-    timed("pack", lambda: pack(contribution, form), 1 if long else 3, CPU)
+    timed("pack", lambda: bytes_of(contribution), 1 if long else 3, CPU)
     if not payloads:
         made = []
         for each in gradients:
             residual.clear()
             gradient = each.to(device)
-            made.append(pack(encode(), form))
+            made.append(bytes_of(encode()))
         payloads += [made[index % len(made)] for index in range(CONTRIBUTIONS)]
     timed("check", lambda: unpack(payloads[0], form), 1 if long else 3, CPU)
     rate, parameters = Fraction(1, 1000), views(state, shapes)

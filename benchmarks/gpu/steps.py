@@ -1,11 +1,12 @@
 """Tokens a second and model FLOP utilisation of plain AdamW, `distro` and `local`; effects of the device's settings.
 
-The baseline is AdamW as one fused kernel over all weights, with the same passes. `overhead` is what a step takes more:
-for `distro` its contribution (DCT, top-k, packing) and what the device does of the apply of eight, which is to `distro`
-what the optimizer's step is to AdamW; for `local` a tenth of both. `overhead_of_contributing` leaves the apply out.
-Beside them stands a processor's work: to unpack eight contributions, to check one, the root. Model FLOPs a token
-are 6 * parameters + 12 * layers * width * length (PaLM, arXiv 2204.02311); utilisation is over a bf16 matrix product
-measured here, and over the data sheet's where the GPU is known.
+The baseline is AdamW as one fused kernel over all weights, with the same passes. `overhead` is what a step takes more in
+whole rounds: contribution, packing, the apply of 8 and of 100 contributions, the root; all but the network. `swarm_cost`
+is the same over the recipe's own steps (with Muon for `local`, without an optimizer for `distro`), in blocks of ten that
+take turns: least, median and most. Beside them stand a contribution, an apply, a root, and the verdict on a payload,
+which a processor gives. With `compiled`, both sides are. Model FLOPs a token are 6 * parameters + 12 * layers * width *
+length (PaLM, arXiv 2204.02311); utilisation is over a bf16 matrix product measured here, and over the data sheet's where
+the GPU is known.
 """
 
 from __future__ import annotations
@@ -23,12 +24,9 @@ from torch.nn import functional
 from benchmarks.gpu import Peak, Report, median_ms, model_config, ratio, run_part, seconds_of, spread
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import MemoryShortError
-from p2ptrain.exact.aggregate import apply_payloads, apply_votes, sum_votes
-from p2ptrain.exact.codec import Packed, PayloadFormat, pack, unpack
+from p2ptrain.exact.codec import unpack
+from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.root import state_root
-from p2ptrain.exact.scales import Scales, Sizes
-from p2ptrain.exact.schedule import Terms
-from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.memory import PassSettings, need_of
@@ -38,8 +36,10 @@ from p2ptrain.train.recipes import make_recipe
 SIZES = {"124m": (50_304, 16, 4), "350m": (50_304, 8, 8)}
 SIZES_SMALL = {"1m": (256, 2, 1)}
 STEPS, STEPS_SMALL, WARM_UP = 8, 3, 2
-CONTRIBUTIONS = 8
-LOCAL_STEPS = 10
+CONTRIBUTIONS, CONTRIBUTIONS_SMALL = (8, 100), (2,)
+LOCAL_STEPS = BLOCK_STEPS = 10
+PAIRS = 5
+COMPILED_SECONDS = 100.0  # that a size takes which is compiled
 COMPILE_SECONDS = 45.0  # that torch.compile may take at first
 # bf16 without sparsity, by the exact name: an H100 on PCIe has a fourth less than one on SXM.
 DATA_SHEET_TFLOPS = {
@@ -116,61 +116,96 @@ def peak_tflops(device: torch.device, size: int) -> float:
     return 2 * size**3 / (median_ms(lambda: one @ other, device, 7) / 1e3) / 1e12
 
 
+class Rounds:
+    """A node's rounds on the device: its steps, and all that the swarm adds to them but the network."""
+
+    def __init__(self, bench: Bench, name: str) -> None:
+        self.bench, config = bench, RECIPES[name]
+        self.config = config.model_copy(
+            update={
+                "sequences_per_pass": bench.recipe.sequences_per_pass,
+                "passes_per_step": bench.recipe.passes_per_step,
+            }
+        )
+        self.outer = Outer(self.config, bench.live.shapes)
+        self.recipe = make_recipe(self.config, bench.live, self.outer.layouts)
+        self.agreed = bench.live.weights.clone()
+        self.payloads: list[bytes] = []
+        self.number = 0
+
+    def steps(self, count: int = BLOCK_STEPS) -> None:
+        for step in range(count):
+            self.recipe.local_step(step, self.bench.batch, [])
+
+    def begin(self) -> None:
+        self.number += 1
+        self.recipe.base.copy_(self.agreed)
+        self.recipe.begin(self.number)
+
+    def contribute(self) -> bytes:
+        self.recipe.end()
+        payload = self.outer.pack(self.recipe.contribute(self.number), 0)
+        self.recipe.residual.forget(self.number)
+        return payload
+
+    def apply(self) -> None:
+        self.outer.apply(self.agreed, 0, self.payloads)
+
+    def root(self) -> None:
+        state_root(self.agreed)
+
+    def block(self) -> None:
+        """As many steps as `steps` takes, in whole rounds."""
+        for _ in range(BLOCK_STEPS // self.config.local_steps):
+            self.begin()
+            self.steps(self.config.local_steps)
+            self.contribute()
+            self.apply()
+            self.root()
+
+
 def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, Any]:
-    """Measures a round's own work, and its apply."""
-    config = RECIPES[name].model_copy(
-        update={"sequences_per_pass": bench.recipe.sequences_per_pass, "passes_per_step": bench.recipe.passes_per_step}
-    )
-    layout = Layout(bench.live.shapes, config.chunk)
-    form = PayloadFormat.of(layout, config)
-    recipe = make_recipe(config, bench.live, (layout,))
-    recipe.begin(0)
-    steps = bench.seconds(lambda: recipe.local_step(0, bench.batch, []))
-    payloads: list[Packed] = []
-
-    def contribute() -> None:
-        recipe.end()
-        payloads.append(Packed(pack(recipe.contribute(len(payloads)), form), form))
-        recipe.residual.forget(len(payloads) - 1)
-
-    contributing = statistics.median([seconds_of(contribute, bench.device) for _ in range(WARM_UP + 3)][WARM_UP:])
-    parameters, agreed = bench.live.parts(recipe.base), (payloads * CONTRIBUTIONS)[:CONTRIBUTIONS]
-    rate = Fraction(1, 1000)
-    unpacked = [unpack(*payload) for payload in agreed]
-    sizes = [Sizes.of(payload, layout) for payload in agreed] if form.groups else []
-    scales = Scales.of(sizes, layout, config, None) if sizes else None
-
-    def apply_unpacked() -> None:
-        votes = sum_votes(layout, config, unpacked, len(unpacked), scales, bench.device)
-        apply_votes(layout, config, votes, Terms(rate), parameters)
-
-    def ms(work: Any, turns: int = 3) -> float:
-        return median_ms(work, bench.device, turns, warm_up=turns > 1)
-
-    applying = ms(apply_unpacked)
-    step, plain = statistics.median(steps), statistics.median(baseline)
-    with_contribution = step + contributing / config.local_steps
-    whole = with_contribution + applying / 1e3 / config.local_steps
-    return {
-        "tokens_per_second": round(bench.tokens / whole),
-        "step_seconds": spread(steps),
-        "contribute_ms": round(1e3 * contributing, 2),
-        "apply_on_device_ms": applying,
-        "overhead": round(whole / plain - 1, 4),
-        "overhead_of_contributing": round(with_contribution / plain - 1, 4),
-        "apply_ms": ms(lambda: apply_payloads(layout, config, agreed, Terms(rate), parameters)),
-        "unpack_ms": ms(lambda: [unpack(*payload) for payload in agreed]),
-        "check_ms": ms(lambda: unpack(*agreed[0])),
-        "root_ms": ms(lambda: state_root(recipe.base), 1),
-    }
+    """Measures blocks of steps with and without whole rounds, in turns."""
+    rounds, small = Rounds(bench, name), bench.steps == STEPS_SMALL
+    rounds.begin()
+    rounds.steps(1)
+    payload, plain = rounds.contribute(), statistics.median(baseline)
+    form = rounds.outer.forms[rounds.config.k_max][0]
+    figures: dict[str, Any] = {}
+    for contributions in CONTRIBUTIONS_SMALL if small else CONTRIBUTIONS:
+        rounds.payloads = [payload] * contributions
+        rounds.block()
+        pairs = [
+            (seconds_of(rounds.steps, bench.device), seconds_of(rounds.block, bench.device))
+            for _ in range(1 if small else PAIRS)
+        ]
+        step = statistics.median(block for _, block in pairs) / BLOCK_STEPS
+        figures |= {
+            f"swarm_cost_{contributions}": spread([block / steps - 1 for steps, block in pairs]),
+            f"overhead_{contributions}": round(step / plain - 1, 4),
+            f"apply_ms_{contributions}": median_ms(rounds.apply, bench.device, 3),
+        }
+        figures.setdefault("tokens_per_second", round(bench.tokens / step))
+    figures["step_seconds"] = [round(seconds / BLOCK_STEPS, 4) for seconds in spread([steps for steps, _ in pairs])]
+    rounds.begin()
+    rounds.steps(1)
+    figures["contribute_ms"] = round(1e3 * seconds_of(rounds.contribute, bench.device), 3)
+    figures["check_ms"] = median_ms(lambda: unpack(payload, form), bench.device, 3)
+    figures["root_ms"] = median_ms(rounds.root, bench.device, 3)
+    return figures
 
 
-def measure(report: Report, name: str, vocabulary: int, sequences: int, passes: int, peaks: dict[str, float]) -> None:
+def measure(
+    report: Report, name: str, shape: tuple[int, int, int], peaks: dict[str, float], *, compiled: bool = False
+) -> None:
+    vocabulary, sequences, passes = shape
     config = model_config(name, vocab_size=vocabulary)
     baseline: list[float] = []
     for what in ("adamw", "distro", "local"):
         peak = Peak(report.device)
         bench = Bench(report, config, sequences, passes)
+        if compiled:
+            bench.live.model.compile_layers()
         if what == "adamw":
             baseline = bench.adamw()
             rate = round(bench.tokens / statistics.median(baseline))
@@ -187,7 +222,7 @@ def measure(report: Report, name: str, vocabulary: int, sequences: int, passes: 
         flops = 6 * bench.live.weights.numel() + 12 * config.layers * config.dim * config.sequence_length
         rate = figures["tokens_per_second"]
         utilised = {f"mfu_{of}": round(rate * flops / 1e12 / tflops, 4) for of, tflops in peaks.items()}
-        report.add(f"{name}, {what}", figures | utilised)
+        report.add(f"{name}, {what}" + (", compiled" if compiled else ""), figures | utilised)
         del bench  # before the next is made
 
 
@@ -231,7 +266,9 @@ def main(report: Report) -> None:
     failed = []
     for place, (size, shape) in enumerate(sizes.items()):
         try:
-            measure(report, size, *shape, peaks)
+            measure(report, size, shape, peaks)
+            if not place and not report.small and report.seconds_left > COMPILED_SECONDS:
+                measure(report, size, shape, peaks, compiled=True)
         except FAILURES as error:
             report.add(size, {"failed": str(error)[:500]})
             failed.append(size)

@@ -114,19 +114,20 @@ def chosen_device(config: DeviceConfig, found: Hardware) -> str:
     return config.name if config.name != "auto" else "cuda" if found.gpus else "cpu"
 
 
-def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Diagnosis:
-    """Checks the configured device; `try_it` computes something on it and raises DeviceError if the result is wrong."""
+def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], str | None]) -> Diagnosis:
+    """Checks the configured device; `try_it` computes something on it, says what is slow, and raises DeviceError if the
+    result is wrong."""
     name = chosen_device(config, found)
     if name != "cpu":
         return _check_cuda(name, config, found, try_it)
     try:
-        try_it(name)
+        slow = _after(try_it(name))
     except DeviceError as error:
         return Diagnosis("device", "failed", str(error))
     if config.name != "auto":
-        return Diagnosis("device", "good", "cpu")
+        return Diagnosis("device", "good", f"cpu{slow}")
     if not found.driver:
-        return Diagnosis("device", "good", "cpu: there is no NVIDIA driver")
+        return Diagnosis("device", "good", f"cpu: there is no NVIDIA driver{slow}")
     if found.cuda_build:
         why, fix = "torch cannot use it", f"Update the driver to one that supports CUDA {found.cuda_build}"
     else:
@@ -134,7 +135,7 @@ def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], 
     return Diagnosis("device", "warning", f"cpu; there is an NVIDIA driver {found.driver}, and {why}", fix)
 
 
-def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callable[[str], None]) -> Diagnosis:
+def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callable[[str], str | None]) -> Diagnosis:
     number = int(name.partition(":")[2] or 0)
     if number >= len(found.gpus):
         what = f"{name} not found: {len(found.gpus)} CUDA devices, driver {found.driver or 'none'}"
@@ -142,7 +143,7 @@ def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callab
     gpu = found.gpus[number]
     what = f"{name}: {gpu.name}, {mega(gpu.total_bytes)}, CUDA {found.cuda_build}, driver {found.driver or 'unknown'}"
     try:
-        try_it(name)
+        slow = _after(try_it(name))
     except DeviceError as error:
         return Diagnosis("device", "failed", f"{what}: {error}")
     except RuntimeError as error:  # torch raises it for any driver error
@@ -153,16 +154,28 @@ def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callab
         return Diagnosis(
             "device", "warning", f"{what}, without bf16", 'Set device.autocast to "auto": bf16 is slow there'
         )
-    return Diagnosis("device", "good", f"{what}, {'bf16' if gpu.is_bf16 else 'no bf16: it trains in fp32'}")
+    return Diagnosis("device", "good", f"{what}, {'bf16' if gpu.is_bf16 else 'no bf16: it trains in fp32'}{slow}")
 
 
-def try_device(name: str) -> None:
-    """Checks that the device's arithmetic is exact, including the edge cases."""
+def _after(slow: str | None) -> str:
+    return f"; {slow}" if slow else ""
+
+
+def try_device(name: str) -> str | None:
+    """Checks that the device's arithmetic is exact, including the edge cases; returns what of it is slow here."""
     import torch  # noqa: PLC0415
 
+    from p2ptrain.exact import native  # noqa: PLC0415
     from p2ptrain.exact.aggregate import check_exactness  # noqa: PLC0415
+    from p2ptrain.exact.kernels.launches import why_not  # noqa: PLC0415
 
-    check_exactness(64, torch.device(name))
+    device = torch.device(name)
+    check_exactness(64, device)
+    if device.type == "cuda" and (why := why_not(device)):
+        return f"a round's arithmetic is torch's, because {why}"
+    if native.library() is None:
+        return "contributions are unpacked in NumPy, because there was no C compiler at the installation"
+    return None
 
 
 def check_memory(demands: Sequence[MemoryDemand], limit: int) -> list[Diagnosis]:

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-#define ABI 1 /* raised with every change of what is called here; native.py refuses any other */
+#define ABI 2 /* raised with every change of what is called here; native.py refuses any other */
 #define GOOD 0
 #define WRONG_RANK 1
 #define WRONG_ONES 2
@@ -124,17 +124,21 @@ static inline int32_t in_unit(int32_t value, int left, int right, int32_t most) 
 
 #define COUNT(VALUE, SUM)                                                                                              \
     for (int64_t chunk = 0; chunk < chunks; chunk++) {                                                                 \
-        int left = shifts && shifts[chunk] > 0 ? shifts[chunk] : 0, right = shifts && shifts[chunk] < 0 ? -shifts[chunk] : 0; \
-        SUM *room = (SUM *)sums + chunk * area;                                                                        \
-        const uint16_t *places = indices + chunk * k;                                                                  \
-        const VALUE *value = (const VALUE *)values + chunk * k;                                                        \
-        for (int j = 0; j < k; j++)                                                                                    \
-            room[places[j]] += (SUM)(shifts ? in_unit(value[j], left, right, most) : value[j]);                        \
+        SUM *room = (SUM *)sums + chunk * area; /* stays in a core's cache for all contributions */                    \
+        for (int each = 0; each < count; each++) {                                                                     \
+            const uint16_t *places = indices[each] + chunk * k[each];                                                  \
+            const VALUE *value = (const VALUE *)values[each] + chunk * k[each];                                        \
+            int shift = shifts ? shifts[each][chunk] : 0, left = shift > 0 ? shift : 0, right = shift < 0 ? -shift : 0; \
+            for (int j = 0; j < k[each]; j++)                                                                          \
+                room[places[j]] += (SUM)(shifts ? in_unit(value[j], left, right, most) : value[j]);                    \
+        }                                                                                                              \
     }
 
-/* Adds a contribution's votes to the sums [chunks, area]. shifts: of each chunk, from -15 to 15; null: values are votes */
-void p2ptrain_count(int64_t chunks, int32_t k, int64_t area, const uint16_t *indices, const void *values,
-                    int32_t value_bytes, const int8_t *shifts, int32_t most, void *sums, int32_t sum_bytes) {
+/* Adds the votes of some contributions to the sums [chunks, area]. k: numbers of a chunk in each; shifts: of each chunk
+   in each, from -15 to 15; null: values are votes */
+void p2ptrain_count(int64_t chunks, int64_t area, int32_t count, const int32_t *k, const uint16_t *const *indices,
+                    const void *const *values, int32_t value_bytes, const int8_t *const *shifts, int32_t most,
+                    void *sums, int32_t sum_bytes) {
     if (value_bytes == 1 && sum_bytes == 2)
         COUNT(int8_t, int16_t)
     else if (value_bytes == 1 && sum_bytes == 4)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ABI = 1  # as in native.c
+ABI = 2  # as in native.c
 SHIFT_MAX = 15  # either way; a larger one would change nothing
 WRONG_RANK, WRONG_ONES, NOT_RISING = 1, 2, 3
 
@@ -68,33 +68,37 @@ def unpack(
 
 
 def count(
-    indices: NDArray[np.uint16],
-    values: NDArray[Any],
-    shifts: NDArray[np.int64] | None,
+    indices: Sequence[NDArray[np.uint16]],
+    values: Sequence[NDArray[Any]],
+    shifts: Sequence[NDArray[np.int64]],
     most: int,
     sums: NDArray[Any],
     area: int,
 ) -> None:
-    """Adds a contribution's votes to the sums; they are its values times 2**shift, rounded, and cut at `most`.
+    """Adds the votes of some contributions to the sums: their values times 2**shift, rounded, and cut at `most`.
 
-    sums: [chunks * area] int16 or int32; shifts: [chunks]; None: the values are votes
+    sums: [chunks * area] int16 or int32; shifts: [chunks] of each; empty: the values are votes
     """
-    native = library()
+    native, count = library(), len(indices)
     assert native is not None
-    halvings = None if shifts is None else np.clip(shifts, -SHIFT_MAX, SHIFT_MAX).astype(np.int8)
-    chunks, k = indices.shape
+    halvings = [np.clip(each, -SHIFT_MAX, SHIFT_MAX).astype(np.int8) for each in shifts]
     native.p2ptrain_count(
-        ctypes.c_int64(chunks),
-        ctypes.c_int32(k),
+        ctypes.c_int64(len(indices[0])),
         ctypes.c_int64(area),
-        _at(indices),
-        _at(values),
-        ctypes.c_int32(values.itemsize),
-        None if halvings is None else _at(halvings),
+        ctypes.c_int32(count),
+        (ctypes.c_int32 * count)(*(each.shape[1] for each in indices)),
+        _all_at(indices),
+        _all_at(values),
+        ctypes.c_int32(values[0].itemsize),
+        _all_at(halvings) if halvings else None,
         ctypes.c_int32(most),
         _at(sums),
         ctypes.c_int32(sums.itemsize),
     )
+
+
+def _all_at(arrays: Sequence[NDArray[Any]]) -> Any:
+    return (ctypes.c_void_p * len(arrays))(*(_at(each).value for each in arrays))
 
 
 def _at(array: NDArray[Any]) -> ctypes.c_void_p:

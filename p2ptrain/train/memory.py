@@ -23,7 +23,7 @@ from p2ptrain.config import DeviceConfig, ModelConfig, NodeConfig, RunConfig
 from p2ptrain.config.hf import HfConfig
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DeviceError
-from p2ptrain.exact.aggregate import INT16_MAX, INT32_MAX
+from p2ptrain.exact.aggregate import COUNTED_AT_ONCE, INT16_MAX, INT32_MAX
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.replica import UNPACKED_BYTES
 from p2ptrain.exact.root import FETCHED_PIECES, FLOAT_BYTES
@@ -283,6 +283,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     contributions = min(CONTRIBUTIONS_USUAL, run.admission.contributors_max)
     largest = contributions * run.recipe.vote_max
     vote_bytes = 2 if largest <= INT16_MAX else 4 if largest <= INT32_MAX else 8
+    counted = 0 if run.recipe.is_dense else min(COUNTED_AT_ONCE, contributions) * outer.contribution_bytes
     work = BLOCK_COPIES * 8 * area * min(at_once, block_chunks(torch.device(passes.device)))
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
@@ -302,7 +303,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         + _attention_mask_bytes(run, sequences, passes)
         + _adapter_bytes(run, shapes, sequences)
         + (state if passes.is_private else 0),
-        codec=max(each * coefficients, vote_bytes * at_once * area + work, orthogonal),
+        codec=max(each * coefficients, vote_bytes * at_once * area + work + counted, orthogonal),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * outer.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * outer.contribution_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),

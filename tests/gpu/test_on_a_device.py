@@ -19,7 +19,9 @@ from p2ptrain.config import DeviceConfig, RecipeConfig, RunConfig
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.exact import aggregate
 from p2ptrain.exact.aggregate import apply_payloads, check_exactness
-from p2ptrain.exact.codec import Packed, PayloadFormat, pack
+from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack
+from p2ptrain.exact.kernels import launches
+from p2ptrain.exact.kernels.launches import OnCard
 from p2ptrain.exact.root import state_root
 from p2ptrain.exact.schedule import Terms
 from p2ptrain.exact.selection import largest
@@ -112,6 +114,7 @@ def test_without_memory_it_leaves_an_update_to_the_cpu_and_the_bits_are_the_same
     form = PayloadFormat.of(layout, recipe)
     payloads = [pack(contribution(peer, layout, recipe), form) for peer in range(5)]
     sizes = [torch.Size(shape).numel() for shape in shapes]
+    monkeypatch.setattr(launches, "is_usable", lambda device: False)
     roots, real, used = [], aggregate.where_it_fits, set()
 
     def noted(work: Callable[[torch.device], Any], device: torch.device) -> Any:
@@ -132,6 +135,33 @@ def test_without_memory_it_leaves_an_update_to_the_cpu_and_the_bits_are_the_same
         assert used == ({device.type} if fits else {DEVICE.type, "cpu"}), "where there is no memory, the CPU took over"
         roots.append(state_root(flat).hex())
     assert len(set(roots)) == 1
+
+
+@pytest.mark.parametrize("name", ["distro", "demo", "local"])
+def test_its_programs_give_the_bits_of_torch_and_leave_an_update_to_it_without_memory(name: str) -> None:
+    shapes = [(2_048, 2_048), *SHAPES]
+    recipe = RecipeConfig(name=name)
+    layout = Layout(shapes, recipe.chunk)
+    form = PayloadFormat.of(layout, recipe)
+    payloads = [Packed(pack(contribution(peer, layout, recipe), form), form) for peer in range(5)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    check_exactness(recipe.chunk, DEVICE)
+    assert launches.is_usable(DEVICE) == (DEVICE.type == "cuda"), launches._refused
+    roots = []
+    for device, size in ((torch.device("cpu"), 2**40), (DEVICE, 2**40), (DEVICE, 2**10)):
+        flat = weights(7, (sum(sizes),)).to(device)
+        views = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
+        with memory_of_bytes(size):
+            apply_payloads(layout, recipe, payloads, Terms(Fraction(1, 3)), views)
+        roots.append(state_root(flat.cpu()).hex())
+    assert len(set(roots)) == 1
+
+
+def in_memory(made: Contribution | OnCard) -> Contribution:
+    if isinstance(made, Contribution):
+        return made
+    exponents = None if made.exponents is None else made.exponents.cpu().numpy()
+    return Contribution(made.indices.cpu().numpy().view(np.uint16), made.values.cpu().numpy(), exponents)
 
 
 def test_it_chooses_the_same_coefficients() -> None:
@@ -167,9 +197,9 @@ def test_it_makes_the_same_contribution_of_the_same_residual(name: str, kind: to
         else:
             drawn = _without_ties(drawn)  # of equal ones either may be taken
         residual.coefficients.copy_(drawn)
-        first = residual.take(1, recipe)
+        first = in_memory(residual.take(1, recipe))
         residual.restore(1)
-        again = residual.take(2, recipe)
+        again = in_memory(residual.take(2, recipe))
         made.append((first, again, residual))
     for here, there in zip(made[0][:2], made[1][:2], strict=True):
         assert np.array_equal(here.values, there.values) and np.array_equal(here.indices, there.indices)

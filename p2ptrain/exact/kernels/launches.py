@@ -51,19 +51,24 @@ def refuse(device: torch.device, why: str) -> None:
     """Has torch do all of this device's arithmetic from now on."""
     if device not in _refused:
         _refused[device] = why
-        log.warning("%s: no kernels, %s. The same arithmetic takes longer in torch", device, why)
+        log.warning("%s does a round's arithmetic in torch, which takes longer: %s", device, why)
 
 
 def is_usable(device: torch.device) -> bool:
-    if device.type != "cuda" or device in _refused:
-        return False
+    return device.type == "cuda" and why_not(device) is None
+
+
+def why_not(device: torch.device) -> str | None:
+    """Returns why torch does the arithmetic of a CUDA device, if it does."""
+    if device in _refused:
+        return _refused[device]
     if importlib.util.find_spec("triton") is None:
         refuse(device, "Triton is not installed")
     elif torch.version.hip:
         refuse(device, "they were not tried on ROCm")
     elif torch.cuda.get_device_capability(device) < CAPABILITY_LEAST:
         refuse(device, "it is older than compute capability 8.0")
-    return device not in _refused
+    return _refused.get(device)
 
 
 def launch(name: str, grid: tuple[int, ...], *arguments: Any, warps: int = 4, **constants: Any) -> None:
@@ -79,18 +84,27 @@ def _program(name: str) -> Any:
     return getattr(programs, name, None) or getattr(blake, name)
 
 
+def _pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Returns memory that a card copies to and from by itself; any other where there is none, as in a container."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(shape, dtype=dtype)
+
+
 def to_card(array: NDArray[Any], device: torch.device) -> Tensor:
     """Copies without waiting for the card."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda":
+        tensor = _pinned(tensor.shape, tensor.dtype).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
     """Copies, and waits for what the card was asked before."""
     if tensor.device.type != "cuda":
         return tensor.cpu().numpy()
-    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    room.copy_(tensor, non_blocking=True)
+    room = _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return room.numpy()
 
@@ -420,7 +434,7 @@ def leaves(state: Tensor) -> list[bytes]:
     if not pieces:
         return [leaf_digest(0, to_host(rest).tobytes())]
     device, words, count = state.device, state[: pieces * WORDS].view(torch.uint32), pieces * 1024
-    key = to_card(np.frombuffer(LEAF_KEY, np.uint32).copy(), device)
+    key = to_card(np.frombuffer(LEAF_KEY, np.int32).copy(), device).view(torch.uint32)
 
     def room(width: int) -> Tensor:
         return torch.empty(8, width, dtype=torch.uint32, device=device)
