@@ -149,17 +149,25 @@ class DeviceConfig(Section):
         le=65_536,
         description="maximum number of sequences in one forward and backward pass; 0: as many as the run says",
     )
-    checkpointing: bool = Field(
-        False,
+    checkpointing: Annotated[bool | Literal["auto"], Accepts("true, false or auto")] = Field(
+        "auto",
         description="activation checkpointing: keep only each layer's input for the backward pass; "
-        "less memory, a third more work",
+        "less memory, a third more work. auto: where the run does not fit otherwise",
     )
-    half_state: bool = Field(
-        False,
+    half_state: Annotated[bool | Literal["auto"], Accepts("true, false or auto")] = Field(
+        "auto",
         description="keep the residual and the momentum of local steps, which no other node sees, in bf16: half their "
-        "memory",
+        "memory. auto: where the run does not fit otherwise",
     )
     compile: bool = Field(False, description="compile the layers with torch.compile; the first round takes longer")
+
+    @property
+    def is_checkpointed(self) -> bool:
+        return self.checkpointing is True
+
+    @property
+    def is_half(self) -> bool:
+        return self.half_state is True
 
 
 class ChangeableLimits(Section):

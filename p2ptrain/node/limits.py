@@ -100,15 +100,20 @@ def changed(limits: Limits, order: dict[str, Any]) -> Limits:
 
 
 def refuse_too_large(run: RunConfig, home: Home) -> None:
-    """Logs how much memory and disk space the run needs. Raises ConfigError if the config allows less, and
-    TooLargeError if this machine does not have that much.
+    """Chooses what the owner has left to the node so that the run fits, and logs how much memory and disk it needs.
+
+    Raises ConfigError if the config allows less, and TooLargeError if this machine does not have that much.
 
     If the memory is only taken by other programs, it only warns; also if a GPU would fit smaller passes, which training
     then takes by itself. A process that takes more main memory than there is would be ended by the system.
     """
     from p2ptrain.exact.shortage import mega  # noqa: PLC0415
-    from p2ptrain.train.memory import demands_of, need_of, passes_that_fit  # noqa: PLC0415  # imports torch
+    from p2ptrain.train.memory import demands_of, need_of, passes_that_fit, that_fits  # noqa: PLC0415  # imports torch
 
+    before, home.config = home.config.device, that_fits(run, home.config)
+    for name, value in home.config.device:
+        if value != getattr(before, name):
+            log.info("device.%s = %s, so that run %s fits this machine", name, str(value).lower(), run.name)
     demands = demands_of(run, home.config)
     disk = disk_demand(run, home, need_of(run))
     log.info("run %s needs about %s", run.name, " and ".join([*(each.takes for each in demands), disk.takes]))
@@ -119,7 +124,8 @@ def refuse_too_large(run: RunConfig, home: Home) -> None:
     for each in demands:
         if each.level == "failed" and each.least <= each.total:
             what = f"run {run.name} needs about {each.takes}, but there are only {mega(each.total)}"
-            fix = f"Set device.sequences_per_pass = {passes_that_fit(run, home.config)}, so that less is needed at once"
+            fewer = max(1, passes_that_fit(run, home.config))
+            fix = f"Set device.sequences_per_pass = {fewer}, so that less is needed at once"
             raise TooLargeError(what, fix=fix)
         if each.level == "failed":
             least = f"{mega(each.least)} even with one sequence per pass"

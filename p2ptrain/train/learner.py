@@ -101,11 +101,11 @@ class Learner:
         check_tokens(run, self.trained_on)
         self.device, autocast = open_device(device)
         check_exactness(run.recipe.chunk, self.device)
-        if device.checkpointing:
+        if device.is_checkpointed:
             return_large_blocks()
         assert run.adapt.is_on == (base is not None), "the base is fetched before the node is built"
         make = partial(first_model, seed=run.seed) if initial else build
-        model = make(run.model, checkpointing=device.checkpointing, adapt=run.adapt, base=base)
+        model = make(run.model, checkpointing=device.is_checkpointed, adapt=run.adapt, base=base)
         if device.compile:
             _check_compiler()
             model.compile_layers()
@@ -113,7 +113,7 @@ class Learner:
             model.to(self.device),
             autocast=autocast,
             sequences_per_pass=device.sequences_per_pass,
-            half_state=device.half_state,
+            half_state=device.is_half,
             packing=packing_of(run, dataset, self.trained_on),
             privacy=own.privacy if own else None,
         )

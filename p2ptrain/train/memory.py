@@ -221,7 +221,7 @@ def demands_of(run: RunConfig, config: NodeConfig, taken: int | None = None) -> 
     device, autocast = find_device(settings)
     sequences = 1 if is_private else settings.sequences_per_pass
     passes = PassSettings(
-        autocast, settings.checkpointing, sequences, device.type, settings.half_state, is_private=is_private
+        autocast, settings.is_checkpointed, sequences, device.type, settings.is_half, is_private=is_private
     )
     need, least = need_of(run, passes), need_of(run, replace(passes, sequences_per_pass=1))
     if taken is None:
@@ -240,15 +240,38 @@ def demands_of(run: RunConfig, config: NodeConfig, taken: int | None = None) -> 
     return demands
 
 
+def that_fits(run: RunConfig, config: NodeConfig) -> NodeConfig:
+    """Returns the config with what its owner has left to the node chosen so that the run fits this machine: first what
+    costs least. If nothing makes it fit, the config as it is."""
+    device = config.device
+    halved = {"half_state": True} if device.half_state == "auto" else {}
+    checkpointed = {"checkpointing": True} if device.checkpointing == "auto" else {}
+    for chosen in ({}, halved, halved | checkpointed):
+        tried = config.model_copy(update={"device": device.model_copy(update=chosen)})
+        if _fits(run, tried):
+            return tried
+        sequences = 0 if device.sequences_per_pass else passes_that_fit(run, tried)
+        if sequences:
+            return _with_passes(tried, sequences)
+    return config
+
+
 def passes_that_fit(run: RunConfig, config: NodeConfig) -> int:
-    """Returns the largest number of sequences per pass with which the run fits this machine's main memory."""
-    least, most = 1, run.recipe.sequences_per_pass
+    """Returns the largest number of sequences per pass with which the run fits this machine; 0 if none does."""
+    least, most = 0, run.recipe.sequences_per_pass
     while least < most:
         middle = (least + most + 1) // 2
-        settings = config.device.model_copy(update={"sequences_per_pass": middle})
-        demand, *_ = demands_of(run, config.model_copy(update={"device": settings}))
-        least, most = (middle, most) if demand.needed <= demand.total else (least, middle - 1)
+        least, most = (middle, most) if _fits(run, _with_passes(config, middle)) else (least, middle - 1)
     return least
+
+
+def _with_passes(config: NodeConfig, sequences: int) -> NodeConfig:
+    return config.model_copy(update={"device": config.device.model_copy(update={"sequences_per_pass": sequences})})
+
+
+def _fits(run: RunConfig, config: NodeConfig) -> bool:
+    demands, limit = demands_of(run, config), config.limits.memory_bytes
+    return all(each.level != "failed" for each in demands) and not (limit and demands[0].needed > limit)
 
 
 def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:

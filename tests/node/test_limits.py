@@ -92,7 +92,8 @@ def test_memory_over_its_limit_is_complained_of() -> None:
 
 
 def config_of(memory: int) -> NodeConfig:
-    device = NodeConfig().device.model_copy(update={"name": "cpu"})
+    chosen = {"name": "cpu", "half_state": False, "checkpointing": False, "sequences_per_pass": 8}
+    device = NodeConfig().device.model_copy(update=chosen)
     return NodeConfig().model_copy(update={"limits": LimitsConfig(memory_bytes=memory), "device": device})
 
 
@@ -124,6 +125,36 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
         refuse_too_large(run, Home(config_of(0)))
 
 
+def test_what_the_owner_has_left_open_is_chosen_so_that_a_run_fits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunConfig.model_validate({"name": "large", "model": {"preset": "5m"}})
+
+    def needed(config: NodeConfig, **device: object) -> int:
+        (main,) = demands_of(run, config.model_copy(update={"device": config.device.model_copy(update=device)}))
+        return main.needed
+
+    for settings, chosen in (
+        ({}, [{}, {"sequences_per_pass": 3}, {"sequences_per_pass": 1}]),
+        ({"sequences_per_pass": 8}, [{}, {"half_state": True, "checkpointing": True}]),
+        ({"sequences_per_pass": 8, "half_state": False}, [{}, {"checkpointing": True}]),
+    ):
+        config = NodeConfig.model_validate({"device": {"name": "cpu"} | settings})
+        for expected in chosen:
+            size = needed(config, **expected)
+            for limit, there in ((0, size), (size, 10**12)):
+                monkeypatch.setattr(memory_module, "memory_bytes", lambda there=there: there)
+                home = Home(config.model_copy(update={"limits": LimitsConfig(memory_bytes=limit)}))
+                with caplog.at_level("INFO"):
+                    refuse_too_large(run, home)
+                device = home.config.device
+                assert {name: value for name, value in device if value != getattr(config.device, name)} == expected
+    assert "device.checkpointing = true, so that run large fits this machine" in caplog.text
+    monkeypatch.setattr(memory_module, "memory_bytes", lambda: size - 1)
+    with pytest.raises(TooLargeError):
+        refuse_too_large(run, Home(config))
+
+
 def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,28 +163,29 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
     need = need_of(run, PassSettings(autocast=True, device="cuda"))
     least = need_of(run, PassSettings(autocast=True, device="cuda", sequences_per_pass=1))
     there = [need.trainer, need.trainer]
+    config = NodeConfig.model_validate({"device": {"half_state": False, "checkpointing": False}})
     monkeypatch.setattr(memory_module, "find_device", lambda config: (torch.device("cuda:0"), True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(there))
     with caplog.at_level("INFO"):
-        refuse_too_large(run, Home(NodeConfig()))
+        refuse_too_large(run, Home(config))
     assert (
         f"and {mega(need.trainer)} of cuda:0 (agreed weights 386 MB + weights 386 MB + gradient 386 MB + residual"
         in caplog.text
     )
     assert "are free now" not in caplog.text
     there[:] = need.trainer - 1, least.trainer
-    refuse_too_large(run, Home(NodeConfig()))
+    refuse_too_large(run, Home(config))
     assert "of cuda:0 are free now" in caplog.text
     there[1] -= 1
     with pytest.raises(TooLargeError, match=r"of cuda:0 \(agreed weights .* even with one sequence per pass"):
-        refuse_too_large(run, Home(NodeConfig()))
+        refuse_too_large(run, Home(config))
 
     def full(device: object) -> None:
         raise RuntimeError("CUDA error: out of memory\nmore")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", full)
     with pytest.raises(DeviceError, match=r"cuda:0 cannot be opened: CUDA error: out of memory\. Close"):
-        refuse_too_large(run, Home(NodeConfig()))
+        refuse_too_large(run, Home(config))
 
 
 # ---------------------------------------------------------------------------------------------------
