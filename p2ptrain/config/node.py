@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -128,6 +128,15 @@ class NetworkConfig(Section):
         return bool(self.model_fields_set & {"listen", "announce"})
 
 
+def _as_written(value: object) -> object:
+    """Reads a switch as the environment has it, in letters."""
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+# A switch that the node sets by itself where its owner has not.
+Chosen = Annotated[Literal["auto", True, False], BeforeValidator(_as_written)]
+
+
 class DeviceConfig(Section):
     """The device that trains."""
 
@@ -149,12 +158,12 @@ class DeviceConfig(Section):
         le=65_536,
         description="maximum number of sequences in one forward and backward pass; 0: as many as the run says",
     )
-    checkpointing: Annotated[bool | Literal["auto"], Accepts("true, false or auto")] = Field(
+    checkpointing: Chosen = Field(
         "auto",
         description="activation checkpointing: keep only each layer's input for the backward pass; "
         "less memory, a third more work. auto: where the run does not fit otherwise",
     )
-    half_state: Annotated[bool | Literal["auto"], Accepts("true, false or auto")] = Field(
+    half_state: Chosen = Field(
         "auto",
         description="keep the residual and the momentum of local steps, which no other node sees, in bf16: half their "
         "memory. auto: where the run does not fit otherwise",
