@@ -31,9 +31,17 @@ from p2ptrain.observe.app import EVENTS, PATHS, REFUSALS, App
 from p2ptrain.observe.guard import OPEN
 from p2ptrain.observe.metrics import MetricsPage
 from p2ptrain.observe.schema import Answer, RoundRecord, Status
+from p2ptrain.train.memory import PassSettings, need_of
 
 HERE = Path(__file__).parent / "reference"
 HELP_COLUMNS = 80
+MEMORY_MODELS: dict[str, dict[str, Any]] = {
+    "100M, 1,024 tokens": {"preset": "100m"},
+    "1B, 2,048 tokens": {"preset": "1b"},
+    "3B, 2,048 tokens": {"preset": "1b", "dim": 3_072, "layers": 24, "heads": 24, "kv_heads": 8, "ffn_dim": 8_192},
+}
+MEMORY_SETTINGS = ((0, False, False), (1, False, False), (1, True, False), (1, True, True))
+MEMORY_CARDS = (8, 12, 16, 24, 40, 80)
 NOTE = "<!-- Made by `make docs` from {source}. Change that, not this. -->\n"
 
 
@@ -45,6 +53,7 @@ def pages() -> dict[str, str]:
         "metrics.md": "".join(_metrics()),
         "http.md": "".join(_http()),
         "python.md": "".join(_python()),
+        "memory.md": "".join(_memory()),
     }
 
 
@@ -303,6 +312,31 @@ def _told(name: str, function: Callable[..., object]) -> str:
     signature = str(inspect.signature(function)).replace("self, ", "").replace("(self)", "()").replace("'", "")
     level = "###" if "." in name else "##"
     return f"\n{level} {name}\n\n```text\n{name}{signature}\n```\n\n{inspect.getdoc(function)}\n"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Memory
+
+
+def _memory() -> Iterator[str]:
+    yield "# Which card trains what\n\n" + NOTE.format(source="p2ptrain/train/memory.py") + "\n"
+    yield (
+        "Memory of the card in GB, by the estimate that a node makes before it starts, with bf16 arithmetic and the run's\n"
+        "other settings as they are by default. The last column names the smallest card that it fits, of 8, 12, 16, 24,\n"
+        "40 and 80 GB. The node chooses these settings by itself where you have not set them. The estimate of the round's\n"
+        "own arithmetic has not been measured on a card yet.\n"
+    )
+    yield "\n" + _row("model", "recipe", "sequences of a pass", "`half_state`", "`checkpointing`", "GB", "card")
+    yield "|---|---|---|---|---|---|---|\n"
+    for name, model in MEMORY_MODELS.items():
+        for recipe in ("distro", "local"):
+            run = RunConfig.model_validate({"name": "memory", "model": model, "recipe": {"name": recipe}})
+            for sequences, is_half, is_checkpointed in MEMORY_SETTINGS:
+                passes = PassSettings(True, is_checkpointed, sequences, "cuda", is_half)
+                needed = need_of(run, passes).trainer / 10**9
+                card = next((str(size) for size in MEMORY_CARDS if needed <= size * 0.98), "none of them")
+                marks = ["yes" if each else "no" for each in (is_half, is_checkpointed)]
+                yield _row(name, recipe, str(sequences or run.recipe.sequences_per_pass), *marks, f"{needed:.1f}", card)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from p2ptrain.config.hf import HfConfig
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DeviceError
 from p2ptrain.exact.aggregate import COUNTED_AT_ONCE, INT16_MAX, INT32_MAX
+from p2ptrain.exact.kernels.launches import CHUNK_LEAST, NUMBER_BYTES, ROOM_BYTES, SLAB_BYTES
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.replica import UNPACKED_BYTES
 from p2ptrain.exact.root import FETCHED_PIECES, FLOAT_BYTES
@@ -48,6 +49,7 @@ CUDA_LIBRARIES_BYTES = 64 * 2**20  # allocated by cuBLAS through torch, for two 
 # For each number of a contribution, in several arrays that exist at a time; measured. The second where every weight is
 # sent in more than a bit.
 COEFFICIENT_BYTES, WEIGHT_BYTES = 48, 20
+MADE_BYTES = 16  # of a number, while a card makes a contribution: counted in launches.py, not measured yet
 COPIED_BYTES = FETCHED_PIECES * PIECE_BYTES  # of a GPU's weights on their way to their root, twice in main memory
 MUON_COPIES = 4  # of the matrices that it orthogonalises at a time
 BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
@@ -308,6 +310,10 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     vote_bytes = 2 if largest <= INT16_MAX else 4 if largest <= INT32_MAX else 8
     counted = 0 if run.recipe.is_dense else min(COUNTED_AT_ONCE, contributions) * outer.contribution_bytes
     work = BLOCK_COPIES * 8 * area * min(at_once, block_chunks(torch.device(passes.device)))
+    codec = max(each * coefficients, vote_bytes * at_once * area + work + counted)
+    if passes.device == "cuda" and not run.recipe.is_dense and run.recipe.chunk >= CHUNK_LEAST:  # in its own programs
+        rooms = min(SLAB_BYTES, 4 * at_once * area) + min(ROOM_BYTES, NUMBER_BYTES * contributions * coefficients)
+        codec = max(MADE_BYTES * coefficients, rooms + contributions * outer.payload_bytes)
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     open_contributions = KEPT_COPIES + run.agreement.staleness_rounds_max + run.agreement.overlap_rounds_max
@@ -326,7 +332,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         + _attention_mask_bytes(run, sequences, passes)
         + _adapter_bytes(run, shapes, sequences)
         + (state if passes.is_private else 0),
-        codec=max(each * coefficients, vote_bytes * at_once * area + work + counted, orthogonal),
+        codec=max(codec, orthogonal),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * outer.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * outer.contribution_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),

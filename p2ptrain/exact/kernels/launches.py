@@ -35,6 +35,8 @@ from p2ptrain.exact.transform import Layout, integer_basis, orthonormal_basis
 CHUNK_LEAST = 32  # the smallest sides whose products a card's units for small integers take
 CAPABILITY_LEAST = (8, 0)
 SLAB_BYTES = 2**27  # of votes at a time: a few launches for a small model, and not the memory of a large one
+ROOM_BYTES = 2**29  # of unpacked contributions at a time, so many that 100 take few launches
+NUMBER_BYTES = 4  # of an unpacked number, at most: its index and its value
 SPARE_BYTES = 16  # readable behind a payload
 LANES = 128
 RANKED_LANES = 32
@@ -224,8 +226,8 @@ class Launches:
         steps: computes them from the sum of a group's squared votes. All memory is taken before anything changes.
         """
         layout, device, count = self.layout, self.device, len(payloads)
-        slab = self._slab
         width = max(form.k for _, form in payloads)
+        slab = self._slab_for(count, width)
         pitch = -(-(max(form.payload_bytes for _, form in payloads) + SPARE_BYTES) // 8) * 8
         octets = np.zeros((count, pitch), np.uint8)
         by_form: dict[PayloadFormat, list[int]] = defaultdict(list)
@@ -315,7 +317,7 @@ class Launches:
 
     def subtract_sparse(self, tensor: Tensor, indices: Tensor, values: Tensor, share: float) -> bool:
         """The same of numbers at some indices of each chunk; False, with nothing changed, if memory is short."""
-        slab, k = self._slab, indices.shape[1]
+        slab, k = self._slab_for(), indices.shape[1]
         try:
             room = torch.empty(slab, self.layout.area, device=self.device)
             indices, values = indices.to(self.device), values.to(self.device)
@@ -327,10 +329,10 @@ class Launches:
             self._each("subtract_sparse", *fixed, chunks=count, K=k, WIDE=_above(k))
         return True
 
-    @property
-    def _slab(self) -> int:
-        """How many chunks are worked on at a time."""
-        return max(1, min(self.layout.chunks, SLAB_BYTES // (4 * self.layout.area)))
+    def _slab_for(self, contributions: int = 0, k: int = 0) -> int:
+        """Returns how many chunks are worked on at a time."""
+        rooms = ROOM_BYTES // (contributions * k * NUMBER_BYTES) if contributions else self.layout.chunks
+        return max(1, min(self.layout.chunks, SLAB_BYTES // (4 * self.layout.area), rooms))
 
     def _each(self, name: str, *arguments: Any, chunks: int | None = None, **constants: Any) -> None:
         constants |= {"TRANSFORMED": self.layout.is_transformed, "C": self.layout.chunk}
