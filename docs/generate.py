@@ -321,10 +321,10 @@ def _told(name: str, function: Callable[..., object]) -> str:
 def _memory() -> Iterator[str]:
     yield "# Which card trains what\n\n" + NOTE.format(source="p2ptrain/train/memory.py") + "\n"
     yield (
-        "Memory of the card in GB, by the estimate that a node makes before it starts, with bf16 arithmetic and the run's\n"
-        "other settings as they are by default. The last column names the smallest card that it fits, of 8, 12, 16, 24,\n"
-        "40 and 80 GB. The node chooses these settings by itself where you have not set them. The estimate of the round's\n"
-        "own arithmetic has not been measured on a card yet.\n"
+        "Memory of the card in GB, by the estimate that a node makes before it starts, with bf16 arithmetic and the\n"
+        "run's other settings as they are by default. The last column names the smallest card that it fits, of 8, 12,\n"
+        "16, 24, 40 and 80 GB. The node chooses these settings by itself where you have not set them. The estimate of\n"
+        "the round's own arithmetic has not been measured on a card yet.\n"
     )
     yield "\n" + _row("model", "recipe", "sequences of a pass", "`half_state`", "`checkpointing`", "GB", "card")
     yield "|---|---|---|---|---|---|---|\n"
