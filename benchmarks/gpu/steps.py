@@ -1,12 +1,12 @@
 """Tokens a second and model FLOP utilisation of plain AdamW, `distro` and `local`; effects of the device's settings.
 
-The baseline is AdamW as one fused kernel over all weights, with the same passes. `overhead` is what a step takes more in
-whole rounds: contribution, packing, the apply of 8 and of 100 contributions, the root; all but the network. `swarm_cost`
-is the same over the recipe's own steps (with Muon for `local`, without an optimizer for `distro`), in blocks of ten that
-take turns: least, median and most. Beside them stand a contribution, an apply, a root, and the verdict on a payload,
-which a processor gives. With `compiled`, both sides are. Model FLOPs a token are 6 * parameters + 12 * layers * width *
-length (PaLM, arXiv 2204.02311); utilisation is over a bf16 matrix product measured here, and over the data sheet's where
-the GPU is known.
+The baseline is AdamW as one fused kernel over all weights, with the same passes. `overhead` is what a step takes more
+in whole rounds: contribution, packing, the apply of 8 and of 100 contributions, the root; all but the network.
+`swarm_cost` is the same over the recipe's own steps (with Muon for `local`, without an optimizer for `distro`), in
+blocks of ten that take turns: least, median and most. Beside them stand a contribution, an apply, a root, and the
+verdict on a payload, which a processor gives. With `compiled`, both sides are. Model FLOPs a token are 6 * parameters
++ 12 * layers * width * length (PaLM, arXiv 2204.02311); utilisation is over a bf16 matrix product measured here, and
+over the data sheet's where the GPU is known.
 """
 
 from __future__ import annotations
