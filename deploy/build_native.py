@@ -26,10 +26,10 @@ class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
         root = Path(self.root)
         library = root / NAME
         library.unlink(missing_ok=True)
-        compiler = shlex.split(os.environ.get("CC", "cc"))
+        compiler = shlex.split(os.environ.get("CC") or "cc")
         if sys.platform != "linux" or shutil.which(compiler[0]) is None:
             self.app.display_warning(
-                "no C compiler: contributions are unpacked in NumPy, which takes five times as long"
+                "no C compiler, or not Linux: contributions are unpacked in NumPy, which takes longer"
             )
             return
         source = library.with_name("native.c").relative_to(root)

@@ -129,10 +129,11 @@ class NetworkConfig(Section):
 
 
 def _as_written(value: object) -> object:
-    """Reads a switch as the environment has it, in letters."""
-    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+    """Reads a switch from the environment, where all is text."""
+    return SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
 
 
+SWITCHES = {"true": True, "1": True, "on": True, "yes": True, "false": False, "0": False, "off": False, "no": False}
 # A switch that the node sets by itself where its owner has not.
 Chosen = Annotated[Literal["auto", True, False], BeforeValidator(_as_written)]
 
@@ -156,7 +157,8 @@ class DeviceConfig(Section):
         0,
         ge=0,
         le=65_536,
-        description="maximum number of sequences in one forward and backward pass; 0: as many as the run says",
+        description="maximum number of sequences in one forward and backward pass; 0: as many as the run says, "
+        "or as fit",
     )
     checkpointing: Chosen = Field(
         "auto",

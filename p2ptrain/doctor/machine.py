@@ -174,7 +174,7 @@ def try_device(name: str) -> str | None:
     if device.type == "cuda" and (why := why_not(device)):
         return f"a round's arithmetic is torch's, because {why}"
     if native.library() is None:
-        return "contributions are unpacked in NumPy, because there was no C compiler at the installation"
+        return "contributions are unpacked in NumPy, because libnative.so was not built for this machine"
     return None
 
 

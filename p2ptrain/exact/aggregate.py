@@ -29,15 +29,17 @@ from fractions import Fraction
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
+from p2ptrain.digest import PIECE_BYTES, leaf_digest
 from p2ptrain.errors import DeviceError
 from p2ptrain.exact import native
-from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack, unpack
+from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, unpack
 from p2ptrain.exact.kernels.launches import (
     KEPT,
     NESTEROV,
@@ -45,7 +47,9 @@ from p2ptrain.exact.kernels.launches import (
     PLAIN,
     Move,
     flat_of,
+    is_usable,
     launches_of,
+    leaves,
     refuse,
     to_host,
 )
@@ -68,7 +72,13 @@ EXACTNESS_FIX = (
     "precision or flush-to-zero mode; or choose another device"
 )
 INT16_MAX, INT32_MAX = 2**15 - 1, 2**31 - 1
-COUNTED_AT_ONCE = 8  # contributions, which are unpacked as long
+CHECKED: list[dict[str, Any]] = [  # on a card, before its programs are used
+    {"name": "distro", "k": 8, "weight_decay": "1/10"},
+    {"name": "demo", "k": 8, "value_bits": 3},
+    {"name": "local", "k": 64, "value_bits": 4, "momentum": "9/10", "nesterov": True},
+    {"name": "local", "k": 64, "value_bits": 8},
+]
+COUNTED_AT_ONCE = 8  # contributions that are unpacked at a time
 CHUNKS_MEASURED = 4  # of a group, at least, for the update's norm: all would take 2 % of the time of an update
 
 
@@ -127,7 +137,8 @@ def sum_votes(
     dtype = torch.int16 if largest <= INT16_MAX else torch.int32 if largest <= INT32_MAX else torch.int64
     sums = torch.zeros(layout.chunks * layout.area, dtype=dtype, device=device)
     if device.type == "cpu" and not recipe.is_dense and dtype != torch.int64 and native.library():
-        assert _count(layout, recipe, iter(contributions), scales, sums) == count
+        counted = _count(layout, recipe, iter(contributions), scales, sums)
+        assert counted == count
         return Votes(sums.view(layout.chunks, layout.area), count, scales)
     index_type = np.dtype(np.int32) if sums.numel() <= INT32_MAX else np.dtype(np.int64)
     starts = np.arange(layout.chunks, dtype=index_type)[:, None] * layout.area
@@ -155,6 +166,7 @@ def _count(
         indices, values = [each.indices for each in some], [each.values for each in some]
         native.count(indices, values, shifts, recipe.vote_max, sums.numpy(), layout.area)
         added += len(some)
+        del some, indices, values  # before the next are unpacked
     return added
 
 
@@ -224,16 +236,18 @@ def _on_card(
     momenta: Sequence[Tensor],
 ) -> float | None:
     """Does what `sum_votes` and `apply_votes` do in programs of a card; None, with nothing changed, if it cannot."""
-    programs = None if recipe.is_dense else launches_of(layout, parameters[0].device)
     weights, carried = flat_of(parameters), flat_of(momenta) if momenta else None
-    if programs is None or weights is None or not counted.payloads or recipe.rule in BY_COORDINATE:
+    if recipe.is_dense or weights is None or not counted.payloads or recipe.rule in BY_COORDINATE:
         return None
-    kind = (NESTEROV if recipe.nesterov else PLAIN) if terms.carries else KEPT
+    device, kind = weights.device, (NESTEROV if recipe.nesterov else PLAIN) if terms.carries else KEPT
     mu = rounded_fp32(recipe.momentum)
     move = Move(rounded_fp32(1 - terms.rate * recipe.weight_decay), mu, kind if carried is not None else NO_MOMENTUM)
     count, scales = len(counted.payloads), counted.scales
     steps_from = partial(steps_of, layout, recipe, count, scales, terms.rate)
     try:
+        programs = launches_of(layout, weights.device)
+        if programs is None:
+            return None
         steps, squares = programs.update(recipe, counted.payloads, scales, steps_from, move, weights, carried)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -241,7 +255,10 @@ def _on_card(
         return None
 
     def some() -> list[float]:
-        found: list[float] = to_host(torch.cat([squares[chunks] for chunks in measured_chunks(layout)])).tolist()
+        def chosen(where: torch.device) -> Tensor:
+            return torch.cat([squares[each].to(where) for each in measured_chunks(layout)])
+
+        found: list[float] = to_host(where_it_fits(chosen, device)).tolist()
         return found
 
     return norm_of(layout, recipe, steps, terms.rate, some)
@@ -267,7 +284,8 @@ def apply_own(layout: Layout, indices: Tensor, values: Tensor, share: float, par
 
     def spread(chunks: slice) -> Tensor:
         chosen = indices[chunks].long()
-        return torch.zeros(len(chosen), layout.area, device=chosen.device).scatter_(1, chosen, values[chunks])
+        sent = values[chunks].to(chosen.device)
+        return torch.zeros(len(chosen), layout.area, device=chosen.device).scatter_(1, chosen, sent)
 
     programs, flat = launches_of(layout, parameters[0].device), flat_of(parameters)
     if programs and flat is not None and programs.subtract_sparse(flat, indices, values, share):
@@ -441,40 +459,51 @@ def check_exactness(chunk: int, device: torch.device) -> None:
 
 
 def check_kernels(chunk: int, device: torch.device) -> None:
-    """Has torch do the arithmetic of a device whose kernels give other bits, or do not run."""
-    settings = {"name": "local", "chunk": chunk, "k": chunk, "value_bits": 4, "momentum": "9/10", "nesterov": True}
-    recipe = RecipeConfig.model_validate(settings)
+    """Has torch do the arithmetic of a card on which the programs give other bits, or do not run."""
+    if not is_usable(device):
+        return
+    try:
+        is_same = all(_is_same(RecipeConfig.model_validate(each | {"chunk": chunk}), device) for each in CHECKED)
+        state = torch.arange(PIECE_BYTES // 4 + 5, dtype=torch.float32)
+        pieces = enumerate(torch.split(state, PIECE_BYTES // 4))
+        expected = [leaf_digest(number, piece.numpy().tobytes()) for number, piece in pieces]
+        is_same = is_same and leaves(state.to(device)) == expected
+    except Exception as error:  # noqa: BLE001  # whatever a compiler or a driver raises
+        first = next(iter(str(error).splitlines()), "")
+        refuse(device, f"the programs for a card do not run here ({type(error).__name__}: {first})")
+    else:
+        if not is_same:
+            refuse(device, "the programs for a card give other bits here")
+
+
+def _is_same(recipe: RecipeConfig, device: torch.device) -> bool:
+    """Whether a card's programs move the weights, and pack a contribution, as torch does in main memory."""
+    chunk = recipe.chunk
     layout = Layout.of([(2 * chunk, chunk), (chunk - 3, chunk + 5), (9,)], recipe)
     programs = launches_of(layout, device)
     if programs is None:
-        return
+        return True
     form, draws = PayloadFormat.of(layout, recipe), np.random.default_rng(0)
-    indices = np.sort(draws.random((layout.chunks, layout.area)).argsort(axis=1)[:, :chunk], axis=1).astype(np.uint16)
-    payloads = []
-    for shift in range(3):
-        values = (draws.integers(1, 9, indices.shape) * draws.choice((-1, 1), indices.shape)).astype(np.int8)
-        exponents = np.full(form.groups, shift - 9, np.int8)
-        payloads.append(Packed(pack(Contribution(indices, values, exponents), form), form))
-    size, terms = sum(math.prod(shape) for shape in layout.shapes), Terms(Fraction(1, 3))
-    state = torch.from_numpy(draws.standard_normal(2 * size).astype(np.float32))
-    found = []
-    try:
-        for where in (torch.device("cpu"), device):
-            there = state.to(where, copy=True)
-            sizes = [math.prod(shape) for shape in layout.shapes]
-            parts = [
-                [part.view(shape) for part, shape in zip(torch.split(half, sizes), layout.shapes, strict=True)]
-                for half in (there[:size], there[size:])
-            ]
-            offered = Offered.of(layout, recipe, payloads, {}, None)
-            if where is device:
-                assert _on_card(layout, recipe, offered, terms, *parts) is not None
-            else:
-                votes = sum_votes(layout, recipe, (unpack(*each) for each in payloads), 3, offered.scales, where)
-                apply_votes(layout, recipe, votes, terms, *parts)
-            found.append(there.cpu().view(torch.int32))
-    except Exception as error:  # noqa: BLE001  # whatever a compiler or a driver raises
-        refuse(device, f"they do not run here ({type(error).__name__}: {str(error).splitlines()[0]})")
-    else:
-        if not torch.equal(*found):
-            refuse(device, "they give other bits here")
+    payloads, shapes = [], layout.shapes
+    for number in range(3):
+        residual = torch.from_numpy(draws.standard_normal((layout.chunks, layout.area)).astype(np.float32)).to(device)
+        made, _ = programs.take(residual, recipe.k_max, number, recipe)
+        payloads.append(Packed(made.packed(form), form))
+        if made.in_memory().indices.tobytes() != unpack(*payloads[-1]).indices.tobytes():
+            return False
+    sizes, terms = [math.prod(shape) for shape in shapes], Terms(Fraction(1, 3))
+    state = torch.from_numpy(draws.standard_normal((recipe.state_copies, sum(sizes))).astype(np.float32))
+    offered, found = Offered.of(layout, recipe, payloads, {}, None), []
+    for where in (torch.device("cpu"), device):
+        there = state.to(where, copy=True)
+        parts = [
+            [each.view(shape) for each, shape in zip(torch.split(row, sizes), shapes, strict=True)] for row in there
+        ]
+        weights, momenta = parts[0], parts[1] if recipe.momentum else []
+        if where is not device:
+            votes = sum_votes(layout, recipe, (unpack(*each) for each in payloads), 3, offered.scales, where)
+            apply_votes(layout, recipe, votes, terms, weights, momenta)
+        elif _on_card(layout, recipe, offered, terms, weights, momenta) is None:
+            return True  # no memory now: a round would go to torch as well
+        found.append(there.cpu().view(torch.int32))
+    return torch.equal(*found)

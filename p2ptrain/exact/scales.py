@@ -113,10 +113,10 @@ class Scales:
 
     def shifts(self, number: int) -> NDArray[np.int64]:  # [chunks]
         """Returns by which power of two a contribution's integers are multiplied in the common units."""
-        return np.repeat(self.shifts_of_groups()[number], self.chunks)
+        return np.repeat(self.shifts_of_groups(number), self.chunks)
 
-    def shifts_of_groups(self) -> NDArray[np.int64]:  # [contributions, groups]
-        shifts: NDArray[np.int64] = self.exponents - self.cuts - np.array(self.units)
+    def shifts_of_groups(self, number: int) -> NDArray[np.int64]:  # [groups]
+        shifts: NDArray[np.int64] = self.exponents[number] - self.cuts[number] - np.array(self.units)
         return shifts
 
     def votes(self, number: int, values: Values, first_chunk: int = 0) -> Votes:  # [chunks, k]
@@ -124,7 +124,8 @@ class Scales:
 
         values: of all chunks, or of some from `first_chunk` on
         """
-        shifts = self.shifts(number)[first_chunk : first_chunk + len(values), None]
+        group = np.searchsorted(np.cumsum(self.chunks), first_chunk + np.arange(len(values)), side="right")
+        shifts = self.shifts_of_groups(number)[group][:, None]
         # A group of few non-zero values has a low root mean square, so these values are shifted far to the left.
         wide, most = (np.int64, NOTHING_BITS) if self.is_dense else (np.int32, 15)
         right = np.clip(-shifts, 0, most).astype(wide)  # a larger shift would change nothing
@@ -142,7 +143,7 @@ class Scales:
 
     def _cuts_of(self, number: int) -> NDArray[np.bool_]:  # [groups]
         """Returns the groups in which a part of a contribution's values may not have been counted."""
-        shifts = self.shifts_of_groups()[number]
+        shifts = self.shifts_of_groups(number)
         cut: NDArray[np.bool_] = (
             (self.cuts[number] > 0) | (shifts < 0) | (np.ldexp(1.0, shifts) * self.top > self.vote_max)
         )

@@ -49,6 +49,7 @@ CUDA_LIBRARIES_BYTES = 64 * 2**20  # allocated by cuBLAS through torch, for two 
 # For each number of a contribution, in several arrays that exist at a time; measured. The second where every weight is
 # sent in more than a bit.
 COEFFICIENT_BYTES, WEIGHT_BYTES = 48, 20
+WITHDRAWN_BYTES = 6  # of a number of a contribution whose fate is open, on the card
 MADE_BYTES = 16  # of a number, while a card makes a contribution: counted in launches.py, not measured yet
 COPIED_BYTES = FETCHED_PIECES * PIECE_BYTES  # of a GPU's weights on their way to their root, twice in main memory
 MUON_COPIES = 4  # of the matrices that it orthogonalises at a time
@@ -283,6 +284,7 @@ def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = f"{torch.cuda.device_count()} CUDA devices found"
         raise DeviceError(f"device {name} not found ({found})", fix="Set device.name to cpu or to an existing device")
+    device = torch.device("cuda", device.index or 0) if device.type == "cuda" else device  # as its tensors name it
     fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     autocast = config.autocast == "bf16" or (config.autocast == "auto" and (fast or _cpu_has_bf16(device)))
     return device, autocast
@@ -317,6 +319,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     open_contributions = KEPT_COPIES + run.agreement.staleness_rounds_max + run.agreement.overlap_rounds_max
+    withdrawn = open_contributions * coefficients * WITHDRAWN_BYTES if passes.device == "cuda" else 0
     step = run.recipe.step_sequences
     rows = 2 if run.model.objective == "masked" else 1  # of a sequence: with masked tokens, inputs and targets
     inner, orthogonal = _inner_bytes(run, shapes, passes) if spec.kind == "local" else (0, 0)
@@ -327,7 +330,7 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         payload=outer.payload_bytes,
         residual=residual,
         momentum=momentum,
-        optimizer=copies * state + inner + pending + libraries,
+        optimizer=copies * state + inner + pending + libraries + withdrawn,
         activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes))
         + _attention_mask_bytes(run, sequences, passes)
         + _adapter_bytes(run, shapes, sequences)

@@ -32,9 +32,7 @@ from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel, StepResult
 from p2ptrain.train.residual import Residual
 
-EXACT_BITS = 8  # with so many, no search for a better unit of the numbers is worth its time
 EARLY_SHARE = 0.5  # of an own contribution, until it is applied (docs/explanation/lateness.md)
-KEPT_ROUNDS_MAX = 128  # contributions whose fate is open; staleness_rounds_max is at most 64, and overlap adds some
 
 
 class Recipe(Protocol):

@@ -1,7 +1,8 @@
 """What a round asks of a card: launches, copies and waits, counted at the sizes of real models.
 
 Tensors are on torch's device `meta`, which takes no memory and computes nothing; every operation that is no view is a
-launch, and a copy either way is counted where the code makes it.
+launch, and copies either way are counted. Left out are the steps, the copies of the agreed weights before and after them
+with two norms, and what an author gets back of a contribution that was cut.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
+        if name in ("_to_copy", "copy_"):
+            source = args[1] if name == "copy_" else args[0]
+            if source.device != CARD and made.device == CARD:  # no launch, but bytes on the bus
+                self.to_card += source.numel() * source.itemsize
+                return made
         here = [each for each in (*args, made) if isinstance(each, Tensor)]
         if name not in VIEWS and any(each.device == CARD for each in here):
             self.calls[name] += 1
@@ -109,6 +115,6 @@ def test_a_round_of_124m_stays_within_its_budget(counted: Counted, name: str, co
     launched = sum(counted.calls.values()) - counted.calls["to host"]
     assert launched <= LAUNCHES_MAX, counted.calls
     assert counted.calls["to host"] <= TO_HOST_MAX
-    assert not {"_local_scalar_dense", "nonzero", "_to_copy.host", "item"} & set(counted.calls)
+    assert not {"_local_scalar_dense", "nonzero"} & set(counted.calls), "each would wait for the card"
     assert counted.to_host <= len(payload) + SPARE_BYTES + PIECE_BYTES  # the state's last piece, if it is a short one
     assert counted.to_card <= contributions * (len(payload) + 64) + SPARE_BYTES

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from p2ptrain.exact.kernels import blake, programs
+from p2ptrain.exact.kernels.launches import COMPILED
 
 UPDATE = dict.fromkeys(("weights", "momentum"), "*fp32") | {
     "indices": "*i16", "values": "*i8", "shifts": "*i32", "room": "*i32", "high": "*i8", "low": "*i8", "steps": "*fp64",
@@ -54,6 +55,18 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         programs.decode_ranks, SECTIONS | {"binomials": "*i64", "indices": "*i16", "values": "*i8", "first": "i32", "last": "i32", "room": "i32", "width": "i32"},
         {"WIDTH": 40, "TOP": 64, "STEPS": 7, "K": 8, "LOW": 4, "BITS": 1, "LANES": 32}, 4,
     ),
+    "subtract_sparse": (
+        programs.subtract_sparse, {"tensor": "*fp32", "indices": "*i16", "values": "*fp32", "room": "*fp32", **PLACES, "share": "fp32", "first": "i32"},
+        {"TRANSFORMED": True, "C": 64, "K": 256, "WIDE": 256}, 8,
+    ),
+    "errors": (
+        programs.errors, {"chosen": "*fp32", "exponents": "*i32", "groups": "*i32", "found": "*fp64", "chunks": "i32", "group_count": "i32", "top": "fp32"},
+        {"K": 256, "WIDE": 256}, 4,
+    ),
+    "mark": (programs.mark, {"indices": "*i16", "ones": "*u8"}, {"LOW": 2, "P": 1279, "K": 256, "WIDE": 256}, 4),
+    "pack_fields": (programs.pack_fields, {"fields": "*i16", "section": "*u8", "octets": "i32", "count": "i32"}, {"WIDTH": 3, "LANES": 128}, 4),
+    "sum_groups": (programs.sum_groups, {"numbers": "*fp64", "starts": "*i32", "sums": "*fp64"}, {"LANES": 128}, 4),
+    "tails": (blake.tails, {"state": "*u32", **HASHES, "values": "*u32", "count": "i32"}, {"LANES": 128}, 4),
     "chunks": (blake.chunks, {"state": "*u32", **HASHES, "values": "*u32"}, {"LANES": 128}, 4),
     "parents": (
         blake.parents, {"left": "*u32", "right": "*u32", **HASHES, "above": "*u32", "step": "i32", "stride": "i32", "count": "i32", "flags": "i32"},
@@ -66,7 +79,7 @@ def main() -> None:
     name, card, *options = sys.argv[1:]
     program, signature, constants, warps = CASES[name]
     source = ASTSource(program, {**signature, **dict.fromkeys(constants, "constexpr")}, constants)
-    chosen = {"num_warps": warps, "enable_fp_fusion": "fusion" in options}
+    chosen = {"num_warps": warps} | COMPILED | ({"enable_fp_fusion": True} if "fusion" in options else {})
     made = triton.compile(source, target=GPUTarget("cuda", int(card), 32), options=chosen)
     reader = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

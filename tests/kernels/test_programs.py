@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from p2ptrain.exact import aggregate
 from p2ptrain.exact.aggregate import check_kernels
 from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack
 from p2ptrain.exact.kernels import launches
-from p2ptrain.exact.kernels.launches import Launches, OnCard
+from p2ptrain.exact.kernels.launches import Launches, OnCard, launch
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.root import state_leaves
 from p2ptrain.exact.schedule import Terms
@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "demo, four bits": {"name": "demo", "value_bits": 4, "k": 60, "outer": "mean"},
     "local": {"name": "local", "chunk": 32, "k": 40},
     "local, chunks of 64": {"name": "local"},
+    "weight decay": {"name": "local", "chunk": 32, "k": 40, "weight_decay": "1/10"},
     "local, eight bits": {"name": "local", "chunk": 32, "k": 40, "value_bits": 8},
     "several k": {"name": "local", "chunk": 32, "k": [8, 20, 100]},
     "momentum": {"name": "local", "chunk": 32, "k": 40, "momentum": "9/10"},
@@ -104,8 +105,11 @@ def test_an_update_has_the_bits_of_torch(
                 parts_of(layout, state[:numbers]),
                 parts_of(layout, state[numbers:]) if recipe.momentum else [],
             )
+            started = Mock(wraps=launch)
+            monkeypatch.setattr(launches, "launch", started)
             with patch.object(launches, "is_usable", lambda device, is_usable=is_usable: is_usable):
                 told = aggregate.apply_payloads(layout, recipe, payloads, terms, weights, momenta)
+            assert ("update" in {call.args[0] for call in started.call_args_list}) == is_usable
             found.append((state, told[2]))
         assert torch.equal(found[0][0].view(torch.int32), found[1][0].view(torch.int32))
         assert found[0][1] == found[1][1]
@@ -117,8 +121,7 @@ def test_a_residual_is_about_that_of_torch(recipe: RecipeConfig) -> None:
     torch.manual_seed(2)
     flat, residual = torch.randn(size_of(layout)), torch.randn(layout.chunks, layout.area) / 4
     masks = layout.padding_masks(CPU)
-    layout.project(residual, *masks)
-    there = residual.clone()
+    there = residual.clone()  # a part of which is on padding
     layout.accumulate(parts_of(layout, flat), residual, 0.9)
     layout.project(residual, *masks)
     Launches(layout, CPU).accumulate(flat, there, 0.9)
@@ -181,7 +184,8 @@ def test_a_payload_is_packed_to_the_same_bytes(recipe: RecipeConfig) -> None:
         assert on.packed(form) == pack(made, form)
 
 
-def test_pieces_have_the_digests_of_blake3() -> None:
+def test_pieces_have_the_digests_of_blake3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "LANES", 1_024)  # the interpreter takes as long for one
     state = torch.randn(2 * launches.WORDS + 1_000)
     for size in (len(state), 2 * launches.WORDS, 1_000):
         assert launches.leaves(state[:size]) == state_leaves(state[:size])
@@ -228,12 +232,15 @@ def test_a_device_whose_programs_give_other_bits_is_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(launches, "_refused", {})
-    check_kernels(64, CPU)
+    monkeypatch.setattr(launches, "LANES", 1_024)
+    monkeypatch.setattr(aggregate, "is_usable", lambda device: True)
+    check_kernels(32, CPU)
     assert not launches._refused
     monkeypatch.setattr(launches, "limbs", lambda most: 1)
-    check_kernels(64, CPU)
+    check_kernels(32, CPU)
     assert "in torch" in caplog.text
-    assert CPU in launches._refused
+    assert launches.why_not(CPU) == "the programs for a card give other bits here"
+    assert launches.why_not(torch.device("cpu", 0)) is not None, "as its tensors name it"
 
 
 def test_digits_hold_every_number_up_to_their_most() -> None:

@@ -362,7 +362,7 @@ def test_a_wrong_setting_of_a_recipe_is_told(dataset: TokenDataset) -> None:
 
 
 def test_a_contribution_that_breaks_the_format_never_leaves_the_node(place: Path, dataset: TokenDataset) -> None:
-    code = "from p2ptrain.train.recipes import LocalRecipe\nclass TheirsLocalRecipe:\n"
+    code = "from p2ptrain.train.recipes import LocalRecipe\nclass Theirs(LocalRecipe):\n"
     code += "    def __init__(self, config, live, layout, settings):\n        super().__init__(config, live, layout)\n"
     code += "    def contribute(self, number):\n        made = super().contribute(number)\n"
     written(place, code + "        made.values[:] = 0\n        return made\n")

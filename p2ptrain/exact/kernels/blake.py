@@ -13,8 +13,6 @@ import triton.language as tl
 
 CHUNK_START: tl.constexpr = tl.constexpr(1)
 CHUNK_END: tl.constexpr = tl.constexpr(2)
-PARENT: tl.constexpr = tl.constexpr(4)
-ROOT: tl.constexpr = tl.constexpr(8)
 MATERIAL: tl.constexpr = tl.constexpr(64)  # hashed under a derived key
 
 

@@ -6,12 +6,13 @@ import importlib.util
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 import torch
@@ -24,12 +25,15 @@ from p2ptrain.exact.codec import (
     EXPONENT_BIAS,
     EXPONENT_MAX,
     EXPONENT_MIN,
+    Contribution,
     Packed,
     PayloadFormat,
     binomials,
+    pack,
     packed_bytes,
 )
 from p2ptrain.exact.scales import Scales
+from p2ptrain.exact.shortage import is_out_of_memory
 from p2ptrain.exact.transform import Layout, integer_basis, orthonormal_basis
 
 CHUNK_LEAST = 32  # the smallest sides whose products a card's units for small integers take
@@ -42,6 +46,8 @@ LANES = 128
 RANKED_LANES = 32
 SQUARES, SIGN, STEPS = 0, 1, 2  # OUTER of programs.update
 NO_MOMENTUM, PLAIN, NESTEROV, KEPT = 0, 1, 2, 3  # its MOMENTUM
+PARENT_FLAGS, ROOT_FLAGS = 64 + 4, 64 + 4 + 8  # of BLAKE3, hashed under a derived key
+COMPILED = {"enable_fp_fusion": False}  # one rounding where the protocol has two would change bits
 LEAF_KEY = bytes.fromhex("8672240f26a28de9557c2148e1f139eea1426d487d3305fe65dad1d384fc89e0")  # of BLAKE3, for leaves
 WORDS = PIECE_BYTES // 4
 
@@ -51,8 +57,8 @@ _refused: dict[torch.device, str] = {}
 
 def refuse(device: torch.device, why: str) -> None:
     """Has torch do all of this device's arithmetic from now on."""
-    if device not in _refused:
-        _refused[device] = why
+    if _numbered(device) not in _refused:
+        _refused[_numbered(device)] = why
         log.warning("%s does a round's arithmetic in torch, which takes longer: %s", device, why)
 
 
@@ -62,21 +68,29 @@ def is_usable(device: torch.device) -> bool:
 
 def why_not(device: torch.device) -> str | None:
     """Returns why torch does the arithmetic of a CUDA device, if it does."""
+    device = _numbered(device)
     if device in _refused:
         return _refused[device]
     if importlib.util.find_spec("triton") is None:
         refuse(device, "Triton is not installed")
     elif torch.version.hip:
-        refuse(device, "they were not tried on ROCm")
+        refuse(device, "the programs for a card were not tried on ROCm")
     elif torch.cuda.get_device_capability(device) < CAPABILITY_LEAST:
-        refuse(device, "it is older than compute capability 8.0")
+        refuse(device, "the card is older than compute capability 8.0")
     return _refused.get(device)
 
 
+def _numbered(device: torch.device) -> torch.device:
+    """Returns a device as its tensors name it."""
+    return torch.device(device.type, device.index or 0)
+
+
 def launch(name: str, grid: tuple[int, ...], *arguments: Any, warps: int = 4, **constants: Any) -> None:
-    """Starts a program; floating-point operations are not fused, which would change bits."""
+    """Starts a program on the card that has its tensors."""
     if all(grid):
-        _program(name)[grid](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
+        device = arguments[0].device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            _program(name)[grid](*arguments, num_warps=warps, **COMPILED, **constants)
 
 
 @cache
@@ -100,6 +114,14 @@ def to_card(array: NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = _pinned(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor.to(device, non_blocking=True)
+
+
+def upload(content: bytes | memoryview, room: Tensor) -> None:
+    """Copies bytes to their room on the card, without waiting for it."""
+    octets = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+    if room.device.type == "cuda":
+        octets = _pinned(octets.shape, octets.dtype).copy_(octets)
+    room.copy_(octets, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
@@ -145,8 +167,20 @@ class OnCard:
     values: Tensor  # [chunks, k]
     exponents: Tensor | None  # [groups] int8
 
+    def in_memory(self) -> Contribution:
+        exponents = None if self.exponents is None else self.exponents.cpu().numpy()
+        return Contribution(self.indices.cpu().numpy().view(np.uint16), self.values.cpu().numpy(), exponents)
+
     def packed(self, form: PayloadFormat) -> bytes:
-        """Returns what `codec.pack` does."""
+        """Returns what `codec.pack` does, which takes over where the card has no memory left."""
+        try:
+            return self._packed(form)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        return pack(self.in_memory(), form)
+
+    def _packed(self, form: PayloadFormat) -> bytes:
         device = self.indices.device
         if form.ranked:
             places = torch.arange(form.k, dtype=torch.int32, device=device)
@@ -180,7 +214,8 @@ class Launches:
     """A layout's tables on a card, and what is done with them."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout, self.device = layout, device
+        self.layout: Layout = proxy(layout)  # which is the key of these tables
+        self.device = device
         rows, addresses, size = [], [np.empty(0, np.int64)], 0
         starts = list(accumulate((prod(shape) for shape in layout.shapes), initial=0))
         for group in layout.groups:
@@ -229,19 +264,21 @@ class Launches:
         width = max(form.k for _, form in payloads)
         slab = self._slab_for(count, width)
         pitch = -(-(max(form.payload_bytes for _, form in payloads) + SPARE_BYTES) // 8) * 8
-        octets = np.zeros((count, pitch), np.uint8)
+        there = torch.zeros(count, pitch, dtype=torch.uint8, device=device)
         by_form: dict[PayloadFormat, list[int]] = defaultdict(list)
         for number, (content, form) in enumerate(payloads):
-            octets[number, : form.payload_bytes] = np.frombuffer(content, np.uint8)
+            upload(content, there[number, : form.payload_bytes])
             by_form[form].append(number)
-        there = to_card(octets, device)
         which = [(form, to_card(np.array(numbers, np.int64), device)) for form, numbers in by_form.items()]
         value_type = torch.int8 if recipe.value_bits < 8 else torch.int16
         indices = torch.empty(count, slab, width, dtype=torch.int16, device=device)
         values = torch.zeros(count, slab, width, dtype=value_type, device=device)
         room = torch.empty(slab, layout.area, dtype=torch.int32, device=device)
         squares = torch.empty(layout.chunks, dtype=torch.int64, device=device)
-        shifts = to_card(scales.shifts_of_groups().T.astype(np.int32), device) if scales else self.groups
+        shifts = self.groups
+        if scales:
+            of_all = [scales.shifts_of_groups(number) for number in range(count)]
+            shifts = to_card(np.stack(of_all, axis=1).astype(np.int32), device)
         most, carried = count * recipe.vote_max, weights if momenta is None else momenta
 
         def run(outer: int, found: Sequence[float]) -> None:
@@ -321,7 +358,9 @@ class Launches:
         try:
             room = torch.empty(slab, self.layout.area, device=self.device)
             indices, values = indices.to(self.device), values.to(self.device)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return False
         for first in range(0, self.layout.chunks, slab):
             fixed = tensor, indices, values, room, self.basis, self.table, self.addresses, share, first
@@ -451,10 +490,10 @@ def leaves(state: Tensor) -> list[bytes]:
     launch("chunks", (count // LANES,), words, key, values, LANES=LANES)
     while count > pieces:
         count //= 2
-        values = joined(values, values.view(-1)[1:], count, 2, 68)
+        values = joined(values, values.view(-1)[1:], count, 2, PARENT_FLAGS)
     last = room(pieces)
     launch("tails", (-(-pieces // LANES),), words, key, last, pieces, LANES=LANES)
-    digests = joined(values, last, pieces, 1, 76).view(torch.int32)
+    digests = joined(values, last, pieces, 1, ROOT_FLAGS).view(torch.int32)
     found = to_host(torch.cat([digests.view(-1), rest]))
     made = [row.tobytes() for row in np.ascontiguousarray(found[: digests.numel()].reshape(8, pieces).T)]
     return made + ([leaf_digest(pieces, found[digests.numel() :].tobytes())] if len(rest) else [])
