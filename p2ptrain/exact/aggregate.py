@@ -46,6 +46,7 @@ from p2ptrain.exact.kernels.launches import (
     NO_MOMENTUM,
     PLAIN,
     Move,
+    failures,
     flat_of,
     is_usable,
     launches_of,
@@ -468,7 +469,7 @@ def check_kernels(chunk: int, device: torch.device) -> None:
         pieces = enumerate(torch.split(state, PIECE_BYTES // 4))
         expected = [leaf_digest(number, piece.numpy().tobytes()) for number, piece in pieces]
         is_same = is_same and leaves(state.to(device)) == expected
-    except Exception as error:  # noqa: BLE001  # whatever a compiler or a driver raises
+    except failures() as error:  # whatever a compiler or a driver raises
         first = next(iter(str(error).splitlines()), "")
         refuse(device, f"the programs for a card do not run here ({type(error).__name__}: {first})")
     else:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as adamw_of_torch
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.train.live import LiveModel
@@ -45,7 +46,8 @@ class AdamW:
         self.steps += 1
         live = self.live
         # In blocks, of which bf16 takes a copy.
-        flat = (torch.split(each, BLOCK) for each in (live.weights, live.gradient, self.mean, self.square))
+        block = live.weights.numel() if is_fused(self.mean) else BLOCK
+        flat = (torch.split(each, block) for each in (live.weights, live.gradient, self.mean, self.square))
         for weights, gradient, mean, square in zip(*flat, strict=True):
             adamw(weights, gradient, mean, square, int(self.steps), rate, self.config)
 
@@ -92,6 +94,9 @@ def adamw(
     weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, steps: int, rate: float, config: RecipeConfig
 ) -> None:
     """Takes AdamW's step number `steps`."""
+    if is_fused(mean):
+        fused_adamw(weights, gradient, mean, square, steps, rate, config)
+        return
     beta1, beta2 = float(config.inner_beta1), float(config.inner_beta2)
     mean.lerp_(gradient.to(mean.dtype), 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -100,6 +105,33 @@ def adamw(
     denominator = torch.sqrt(square, out=gradient).div_(bias2**0.5).add_(ADAM_EPSILON)
     weights.mul_(1 - rate * float(config.inner_weight_decay))
     weights.addcdiv_(mean, denominator, value=-rate / bias1)
+
+
+def is_fused(mean: Tensor) -> bool:
+    """Whether a step is one kernel: on a card, where each operation takes longer to begin than to compute."""
+    return mean.device.type == "cuda" and mean.dtype == torch.float32
+
+
+def fused_adamw(
+    weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, steps: int, rate: float, config: RecipeConfig
+) -> None:
+    """Takes the same step in torch's own kernel, which leaves the gradient as it is."""
+    adamw_of_torch(
+        [weights],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [torch.full((), float(steps - 1), device=weights.device)],  # it counts this one itself
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        beta1=float(config.inner_beta1),
+        beta2=float(config.inner_beta2),
+        lr=rate,
+        weight_decay=float(config.inner_weight_decay),
+        eps=ADAM_EPSILON,
+    )
 
 
 def orthogonalised(matrices: Sequence[Tensor], *, is_half: bool) -> Tensor:  # [matrices, shorter, longer]

@@ -261,7 +261,9 @@ def that_fits(run: RunConfig, config: NodeConfig) -> NodeConfig:
 
 def passes_that_fit(run: RunConfig, config: NodeConfig) -> int:
     """Returns the largest number of sequences per pass with which the run fits this machine; 0 if none does."""
-    least, most = 0, run.recipe.sequences_per_pass
+    if not _fits(run, _with_passes(config, 1)):  # first: an estimate for a stranger's model takes up to half a second
+        return 0
+    least, most = 1, run.recipe.sequences_per_pass
     while least < most:
         middle = (least + most + 1) // 2
         least, most = (middle, most) if _fits(run, _with_passes(config, middle)) else (least, middle - 1)

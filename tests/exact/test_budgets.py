@@ -1,8 +1,8 @@
 """What a round asks of a card: launches, copies and waits, counted at the sizes of real models.
 
 Tensors are on torch's device `meta`, which takes no memory and computes nothing; every operation that is no view is a
-launch, and copies either way are counted. Left out are the steps, the copies of the agreed weights before and after them
-with two norms, and what an author gets back of a contribution that was cut.
+launch, and copies either way are counted. Left out are the steps, the copies of the agreed weights before and after
+them with two norms, and what an author gets back of a contribution that was cut.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from p2ptrain.exact.codec import Packed
 from p2ptrain.exact.kernels import launches
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.schedule import Terms
+from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer
 from p2ptrain.train.residual import Residual
 
@@ -39,7 +40,7 @@ VIEWS = {
 }  # fmt: skip
 
 
-class Counted(TorchDispatchMode):
+class Counting(TorchDispatchMode):
     """Counts what is asked of the card."""
 
     def __init__(self) -> None:
@@ -62,8 +63,8 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
-    counts = Counted()
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
+    counts = Counting()
 
     def to_card(array: NDArray[Any], device: torch.device) -> Tensor:
         counts.to_card += array.nbytes
@@ -80,23 +81,21 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     monkeypatch.setattr(launches, "is_usable", lambda device: device == CARD)
     monkeypatch.setattr(root, "is_usable", lambda device: device == CARD)
     monkeypatch.setattr(aggregate, "to_host", to_host)
+    monkeypatch.setattr(Layout, "padding_masks", lambda layout, device: (torch.empty(0), torch.empty(0)))  # computed
     for name, made in (("to_card", to_card), ("to_host", to_host), ("launch", launch)):
         monkeypatch.setattr(launches, name, made)
     yield counts
-    launches._made.clear()
+    launches.made.clear()
 
 
 @pytest.mark.parametrize("contributions", [CONTRIBUTIONS, 100])
 @pytest.mark.parametrize("name", ["distro", "local"])
-def test_a_round_of_124m_stays_within_its_budget(counted: Counted, name: str, contributions: int) -> None:
+def test_a_round_of_124m_stays_within_its_budget(counted: Counting, name: str, contributions: int) -> None:
     recipe = RecipeConfig(name=name)
     with torch.device(CARD):
         shapes = [tuple(each.shape) for each in Transformer(model_config("124m", vocab_size=50_304)).parameters()]
     outer = Outer(recipe, shapes)
-    residual = Residual.__new__(Residual)  # whose masks of padding are computed
-    residual.layouts, residual.kept, residual._k = outer.layouts, {}, 0
-    residual.coefficients = torch.empty(outer.layouts[0].chunks, outer.layouts[0].area, device=CARD)
-    residual._by_fragment = (residual.coefficients,)
+    residual = Residual(outer.layouts, CARD)
     flat, agreed = (torch.empty(outer.parameters, device=CARD) for _ in range(2))
     (form,) = outer.forms[recipe.k_max]
     payloads = [Packed(bytes(form.payload_bytes), form)] * contributions

@@ -146,7 +146,7 @@ def test_its_programs_give_the_bits_of_torch_and_leave_an_update_to_it_without_m
     payloads = [Packed(pack(contribution(peer, layout, recipe), form), form) for peer in range(5)]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     check_exactness(recipe.chunk, DEVICE)
-    assert launches.is_usable(DEVICE) == (DEVICE.type == "cuda"), launches._refused
+    assert launches.is_usable(DEVICE) == (DEVICE.type == "cuda"), launches.refused
     roots = []
     for device, size in ((torch.device("cpu"), 2**40), (DEVICE, 2**40), (DEVICE, 2**10)):
         flat = weights(7, (sum(sizes),)).to(device)

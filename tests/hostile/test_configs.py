@@ -230,7 +230,14 @@ def of_sizes(**sections: dict[str, Any]) -> RunConfig:
     ("run", "why"),
     [
         (of_sizes(recipe={"sequences_per_pass": 65_536}), r"GB of main memory .* Set device\.sequences_per_pass = \d"),
-        (of_sizes(model={"sequence_length": 2**20}), "GB even with one sequence per pass, but there are only"),
+        (
+            of_sizes(model={"sequence_length": 2**20, "layers": 64}),
+            "GB even with one sequence per pass, but there are only",
+        ),
+        (
+            of_sizes(model={"layers": 1_024, "dim": 1_024}, recipe={"sequences_per_pass": 65_536}),
+            "GB even with one sequence per pass, but there are only",
+        ),
         (
             of_sizes(model={"layers": 1_024, "dim": 4_096, "ffn_dim": 2**14}, recipe={"k": 32}),
             "GB even with one sequence per pass",
@@ -254,7 +261,9 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_in_a_line(
 ) -> None:
     monkeypatch.setattr(memory, "memory_bytes", lambda: 32 * 10**9)
     monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 10**9))
-    node = NodeConfig(storage=StorageConfig(directory=str(tmp_path)), device=ONE_THREAD)
+    said = {"half_state": False, "checkpointing": False, "sequences_per_pass": 65_536}  # by the owner
+    device = ONE_THREAD.model_copy(update=said if "Set device" in why else {})
+    node = NodeConfig(storage=StorageConfig(directory=str(tmp_path)), device=device)
     before = time.process_time()
     with pytest.raises((TooLargeError, ConfigError), match=why) as caught:
         limits.refuse_too_large(run, Home(node))

@@ -231,11 +231,11 @@ def test_a_contribution_leaves_the_card_as_bytes_and_comes_back_to_the_residual(
 def test_a_device_whose_programs_give_other_bits_is_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launches, "_refused", {})
+    monkeypatch.setattr(launches, "refused", {})
     monkeypatch.setattr(launches, "LANES", 1_024)
     monkeypatch.setattr(aggregate, "is_usable", lambda device: True)
     check_kernels(32, CPU)
-    assert not launches._refused
+    assert not launches.refused
     monkeypatch.setattr(launches, "limbs", lambda most: 1)
     check_kernels(32, CPU)
     assert "in torch" in caplog.text

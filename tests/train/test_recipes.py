@@ -222,7 +222,9 @@ def ours_and_theirs(**settings: Any) -> tuple[LiveModel, LocalRecipe, Transforme
     return live, LocalRecipe(recipe, live, (Layout(live.shapes, 64),)), model
 
 
-def test_local_steps_are_those_of_torchs_adamw() -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_local_steps_are_those_of_torchs_adamw(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inner, "is_fused", lambda mean: is_fused)
     live, local, model = ours_and_theirs(inner="adamw", clip=Fraction(1, 2), sequences_per_pass=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
     local.begin(0)

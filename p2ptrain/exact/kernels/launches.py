@@ -52,13 +52,13 @@ LEAF_KEY = bytes.fromhex("8672240f26a28de9557c2148e1f139eea1426d487d3305fe65dad1
 WORDS = PIECE_BYTES // 4
 
 log = logging.getLogger("p2ptrain.exact")
-_refused: dict[torch.device, str] = {}
+refused: dict[torch.device, str] = {}
 
 
 def refuse(device: torch.device, why: str) -> None:
     """Has torch do all of this device's arithmetic from now on."""
-    if _numbered(device) not in _refused:
-        _refused[_numbered(device)] = why
+    if _numbered(device) not in refused:
+        refused[_numbered(device)] = why
         log.warning("%s does a round's arithmetic in torch, which takes longer: %s", device, why)
 
 
@@ -69,15 +69,15 @@ def is_usable(device: torch.device) -> bool:
 def why_not(device: torch.device) -> str | None:
     """Returns why torch does the arithmetic of a CUDA device, if it does."""
     device = _numbered(device)
-    if device in _refused:
-        return _refused[device]
+    if device in refused:
+        return refused[device]
     if importlib.util.find_spec("triton") is None:
         refuse(device, "Triton is not installed")
     elif torch.version.hip:
         refuse(device, "the programs for a card were not tried on ROCm")
     elif torch.cuda.get_device_capability(device) < CAPABILITY_LEAST:
         refuse(device, "the card is older than compute capability 8.0")
-    return _refused.get(device)
+    return refused.get(device)
 
 
 def _numbered(device: torch.device) -> torch.device:
@@ -91,6 +91,13 @@ def launch(name: str, grid: tuple[int, ...], *arguments: Any, warps: int = 4, **
         device = arguments[0].device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             _program(name)[grid](*arguments, num_warps=warps, **COMPILED, **constants)
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Returns what programs that do not compile or run raise."""
+    from triton.errors import TritonError  # noqa: PLC0415
+
+    return TritonError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, OSError
 
 
 @cache
@@ -454,14 +461,14 @@ def _chunks_of(
     return table, padded.reshape(-1, layout.area)[partly].reshape(-1)
 
 
-_made: WeakKeyDictionary[Layout, dict[torch.device, Launches]] = WeakKeyDictionary()
+made: WeakKeyDictionary[Layout, dict[torch.device, Launches]] = WeakKeyDictionary()
 
 
 def launches_of(layout: Layout, device: torch.device) -> Launches | None:
     """Returns a layout's programs on this device; None if torch has to do the work."""
     if layout.chunk < CHUNK_LEAST or not is_usable(device):
         return None
-    by_device = _made.setdefault(layout, {})
+    by_device = made.setdefault(layout, {})
     if device not in by_device:
         by_device[device] = Launches(layout, device)
     return by_device[device]
