@@ -1,4 +1,4 @@
-/* Unpacking and counting, as codec.py and scales.py do it in NumPy: the same results, in a tenth of the time.
+/* Unpacking and counting, as codec.py and scales.py do it in NumPy: the same results, several times as fast.
 
    It needs no library, not even C's, so that one file serves every Linux of its processor. Numbers are little-endian.
    A size that a stranger could choose comes in nowhere: codec.py has compared the payload's length with the run's. */

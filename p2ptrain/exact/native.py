@@ -1,4 +1,4 @@
-"""The C half of unpacking and counting (native.c): the same results as NumPy's, in a tenth of the time.
+"""Unpacking and counting in C (native.c): the same results as NumPy's, several times as fast.
 
 The build of the package compiles it where there is a compiler (deploy/build_native.py); elsewhere NumPy does the work.
 It releases the interpreter lock while it runs.
@@ -21,7 +21,7 @@ WRONG_RANK, WRONG_ONES, NOT_RISING = 1, 2, 3
 
 
 class Form(ctypes.Structure):
-    """How many chunks there are, the bytes of each section, and what a chunk has of what width.
+    """How many chunks there are, the bytes of each section, and the widths of a chunk's fields.
 
     strings: how many bucket strings there are, if they are stored as ranks, else 0
     """

@@ -286,9 +286,8 @@ class Learner:
             self.recipe.residual.set_k(k)
             contribution = self.recipe.contribute(round_number)
             payload = self.outer.pack(contribution, self.outer.fragment_of(round_number))
-        if not self.run.recipe.plugin and not isinstance(
-            contribution, OnCard
-        ):  # a plug-in's own contribution may not be what others read in its payload
+        # Kept as it is read, which a plug-in's own need not be; a card reads it from the payload.
+        if not self.run.recipe.plugin and not isinstance(contribution, OnCard):
             self.replica.keep(payload, contribution)
         return payload
 

@@ -34,7 +34,7 @@ from p2ptrain.exact.codec import (
 )
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.shortage import is_out_of_memory
-from p2ptrain.exact.transform import Layout, integer_basis, orthonormal_basis
+from p2ptrain.exact.transform import Group, Layout, integer_basis, orthonormal_basis
 
 CHUNK_LEAST = 32  # the smallest sides whose products a card's units for small integers take
 CAPABILITY_LEAST = (8, 0)
@@ -360,7 +360,10 @@ class Launches:
         self._each("subtract", *fixed, chunks=len(coefficients))
 
     def subtract_sparse(self, tensor: Tensor, indices: Tensor, values: Tensor, share: float) -> bool:
-        """The same of numbers at some indices of each chunk; False, with nothing changed, if memory is short."""
+        """`subtract` of coefficients of which only those at some indices are not 0.
+
+        Returns False, with nothing changed, if memory is short.
+        """
         slab, k = self._slab_for(), indices.shape[1]
         try:
             room = torch.empty(slab, self.layout.area, device=self.device)
@@ -435,7 +438,7 @@ class Move:
 
 
 def _chunks_of(
-    layout: Layout, group: Any, members: Sequence[range], listed_before: int
+    layout: Layout, group: Group, members: Sequence[range], listed_before: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns a group's rows of the table, and the addresses of its chunks whose numbers do not lie in rows."""
     c, first = layout.chunk, members[0].start

@@ -1,7 +1,8 @@
 """The programs that a card runs, one for each chunk of the model: transform.py, codec.py and aggregate.py for cards.
 
 `update` is on the exact path: its products are of integers, its other operations are rounded once each, in the order of
-aggregate.py, and it is compiled without fusion of floating-point operations, which changes bits. Nobody checks others.
+aggregate.py, and it is compiled without fusion of floating-point operations, which changes bits. No node checks
+the rest.
 
 A table has four numbers for each chunk: the place of its first number in the flat tensor, the numbers of a row, and how
 many rows and columns are no padding. Where a row has 0 numbers, the chunk's numbers lie anywhere: its first place is
@@ -256,7 +257,7 @@ def update(
 
 @triton.jit
 def _high(x):
-    """Returns what of a number TF32 keeps."""
+    """Cuts a number to the bits that TF32 keeps."""
     return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
@@ -329,7 +330,7 @@ def subtract_sparse(
     K: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The same of numbers at some indices [chunks, K] of each chunk, all others 0. room: [chunks, C * C]"""
+    """`subtract` of coefficients of which only those at some indices [chunks, K] are not 0. room: [chunks, C * C]"""
     slot, lane = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     n = slot + first
     cells = room + slot * C * C
