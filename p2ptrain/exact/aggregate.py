@@ -46,6 +46,7 @@ from p2ptrain.exact.kernels.launches import (
     NO_MOMENTUM,
     PLAIN,
     Move,
+    attempt,
     failures,
     flat_of,
     is_usable,
@@ -57,7 +58,7 @@ from p2ptrain.exact.kernels.launches import (
 from p2ptrain.exact.rules import BY_COORDINATE, Offered, by_rule, middle_votes
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.schedule import Terms, exact_float
-from p2ptrain.exact.shortage import is_out_of_memory, where_it_fits
+from p2ptrain.exact.shortage import where_it_fits
 from p2ptrain.exact.transform import (
     FP32_EXACT_MAX,
     Group,
@@ -245,15 +246,19 @@ def _on_card(
     move = Move(rounded_fp32(1 - terms.rate * recipe.weight_decay), mu, kind if carried is not None else NO_MOMENTUM)
     count, scales = len(counted.payloads), counted.scales
     steps_from = partial(steps_of, layout, recipe, count, scales, terms.rate)
-    try:
-        programs = launches_of(layout, weights.device)
-        if programs is None:
-            return None
-        steps, squares = programs.update(recipe, counted.payloads, scales, steps_from, move, weights, carried)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+
+    def update() -> tuple[Sequence[float], Tensor] | None:
+        programs = launches_of(layout, device)
+        return (
+            None
+            if programs is None
+            else programs.update(recipe, counted.payloads, scales, steps_from, move, weights, carried)
+        )
+
+    moved = attempt(update, device)
+    if moved is None:
         return None
+    steps, squares = moved
 
     def some() -> list[float]:
         def chosen(where: torch.device) -> Tensor:
@@ -289,8 +294,10 @@ def apply_own(layout: Layout, indices: Tensor, values: Tensor, share: float, par
         return torch.zeros(len(chosen), layout.area, device=chosen.device).scatter_(1, chosen, sent)
 
     programs, flat = launches_of(layout, parameters[0].device), flat_of(parameters)
-    if programs and flat is not None and programs.subtract_sparse(flat, indices, values, share):
-        return
+    if programs and flat is not None:
+        work = partial(programs.subtract_sparse, flat, indices, values, share)
+        if attempt(work, flat.device):
+            return
     _subtract(layout, spread, share, parameters)
 
 

@@ -103,6 +103,11 @@ class PayloadFormat:
         return (self.area >> self.low_bits) + self.k - 1
 
     @property
+    def half_row(self) -> int:
+        """Half of the length of a row of `binomials`: the first step of a search in it."""
+        return 1 << (self.positions.bit_length() - 1)
+
+    @property
     def sections(self) -> tuple[tuple[int, int], ...]:
         """The number of fields per chunk and their width in bits, for upper, low, signs and magnitudes; or for the only
         section of a dense payload."""
@@ -276,7 +281,7 @@ def _native_form(form: PayloadFormat, sections: Sequence[Bytes]) -> native.Form:
         comb(form.positions, form.k) if form.ranked else 0,
         form.k,
         form.positions,
-        1 << (form.positions.bit_length() - 1),
+        form.half_row,
         form.upper_bits,
         form.low_bits,
         form.value_bits - 1,

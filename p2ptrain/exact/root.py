@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,9 +22,8 @@ from torch import Tensor
 from p2ptrain.capacity import cores
 from p2ptrain.config import StateConfig
 from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root, piece_count
-from p2ptrain.exact.kernels.launches import is_usable
+from p2ptrain.exact.kernels.launches import attempt, is_usable
 from p2ptrain.exact.kernels.launches import leaves as leaves_on_card
-from p2ptrain.exact.shortage import is_out_of_memory
 
 FLOAT_BYTES = 4
 HASHING_THREADS_MAX = 8  # about as many as main memory feeds; a guess
@@ -61,12 +61,8 @@ def state_root(state: Tensor, pieces: list[int] | None = None) -> bytes:
 def state_leaves(state: Tensor) -> list[bytes]:
     """Hashes all pieces of the flat fp32 state, on several cores: BLAKE3 releases the interpreter lock."""
     each, leaves = PIECE_BYTES // FLOAT_BYTES, list[bytes]()
-    if is_usable(state.device):
-        try:
-            return leaves_on_card(state)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
+    if is_usable(state.device) and (found := attempt(partial(leaves_on_card, state), state.device)):
+        return found
     with ThreadPoolExecutor(min(cores(), HASHING_THREADS_MAX)) as pool:
         for block in _fetched(torch.split(state, FETCHED_PIECES * each)):
             pieces = map(octets, torch.split(block, each))

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from p2ptrain.config import RecipeConfig
 from p2ptrain.exact.aggregate import apply_own, apply_residual
-from p2ptrain.exact.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, every_index, value_type
-from p2ptrain.exact.kernels.launches import OnCard, flat_of, launches_of
+from p2ptrain.exact.codec import EXPONENT_MAX, EXPONENT_MIN, Contribution, every_index
+from p2ptrain.exact.kernels.launches import OnCard, attempt, flat_of, launches_of, tensor_type
 from p2ptrain.exact.outer import Uncounted, all_counted
 from p2ptrain.exact.selection import largest
-from p2ptrain.exact.shortage import is_out_of_memory, where_it_fits
+from p2ptrain.exact.shortage import where_it_fits
 from p2ptrain.exact.transform import Layout, fragment_of
 
 EXACT_BITS = 8  # with so many, no search for a better unit of the numbers is worth its time
@@ -98,13 +98,12 @@ class Residual:
         assert len(self.kept) < KEPT_ROUNDS_MAX, "every contribution is forgotten or restored in the end"
         fragment = self.fragment_of(round_number)
         layout, coefficients, k = self.layouts[fragment], self._by_fragment[fragment], self._k or recipe.k_max
-        try:
+
+        def take() -> tuple[OnCard, Tensor] | None:
             programs = None if recipe.is_dense else launches_of(layout, coefficients.device)
-            found = programs and programs.take(coefficients, k, round_number, recipe)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            found = None
+            return None if programs is None else programs.take(coefficients, k, round_number, recipe)
+
+        found = attempt(take, coefficients.device)
         if found:
             made, removed = found
             self.kept[round_number] = Withdrawal(made.indices, removed)
@@ -228,7 +227,7 @@ def quantise(magnitudes: Tensor, sizes: list[int], value_bits: int) -> tuple[Ten
     above = np.where(means > 0, np.frexp(means)[1], EXPONENT_MIN)  # 2**above is less than twice the mean
     candidates = [np.clip(above - back, EXPONENT_MIN, EXPONENT_MAX) for back in range(value_bits + 1)]
     best = np.choose(np.argmin([rounded(exponents)[1] for exponents in candidates], axis=0), candidates)
-    return rounded(best)[0].to(_tensor_type(value_bits)), best.astype(np.int8)
+    return rounded(best)[0].to(tensor_type(value_bits)), best.astype(np.int8)
 
 
 def quantise_all(magnitudes: Tensor, sizes: list[int], value_bits: int) -> tuple[Tensor, NDArray[np.int8]]:
@@ -238,7 +237,7 @@ def quantise_all(magnitudes: Tensor, sizes: list[int], value_bits: int) -> tuple
     magnitudes: [chunks, area]; sizes: chunks of each group
     """
     top = (1 << (value_bits - 1)) - 1
-    integers = torch.empty_like(magnitudes, dtype=_tensor_type(value_bits, is_dense=True))
+    integers = torch.empty_like(magnitudes, dtype=tensor_type(value_bits, is_dense=True))
     exponents = np.empty(len(sizes), np.int8)
     for number, (rows, whole) in enumerate(
         zip(torch.split(magnitudes, sizes), torch.split(integers, sizes), strict=True)
@@ -261,7 +260,3 @@ def _multiples(magnitudes: Tensor, top: int, exponent: int) -> Tensor:
 def _error(magnitudes: Tensor, top: int, exponent: int) -> float:
     off = _multiples(magnitudes, top, exponent).mul_(2.0**exponent).sub_(magnitudes)
     return float(off.square_().sum(dtype=torch.float64))
-
-
-def _tensor_type(value_bits: int, *, is_dense: bool = False) -> torch.dtype:
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32}[value_type(value_bits, is_dense=is_dense).itemsize]

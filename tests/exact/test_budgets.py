@@ -85,7 +85,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
     for name, made in (("to_card", to_card), ("to_host", to_host), ("launch", launch)):
         monkeypatch.setattr(launches, name, made)
     yield counts
-    launches.made.clear()
+    launches.tables.clear()
 
 
 @pytest.mark.parametrize("contributions", [CONTRIBUTIONS, 100])

@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
@@ -31,6 +31,7 @@ from p2ptrain.exact.codec import (
     binomials,
     pack,
     packed_bytes,
+    value_type,
 )
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.shortage import is_out_of_memory
@@ -52,6 +53,7 @@ LEAF_KEY = bytes.fromhex("8672240f26a28de9557c2148e1f139eea1426d487d3305fe65dad1
 WORDS = PIECE_BYTES // 4
 
 log = logging.getLogger("p2ptrain.exact")
+T = TypeVar("T")
 refused: dict[torch.device, str] = {}
 
 
@@ -93,11 +95,35 @@ def launch(name: str, grid: tuple[int, ...], *arguments: Any, warps: int = 4, **
             _program(name)[grid](*arguments, num_warps=warps, **COMPILED, **constants)
 
 
+def _triton_errors() -> tuple[type[Exception], ...]:
+    """Returns what a program raises that cannot be compiled for this card, before it has run."""
+    try:
+        from triton.errors import TritonError  # noqa: PLC0415
+    except ImportError:  # what is there cannot be imported
+        return (ImportError,)
+    return (TritonError,)
+
+
 def failures() -> tuple[type[Exception], ...]:
     """Returns what programs that do not compile or run raise."""
-    from triton.errors import TritonError  # noqa: PLC0415
+    return (
+        *_triton_errors(), RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, OSError,
+    )  # fmt: skip
 
-    return TritonError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, OSError
+
+def attempt(work: Callable[[], T], device: torch.device) -> T | None:
+    """Does some work in programs; returns None, for torch to do it, if memory is short or one cannot be compiled.
+
+    The work changes nothing before it has taken all memory and compiled all programs.
+    """
+    try:
+        return work()
+    except _triton_errors() as error:
+        refuse(device, f"a program cannot be compiled ({type(error).__name__})")
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
 
 
 @cache
@@ -166,6 +192,10 @@ def _above(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def tensor_type(value_bits: int, *, is_dense: bool = False) -> torch.dtype:
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32}[value_type(value_bits, is_dense=is_dense).itemsize]
+
+
 @dataclass(frozen=True, slots=True)
 class OnCard:
     """A contribution that has not left the card."""
@@ -179,13 +209,9 @@ class OnCard:
         return Contribution(self.indices.cpu().numpy().view(np.uint16), self.values.cpu().numpy(), exponents)
 
     def packed(self, form: PayloadFormat) -> bytes:
-        """Returns what `codec.pack` does, which takes over where the card has no memory left."""
-        try:
-            return self._packed(form)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        return pack(self.in_memory(), form)
+        """Returns the same bytes as `codec.pack`."""
+        made = attempt(partial(self._packed, form), self.indices.device)
+        return pack(self.in_memory(), form) if made is None else made
 
     def _packed(self, form: PayloadFormat) -> bytes:
         device = self.indices.device
@@ -277,9 +303,8 @@ class Launches:
             upload(content, there[number, : form.payload_bytes])
             by_form[form].append(number)
         which = [(form, to_card(np.array(numbers, np.int64), device)) for form, numbers in by_form.items()]
-        value_type = torch.int8 if recipe.value_bits < 8 else torch.int16
         indices = torch.empty(count, slab, width, dtype=torch.int16, device=device)
-        values = torch.zeros(count, slab, width, dtype=value_type, device=device)
+        values = torch.zeros(count, slab, width, dtype=tensor_type(recipe.value_bits), device=device)
         room = torch.empty(slab, layout.area, dtype=torch.int32, device=device)
         squares = torch.empty(layout.chunks, dtype=torch.int64, device=device)
         shifts = self.groups
@@ -335,10 +360,9 @@ class Launches:
         constants = {"K": form.k, "LOW": form.low_bits, "BITS": form.value_bits}
         room, width = indices.shape[1:]
         if form.ranked:
-            top = 1 << (form.positions.bit_length() - 1)
             launch(
                 "decode_ranks", (-(-chunks // RANKED_LANES), len(numbers)), *common, _binomials_on(form, self.device),
-                indices, values, first, first + chunks, room, width, WIDTH=form.upper_bits, TOP=top,
+                indices, values, first, first + chunks, room, width, WIDTH=form.upper_bits, TOP=form.half_row,
                 STEPS=form.positions.bit_length(), LANES=RANKED_LANES, **constants,
             )  # fmt: skip
         else:
@@ -348,7 +372,7 @@ class Launches:
             )  # fmt: skip
 
     # -----------------------------------------------------------------------------------------------
-    # What no other node checks
+    # Private arithmetic, which no other node checks
 
     def accumulate(self, tensor: Tensor, residual: Tensor, keep: float) -> None:
         self._each("accumulate", tensor, residual, self.basis, self.table, self.addresses, keep)
@@ -360,18 +384,10 @@ class Launches:
         self._each("subtract", *fixed, chunks=len(coefficients))
 
     def subtract_sparse(self, tensor: Tensor, indices: Tensor, values: Tensor, share: float) -> bool:
-        """`subtract` of coefficients of which only those at some indices are not 0.
-
-        Returns False, with nothing changed, if memory is short.
-        """
+        """`subtract` of coefficients of which only those at some indices are not 0; True."""
         slab, k = self._slab_for(), indices.shape[1]
-        try:
-            room = torch.empty(slab, self.layout.area, device=self.device)
-            indices, values = indices.to(self.device), values.to(self.device)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
+        room = torch.empty(slab, self.layout.area, device=self.device)
+        indices, values = indices.to(self.device), values.to(self.device)
         for first in range(0, self.layout.chunks, slab):
             fixed = tensor, indices, values, room, self.basis, self.table, self.addresses, share, first
             count = min(slab, self.layout.chunks - first)
@@ -398,9 +414,7 @@ class Launches:
         means = torch.empty(layout.chunks, dtype=torch.float64, device=device)
         launch("select", grid, residual, indices, chosen, means, AREA=layout.area, K=k, warps=self.warps)
         top, exponents = 1 << (recipe.value_bits - 1), self._exponents(chosen, means, recipe)
-        values = torch.empty(
-            layout.chunks, k, dtype=torch.int8 if recipe.value_bits < 8 else torch.int16, device=device
-        )
+        values = torch.empty(layout.chunks, k, dtype=tensor_type(recipe.value_bits), device=device)
         launch(
             "withdraw", grid, residual, indices, chosen, values, removed, indices if exponents is None else exponents,
             self.groups, turn % 2, float(top), SCALED=exponents is not None, AREA=layout.area, K=k, WIDE=_above(k),
@@ -429,8 +443,8 @@ class Launches:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What is done with an update: what stays of the weights, the momentum's factor, and how it moves the weights (the
-    MOMENTUM of programs.update)."""
+    """How an update moves the weights: the share of them that stays, the momentum's factor, and the MOMENTUM of
+    programs.update."""
 
     keep: float
     mu: float
@@ -464,14 +478,14 @@ def _chunks_of(
     return table, padded.reshape(-1, layout.area)[partly].reshape(-1)
 
 
-made: WeakKeyDictionary[Layout, dict[torch.device, Launches]] = WeakKeyDictionary()
+tables: WeakKeyDictionary[Layout, dict[torch.device, Launches]] = WeakKeyDictionary()
 
 
 def launches_of(layout: Layout, device: torch.device) -> Launches | None:
     """Returns a layout's programs on this device; None if torch has to do the work."""
     if layout.chunk < CHUNK_LEAST or not is_usable(device):
         return None
-    by_device = made.setdefault(layout, {})
+    by_device = tables.setdefault(layout, {})
     if device not in by_device:
         by_device[device] = Launches(layout, device)
     return by_device[device]

@@ -252,7 +252,7 @@ def update(
 
 
 # ---------------------------------------------------------------------------------------------------
-# What no other node checks
+# Private arithmetic, which no other node checks
 
 
 @triton.jit
