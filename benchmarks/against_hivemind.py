@@ -91,8 +91,8 @@ class Done:
 class Peers:
     """Processes that train with hivemind, each on a host of its own."""
 
-    def __init__(self, hosts: Hosts, directory: Path, settings: dict[str, Any]) -> None:
-        self.hosts, self.directory, self.settings = hosts, directory, settings
+    def __init__(self, hosts: Hosts, directory: Path, settings: dict[str, Any], program: Path = PEER) -> None:
+        self.hosts, self.directory, self.settings, self.program = hosts, directory, settings, program
         self.size = len(hosts.namespaces)
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -109,7 +109,7 @@ class Peers:
 
     def _start(self, place: int, first: list[str], began: float) -> None:
         own = {"place": place, "peers": self.size, "address": address(place), "first": first, "began": began}
-        command = [sys.executable, str(PEER), json.dumps(self.settings | own | {"out": str(self.directory)})]
+        command = [sys.executable, str(self.program), json.dumps(self.settings | own | {"out": str(self.directory)})]
         with (self.directory / f"{place}.out").open("wb") as out, (self.directory / f"{place}.log").open("wb") as log:
             process = subprocess.Popen(  # noqa: S603
                 [*self.hosts.prefix(place), *command], stdin=subprocess.DEVNULL, stdout=out, stderr=log,

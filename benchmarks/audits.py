@@ -1,6 +1,6 @@
 """Audits over thousands of rounds: how soon liars are suspended, whether honest members ever are, and what seats cost.
 
-    python benchmarks/audits.py [liars] [honest --rounds 200000] [keys --rounds 1000] [--seeds N]
+    python benchmarks/audits.py [liars] [honest --rounds 200000] [keys --rounds 1000] [shares] [bytes] [--seeds N]
 
 The agreed state itself (p2ptrain/core/audits.py) is moved from round to round, with manifests as a swarm would agree on
 them; nothing is sent, and z and strength are drawn as the matched filter was measured
@@ -8,7 +8,9 @@ them; nothing is sent, and z and strength are drawn as the matched filter was me
 
     liars    a third of 16 members sends what nobody trained: rounds until it counts for nothing
     honest   f of 10 members accuse the others and praise themselves, in every audit that counts: honest suspensions
-    keys     one machine joins with 1,000 keys and works for one of them a round, while honest newcomers join: seats
+    keys     one machine joins with many keys and works for one of them a round, while honest newcomers join: seats
+    shares   what audits cost of the training, in runs of 60, 600 and 3,000 rounds
+    bytes    what they cost of all bytes, in a simulated swarm of ten with payloads of 10M parameters
 """
 
 from __future__ import annotations
@@ -18,19 +20,26 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from random import Random
 
 from msgspec.structs import replace
 
 from p2ptrain.config import RunConfig
-from p2ptrain.core.auditing import CHANCE, OTHERS, TRIAL_CHANCE, sequences_of
-from p2ptrain.core.audits import Measured, Tier
-from p2ptrain.core.manifest import NO_BEARER, Join, Manifest, Request, manifest_of
-from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, Announcement, Availability
+from p2ptrain.core.auditing import CHANCE, OTHERS, draw, sequences_of
+from p2ptrain.core.audits import FAR_OFF, FAR_OFF_ALONE, Measured, Tier
+from p2ptrain.core.manifest import NO_BEARER, Join, Manifest, Request, joins_max, manifest_of
+from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, Announcement, AuditReport, Availability, Message
+from p2ptrain.core.newcomers import few_of_each_range, looked_at
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.digest import digest
+from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.outcome import simulate
+from p2ptrain.sim.scenario import scenario_of
+from p2ptrain.train.memory import need_of
 
+Reports = Callable[[bytes, bytes, int, bool], tuple[int, int] | None]
 SHARE = 0.035
 NO_WORK = (0.0, 1.0)  # z and strength of copies, other data, resent and averaged contributions
 LIES = {
@@ -40,13 +49,19 @@ LIES = {
     "ascent": (-1.0, 0.2),
     "own less five means": (1.3, -1.4),
 }
-PARTS = {  # of a run: z of honest work, with its spread where four and where sixteen sets are read
-    "batch 8, early": (1.35, 0.53, 0.34),
-    "batch 8, later": (1.88, 0.23, 0.16),
-    "batch 32, early": (0.78, 0.64, 0.32),
-    "batch 32, later": (1.45, 0.43, 0.30),
+# Of a run: z of honest work, its spread where four sets are read and where all measure, and there that of no work.
+PARTS = {
+    "batch 8, early": (1.35, 0.53, 0.34, 0.35),
+    "batch 8, later": (1.88, 0.23, 0.16, 0.35),
+    "batch 32, early": (0.78, 0.64, 0.25, 0.20),
+    "batch 32, later": (1.45, 0.43, 0.21, 0.20),
 }
-IDLE_SPREAD = 0.6, 0.35  # of contributions without work
+IDLE_SPREAD = 0.6  # where four sets are read
+LIFTED = 1_000  # typical z from which patient liars accuse
+CROWDS = 10, 30, 100, 1_000  # keys of one machine
+LENGTHS = 60, 600, 3_000  # rounds
+NAME_BYTES = 18  # of a request in an availability
+PARTS_OF_IT = ("liars", "honest", "keys", "shares", "bytes")
 
 
 def run_of(batch: int) -> RunConfig:
@@ -63,9 +78,11 @@ class Run:
         self.keys = [digest("member", bytes([place]), str(seed).encode()) for place in range(members)]
         self.state = genesis(digest("run", str(seed).encode()), tuple(self.keys), bytes(32))
         self.state = replace(self.state, typical=round(1_000 * PARTS[part][0]) if typical is None else typical)
-        self.work: Callable[[bytes], tuple[float, float] | None] = lambda key: None  # z and strength, if not of work
-        self.reports: Callable[[bytes, bytes], tuple[int, int] | None] = lambda author, key: None  # false ones
+        # z and strength of what a round took of a key, if not of work
+        self.work: Callable[[bytes, int], tuple[float, float] | None] = lambda key, number: None
+        self.reports: Reports = lambda author, key, number, is_summoned: None  # false ones
         self.joining: list[bytes] = []
+        self.ranges = {key: key.hex() for key in self.keys}  # of addresses, a range each
         self.found: dict[tuple[bytes, int, bool], tuple[int, int]] = {}
         first = OTHERS * sequences_of(self.config, is_summoned=False)
         self.saved = Counter(dict.fromkeys(self.keys, first))  # sequences that each member may spend
@@ -75,10 +92,10 @@ class Run:
         """Returns what all who read so many sequences of a contribution measure."""
         place = key, number, is_summoned
         if place not in self.found:
-            lie, (z, few, many) = self.work(key), PARTS[self.part]
+            lie, (z, few, many, idle) = self.work(key, number), PARTS[self.part]
             strength, spread = 1.0, many if is_summoned else few
             if lie is not None:
-                (z, strength), spread = lie, IDLE_SPREAD[is_summoned]
+                (z, strength), spread = lie, idle if is_summoned else IDLE_SPREAD
             drawn = max(-2.0, min(self.rng.gauss(z, spread), 2.0)), self.rng.gauss(strength, 0.06)
             self.found[place] = round(1_000 * drawn[0]), round(1_000 * drawn[1])
             if len(self.found) > 10_000:
@@ -90,25 +107,24 @@ class Run:
         state, rng, made = self.state, self.rng, list[Measured]()
         whole, cost = self.config.recipe.round_sequences, OTHERS * sequences_of(self.config, is_summoned=False)
         taken = [key for key, number in state.taken_lately if number == state.round and key in state.place]
-        new = [key for key in taken if state.admitted[state.place[key]].conduct.tier is not Tier.COUNTED]
         for author in state.members:
             for summons in state.summons:
                 if summons.key != author:
                     self._report(made, author, summons.key, summons.round, is_summoned=True)
             self.saved[author] += SHARE * whole  # type: ignore[assignment]
-            lies = [key for key in taken if self.reports(author, key) is not None]
+            lies = [key for key in taken if self.reports(author, key, state.round, False) is not None]
             if lies:
                 self._report(made, author, rng.choice(lies), state.round, is_summoned=False)
             elif taken and self.saved[author] >= cost and rng.random() < CHANCE:
-                drawn = rng.choice(new if new and rng.random() < TRIAL_CHANCE else taken)
-                self._report(made, author, drawn, state.round, is_summoned=False)
+                self._report(made, author, draw(state, author, taken, self.ranges, rng), state.round, is_summoned=False)
         return made
 
     def _report(self, made: list[Measured], author: bytes, key: bytes, number: int, *, is_summoned: bool) -> None:
         if author == key:
             return
-        z, strength = self.reports(author, key) or self.measured(key, number, is_summoned=is_summoned)
-        if self.reports(author, key) is None:
+        lie = self.reports(author, key, number, is_summoned)
+        z, strength = lie or self.measured(key, number, is_summoned=is_summoned)
+        if lie is None:
             cost = OTHERS * sequences_of(self.config, is_summoned=is_summoned)
             self.saved[author] -= 0 if is_summoned else cost
             self.spent += cost / self.config.recipe.round_sequences
@@ -119,7 +135,8 @@ class Run:
         """Decides a round, as manifest.py does."""
         state, run = self.state, self.config
         number = state.round + 1
-        keys = [entry.key for entry in state.admitted if contribute(entry.key)]
+        attested = looked_at(state, run, self.ranges, number)
+        keys = [entry.key for entry in state.admitted if entry.key in attested and contribute(entry.key)]
         offers = {
             key[:16]: Announcement(
                 state.branch, number, state.round, state.root, digest("payload", key), 1,
@@ -127,8 +144,10 @@ class Run:
             )
             for key in keys
         }  # fmt: skip
-        joins = [Request(join=Join(key, NO_BEARER, 0, 0)) for key in self.joining if key not in state.place]
-        asked = [Request(measured=each) for each in self.audits()] + self.rng.sample(joins, min(len(joins), 64))
+        outside = (key for key in self.joining if key not in state.place)
+        few = few_of_each_range(outside, self.ranges, number, joins_max(state.roster.size))
+        joins = [Request(join=Join(key, NO_BEARER, 0, 0)) for key in few]
+        asked = [Request(measured=each) for each in self.audits()] + joins[:64]
         requests = {place.to_bytes(16, "big"): each for place, each in enumerate(asked)}
         held, names, heard = tuple(sorted(offers)), tuple(requests), bitmap(range(state.roster.size))
         root = state.root_round, state.root
@@ -150,7 +169,7 @@ def liars(seeds: int) -> None:
             for seed in range(seeds):
                 run = Run(16, part, seed)
                 bad = set(run.keys[:5])
-                run.work = lambda key, bad=bad, found=found: found if key in bad else None
+                run.work = lambda key, number, bad=bad, found=found: found if key in bad else None
                 left, limit = set(bad), 2_000
                 for number in range(1, limit + 1):
                     state = run.turn()
@@ -170,16 +189,11 @@ def liars(seeds: int) -> None:
 
 def honest(rounds: int, seeds: int) -> None:
     """Prints how many honest members are suspended while f others audit falsely."""
-    for part in PARTS:
+    for part, habit in product(PARTS, (openly, patiently)):
         out, accused, spent = 0, 0, 0.0
         for seed in range(seeds):
             run = Run(10, part, seed)
-            bad = set(run.keys[:3])
-
-            def false(author: bytes, key: bytes, bad: set[bytes] = bad) -> tuple[int, int] | None:
-                return None if author not in bad else (1_900, 1_000) if key in bad else (-Z_MAX, -STRENGTH_MAX)
-
-            run.reports = false
+            run.reports = habit(run, set(run.keys[:3]))
             for _ in range(rounds // seeds):
                 before = run.state
                 state = run.turn()
@@ -190,55 +204,143 @@ def honest(rounds: int, seeds: int) -> None:
                     back = (replace(e, conduct=replace(e.conduct, tier=Tier.COUNTED)) for e in state.admitted)
                     run.state = replace(state, admitted=tuple(back))
             spent += run.spent / (7 * run.state.round) / seeds
-        print(f"{part:16} {rounds} rounds: {out} honest suspensions, {accused} summonses, "
+        print(f"{part:16} {habit.__name__:9} {rounds} rounds: {out} honest suspensions, {accused} summonses, "
               f"audits {spent:.2%} of training", flush=True)  # fmt: skip
 
 
+def openly(run: Run, bad: set[bytes]) -> Reports:
+    """Accuses whoever is honest, and praises the others."""
+    return lambda author, key, number, is_summoned: (
+        None if author not in bad else (1_900, 1_000) if key in bad else (-Z_MAX, -STRENGTH_MAX)
+    )
+
+
+def patiently(run: Run, bad: set[bytes]) -> Reports:
+    """Lifts the typical z by praise, then accuses as far as nobody is struck for, and rather who has failed once; where
+    all measure, says what moves the median and is not far off."""
+    honest = [key for key in run.keys if key not in bad]
+    low = round(1_000 * PARTS[run.part][0]) - FAR_OFF_ALONE + 200
+
+    def report(author: bytes, key: bytes, number: int, is_summoned: bool) -> tuple[int, int] | None:
+        if author not in bad:
+            return None
+        if is_summoned:
+            z, strength = run.measured(key, number, is_summoned=True)
+            return z + (FAR_OFF - 50) * (1 if key in bad else -1), strength
+        if run.state.typical < LIFTED:
+            return (1_900, 1_000) if key in bad else None
+        failed = {each.key: each.conduct.failed for each in run.state.admitted}
+        victim = max(honest, key=lambda each: (failed[each], run.state.round // 8 % (1 + honest.index(each))))
+        return (low, 1_000) if key == victim else None
+
+    return report
+
+
+def shares(seeds: int) -> None:
+    """Prints what audits cost of the training, by the length of a run that begins with them."""
+    for part, bad in product(PARTS, (0, 5)):
+        told = []
+        for rounds in LENGTHS:
+            spent, summoned = 0.0, 0
+            for seed in range(seeds):
+                run = Run(16, part, seed, typical=0)
+                liars = set(run.keys[:bad])
+                run.work = lambda key, number: (0.0, -1.5) if key in liars else None  # noqa: B023
+                for _ in range(rounds):
+                    before = run.state
+                    summoned += sum(each not in before.summons for each in run.turn().summons)
+                spent += run.spent / (16 * rounds) / seeds
+            told.append(f"{spent:.1%} of {rounds} rounds ({summoned / seeds:.0f} summonses)")
+        print(f"{part:16} {bad} liars of 16: audits cost {', '.join(told)}", flush=True)
+
+
+def weigh(rounds: int) -> None:
+    """Prints what audits cost of the bytes that nodes receive, payloads included."""
+    model = RunConfig.model_validate({"name": "bytes", "model": {"preset": "10m"}})
+    for bad in (0, 3):
+        scenario = {
+            "sentence": "Ten members audit each other.", "nodes": 10, "rounds": rounds,
+            "recipe": {"name": "local", "local_steps": 10, "sequences_per_pass": 8},
+            "training": {"audit_share": SHARE, "payload_bytes": need_of(model).payload, "seconds": 10.0},
+            "fault": [{"kind": "liar", "at": 0, "nodes": list(range(10 - bad, 10)), "how": "no work"}] if bad else [],
+        }  # fmt: skip
+        audits = Counter[str]()
+
+        def prepare(cluster: Cluster, audits: Counter[str] = audits) -> None:
+            count = cluster.metrics.published
+
+            def published(message: Message, size: int, receivers: int) -> None:
+                count(message, size, receivers)
+                if isinstance(message, AuditReport):
+                    audits["reports"] += receivers * size
+                elif isinstance(message, Availability):  # nobody joins or leaves, so all requests are audits
+                    audits["names"] += receivers * NAME_BYTES * len(message.requests)
+
+            cluster.metrics.published = published  # type: ignore[method-assign]
+
+        outcome = simulate(scenario_of(scenario), 1, prepare=prepare)
+        assert outcome.is_good, outcome.failures
+        metrics, share = outcome.cluster.metrics, audits.total() / outcome.cluster.metrics.heard_bytes
+        print(f"{bad} liars of 10, {len(metrics.manifests)} rounds, payloads of {need_of(model).payload:,} bytes: "
+              f"{metrics.audits.total()} audits, {share:.4%} of {metrics.heard_bytes / 1e6:,.1f} MB heard "
+              f"(reports {audits['reports']:,} bytes, names {audits['names']:,})", flush=True)  # fmt: skip
+
+
 def keys(rounds: int, seeds: int) -> None:
-    """Prints the seats of one machine with 1,000 keys, and of honest newcomers."""
-    for part in ("batch 8, later", "batch 32, later"):
-        seats, waits = list[int](), list[int]()
+    """Prints the seats of one machine with many keys, and how long honest newcomers beside them wait."""
+    for part, crowd, stays in product(("batch 8, later", "batch 32, later"), CROWDS, (False, True)):
+        seats, asked, tried = list[int](), list[int](), list[int]()
         for seed in range(seeds):
             run = Run(16, part, seed)
-            many = {digest("many", number.to_bytes(2, "little")) for number in range(1_000)}
-            newcomers = [digest("newcomer", bytes([number])) for number in range(8)]
-            came = {key: 50 * place for place, key in enumerate(newcomers)}
-            busy = b""
-
-            def work(key: bytes) -> tuple[float, float] | None:
-                return NO_WORK if key in many and key != busy else None  # noqa: B023
-
-            run.work = work
-            first = dict[bytes, int]()
+            many = {digest("many", number.to_bytes(2, "little")) for number in range(crowd)}
+            came = {digest("newcomer", bytes([place])): 50 * place for place in range(8)}
+            run.ranges |= dict.fromkeys(many, "the machine") | {key: key.hex() for key in came}
+            admitted, seated, most = dict[bytes, int](), dict[bytes, int](), 0
+            busy = dict[int, bytes]()  # by round: the key that the machine works for
+            run.work = lambda key, number: NO_WORK if key in many and key != busy[number] else None  # noqa: B023
             for number in range(rounds):
                 run.joining = [*many, *(key for key, at in came.items() if at <= number)]
-                mine = [entry.key for entry in run.state.admitted if entry.key in many]
-                busy = run.rng.choice(sorted(mine)) if mine else b""
+                mine = [key for key in run.state.place if key in many and key not in run.state.roster.seat]
+                last = busy.get(number, b"")
+                busy[number + 1] = last if stays and last in mine else run.rng.choice(sorted(mine)) if mine else b""
                 state = run.turn()
-                for key in newcomers:
+                most = max(most, sum(key in many for key in state.members))
+                for key, at in came.items():
+                    if key in state.place:
+                        admitted.setdefault(key, number - at)
                     if key in state.roster.seat:
-                        first.setdefault(key, number - came[key])
-            count = Counter(key in many for key in run.state.members)
-            seats.append(count[True])
-            waits += [first.get(key, rounds) for key in newcomers if came[key] < rounds - 200]
-        print(f"{part:16} one machine with 1,000 keys has {seats} seats after {rounds} rounds; honest newcomers wait "
-              f"{statistics.median(waits):.0f} rounds, at most {max(waits)}", flush=True)  # fmt: skip
+                        seated.setdefault(key, number - at - admitted[key])
+            seats.append(most)
+            asked += admitted.values()
+            tried += seated.values()
+        told = f"{part:16} {crowd:5} keys, work for {'one until it has a seat' if stays else 'any of them':23}: "
+        told += f"{seats} seats at most in {rounds} rounds; of {8 * seeds} newcomers {len(asked)} admitted"
+        told += f" after {_middle(asked)}, {len(tried)} seated {_middle(tried)} rounds later"
+        print(told, flush=True)
+
+
+def _middle(rounds: list[int]) -> str:
+    return f"{statistics.median(rounds):.0f} (at most {max(rounds)})" if rounds else "-"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("what", nargs="*", choices=["liars", "honest", "keys", []], default=[])
+    parser.add_argument("what", nargs="*", choices=[*PARTS_OF_IT, []], default=[])
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=10)
     arguments = parser.parse_args()
     start = time.perf_counter()
-    what = arguments.what or ["liars", "honest", "keys"]
+    what = arguments.what or PARTS_OF_IT
     if "liars" in what:
         liars(arguments.seeds)
     if "honest" in what:
         honest(arguments.rounds or 200_000, arguments.seeds)
     if "keys" in what:
         keys(arguments.rounds or 1_000, min(arguments.seeds, 4))
+    if "shares" in what:
+        shares(min(arguments.seeds, 4))
+    if "bytes" in what:
+        weigh(arguments.rounds or 200)
     print(f"{time.perf_counter() - start:.0f} s")
 
 

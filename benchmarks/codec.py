@@ -247,7 +247,7 @@ def measure(preset: str, k: int, peers: int, threads: int, turns: int) -> dict[s
         "k": k,
         "peers": peers,
         "threads": threads,
-        "bits_per_coefficient": round(form.bits_per_coefficient, 4),
+        "bits_per_coefficient": round(form.payload_bytes * 8 / (form.chunks * form.k), 4),
         "entropy_bits_per_coefficient": round(entropy, 4),
         "payload_bytes": form.payload_bytes,
         "float_payload_bytes": float_bytes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -29,7 +30,9 @@ AVERAGING_SECONDS = 30.0
 STATE_EPOCHS = 5  # synchronous peers with one mean gradient stay together; a guess
 
 
-def optimizer_of(settings: dict[str, Any], dht: Any, model: Transformer, recipe: RecipeConfig) -> Any:
+def optimizer_of(
+    settings: dict[str, Any], dht: Any, model: Transformer, recipe: RecipeConfig, make: Callable[..., Any] = Inner
+) -> Any:
     codec = CODECS[settings["codec"]]()
     hidden, rate = hidden_matrices(model, settings["inner"]), settings["rate"]
     is_local = settings["mode"] == "local"
@@ -40,9 +43,9 @@ def optimizer_of(settings: dict[str, Any], dht: Any, model: Transformer, recipe:
         batch_size_per_step=recipe.sequences_per_pass,
         target_batch_size=recipe.sequences_per_pass * settings["period"] * settings["peers"],
         params=list(model.parameters()),
-        optimizer=lambda params: Inner(params, hidden, recipe, rate),
+        optimizer=lambda params: make(params, hidden, recipe, rate),
         matchmaking_time=settings["matchmaking"],
-        averaging_timeout=AVERAGING_SECONDS,
+        averaging_timeout=settings.get("averaging_seconds", AVERAGING_SECONDS),
         grad_compression=codec,
         delay_state_averaging=True,
         state_averaging_compression=codec,

@@ -35,9 +35,9 @@ from p2ptrain.core import wire
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.server import BlobRequest, blob_protocol
 from p2ptrain.net.connections import topic_of
-from p2ptrain.net.libp2p.dht_protocol import FIND, PING, STORE, dht_pb2
+from p2ptrain.net.libp2p.dht import FIND, PING, STORE, dht_pb2
 from p2ptrain.net.libp2p.p2pd import P2pd
-from p2ptrain.net.mail import HistoryQuery, MessageQuery
+from p2ptrain.net.mailbox import HistoryQuery, MessageQuery
 from p2ptrain.net.transport import Stream, TransportError
 from p2ptrain.node.control import ask
 from tests.helpers.p2pd import nodes_in

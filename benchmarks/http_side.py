@@ -8,9 +8,9 @@ own, from its first SYN to the last byte of the answer, from this process. `stat
 same while 1,000 connections send a byte a second (and come again when they are closed) and another sends 10 MB of
 headers, over and over; and how many rounds the node does meanwhile and without them, in turns, with what the attackers
 themselves take of the cores told beside it. `metrics`: while it trains, and while it is paused, with the daemon's
-processor time for each. `idle`: processor time of the daemon while it is paused, without a watcher, with one on
-/events, and with the dashboard in Chromium where there is one. --quick: see that it runs. The machine's load is told
-first: what others do on it is in all waits.
+processor time for each. `idle`: processor time of the daemon while it is paused, without a page, and with the dashboard
+in Chromium where there is one. --quick: see that it runs. The machine's load is told first: what others do on it is in
+all waits.
 """
 
 from __future__ import annotations
@@ -240,16 +240,7 @@ def measure_idle(node: Node, seconds: float) -> dict[str, float]:
         sleep(seconds)
         return 100 * (cpu_seconds(daemon) - used) / (monotonic() - began)
 
-    unwatched = share()
-    with socket.create_connection((node.host, node.port)) as watcher:
-        watcher.sendall(f"GET /events HTTP/1.1\r\nHost: {node.host}:{node.port}\r\n\r\n".encode())
-        watcher.settimeout(0.0)
-        watched = share()
-        received = 0
-        with suppress(BlockingIOError):
-            while part := watcher.recv(2**20):
-                received += len(part)
-    found = {"percent_of_a_core": unwatched, "percent_watched": watched, "bytes_a_second": received / seconds}
+    found = {"percent_of_a_core": share()}
     if (chromium := shutil.which("chromium")) and importlib.util.find_spec("playwright"):
         with dashboard(node, chromium):
             found["percent_with_a_dashboard"] = share()

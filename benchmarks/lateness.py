@@ -12,7 +12,6 @@ seed's run without delay, in nats a byte. --figures writes what docs/pictures.py
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -20,10 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import figures
 from learning import Runs, prepare_corpus
 from methods import Setting
 from unequal import RATES
 
+# The figures are about this code, and old when it has changed.
+ABOUT = ("p2ptrain/train/recipes.py", "p2ptrain/train/learner.py")
 BASE = Setting("local", "muon", k=256, local_steps=10)
 # Of twelve steps a round, how many each peer takes: six on average in all of them.
 SPREADS = ((6, 6, 6, 6), (8, 8, 4, 4), (10, 10, 2, 2), (11, 11, 1, 1))
@@ -74,7 +76,7 @@ def main() -> None:
         for group, settings in variants().items()
     }
     runs.all({each for settings in sized.values() for seeded in settings for each in seeded})
-    figures: list[dict[str, Any]] = []
+    told: list[dict[str, Any]] = []
     for group, settings in sized.items():
         compared: list[float] = []
         print(f"{group}\n  {'loss':>6} {'more':>7} {'gap':>6}")
@@ -86,15 +88,15 @@ def main() -> None:
             gap, each = statistics.mean(one["gap"] for one in done), " ".join(f"{loss:.3f}" for loss in losses)
             print(f"  {statistics.mean(losses):6.3f} {more:+7.3f} {gap:6.2f}  {seeded[0].method}: {each}")
             varied = {name: getattr(seeded[0], name) for name in VARIED}
-            figures.append({"group": group, "gap": gap, "more_loss": more, "losses": losses} | varied)
-    late = [each for each in figures if each["group"] == "late"]
+            told.append({"group": group, "gap": gap, "more_loss": more, "losses": losses} | varied)
+    late = [each for each in told if each["group"] == "late"]
     if len(late) > 2:
         costs = [each["more_loss"] for each in late]
         delays = [each["delay"] if not each["between"] else each["between"] / each["local_steps"] for each in late]
         gaps = [each["gap"] for each in late]
         print(f"rank correlation with loss: gap {correlation(gaps, costs):.2f}, delay {correlation(delays, costs):.2f}")
     if arguments.figures:
-        arguments.figures.write_text(json.dumps(figures, indent=1) + "\n")
+        figures.save(arguments.figures, told, ABOUT)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import figures
 import matplotlib
 import msgspec
 import numpy as np
@@ -60,6 +61,13 @@ from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.private import Privacy, SpentSteps
 
+# The figures are about this code, and old when it has changed.
+ABOUT = (
+    "p2ptrain/train/recipes.py",
+    "p2ptrain/train/residual.py",
+    "p2ptrain/train/inner.py",
+    "p2ptrain/train/learner.py",
+)
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-learning-{os.getpid()}"
 SHORT = "short"  # the corpus of short documents, in CACHE
 RUN_SEED = 11  # of the data's order; a run's own seed makes its first weights and draws its shards
@@ -356,7 +364,7 @@ def main() -> None:
     print(f"{len(shown)} runs, {time.perf_counter() - start:.0f} s")
     plot(shown, arguments.plot)
     if arguments.figures:
-        arguments.figures.write_text(json.dumps(summary(shown), indent=1) + "\n")
+        figures.save(arguments.figures, summary(shown), ABOUT)
 
 
 if __name__ == "__main__":

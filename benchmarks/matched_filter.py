@@ -1,7 +1,6 @@
 """How the matched filter tells contributions that come from their author's own sequences from others.
 
     python benchmarks/matched_filter.py [--only WORDS] [--seeds 1] [--tables DIRECTORY [--kept]] [--json FILE]
-    python benchmarks/matched_filter.py --auditors
 
 A swarm of nine as in benchmarks/learning.py (0.1M parameters, bytes) runs 20 rounds, or 200 of `distro` and `demo`. In
 20 of them, or six with the larger model (0.8M), every real payload is audited before it is applied, as
@@ -15,12 +14,12 @@ place:
     one tensor  a copy, of one tensor alone           quarter     of each batch
     1, 2, 5 steps of ten                              ascent      from own sequences, up the gradient
     own-2       own work less 2 means of the others   own-5       less 5 of them
-    forged 10   the filter of a tenth of its          forged 25   of a quarter of them, with no training
-                sequences, with no training           backdoor    half as many poisoned sequences in each batch
+    forged N    the filter of N percent of its        backdoor    half as many poisoned sequences in each batch
+                sequences, with no training
 
 What each contribution answers to each set is kept (`--tables`, from which a later run goes on), so audits with fewer
-members or sets are computed from the same numbers. `--auditors`: how far auditors with other threads, sizes of a pass
-and numbers are from one with a thread, whole sets and fp32.
+members or sets are computed from the same numbers. `--seats`: how often forged ones pass, as core/audits.py counts
+passes, beside honest ones.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import figures
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -46,6 +46,8 @@ from torch import Tensor
 
 from p2ptrain.config import ModelConfig, RecipeConfig
 from p2ptrain.config.adapt import AdaptConfig
+from p2ptrain.core.auditing import ALLOWANCE
+from p2ptrain.core.audits import PASS, STRENGTH_LEAST
 from p2ptrain.data.assignment import shard
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.exact.codec import EXPONENT_MIN, Contribution
@@ -55,10 +57,12 @@ from p2ptrain.models.adapters import AdaptedModel
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.train.inner import INNER_OPTIMIZERS
 from p2ptrain.train.live import LiveModel
-from p2ptrain.train.matched_filter import Match, MatchedFilter, audit, judge
+from p2ptrain.train.matched_filter import Match, MatchedFilter, judge
 from p2ptrain.train.recipes import Recipe
 from p2ptrain.train.residual import quantise
 
+# The figures are about this code, and old when it has changed.
+ABOUT = ("p2ptrain/train/matched_filter.py",)
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-filter-{os.getpid()}"
 SHAPE = {"dim": 64, "ffn_dim": 192, "layers": 2, "heads": 4, "kv_heads": 2, "sequence_length": 64}
 LARGER = {"dim": 128, "ffn_dim": 384, "layers": 4, "heads": 4, "kv_heads": 2, "sequence_length": 64}
@@ -67,11 +71,13 @@ ROUNDS, JUDGED, JUDGED_LARGER = 20, 20, 6
 # Peers beside the nine, whose contributions are judged and not applied; each has the sequences of one of the nine.
 EXTRA = ("1 steps", "2 steps", "5 steps", "quarter", "other data", "ascent", "backdoor")
 LIARS = (0, 3, 6)  # for whom the lies that need no training are made
+FORGED = {"forged 6": 1 / 16, "forged 10": 0.1, "forged 12": 1 / 8, "forged 25": 0.25}  # shares of the sequences
 PARTS = {"early": 0.2, "middle": 0.6, "late": 1.0}  # of the run, by their ends
 AUDITORS = ((1, 8, False), (2, 8, False), (4, 8, False), (1, 4, False), (1, 1, False), (1, 8, True))
 # Own sets and others, where the author has so many, and the bar: the z below which a sparse audit doubts, and a
 # decisive one fails.
 AUDITS = {"sparse": (4, 4, 0.5), "decisive": (16, 16, 0.3)}
+SEAT_DRAWS = 20
 DRAWS = 3  # of sets and of the members beside, from the same answers
 FEW = {"honest", "copy", "flip", "own-2"}  # kinds that are told of all audits
 LOCAL = {"name": "local", "k": 256, "local_steps": 10, "inner": "muon", "inner_learning_rate": "1/50", "decay": "19/20"}
@@ -197,7 +203,7 @@ class JudgedSwarm(Swarm):
         contributions = []
         for author, kind, contribution in self._columns(made, matched, self.outer.layouts[fragment]):
             table.columns.append((author, kind))
-            contributions.append(_whole(*matched.unit(contribution), self.outer.layouts[fragment]).view(-1))
+            contributions.append(whole(*matched.unit(contribution), self.outer.layouts[fragment]).view(-1))
         filters = []
         for author, kind, sequences in self._rows():
             table.rows.append((author, kind))
@@ -234,14 +240,14 @@ class JudgedSwarm(Swarm):
             yield author, "honest", honest[author]
         for author, kind in enumerate(EXTRA):
             yield author, kind, made[PEERS + author]
-        whole = [_whole(*matched.unit(each), layout) for each in honest]
+        whole = [whole(*matched.unit(each), layout) for each in honest]
         for author in LIARS:
             if self.config.fragments == 1:
                 for late, (contributions, _) in enumerate(self.before, 1):
                     yield author, f"late {late}", contributions[author]
             for kind, lie in self._lies(author, honest, whole, layout).items():
                 yield author, kind, lie
-            for share, kind in ((0.1, "forged 10"), (0.25, "forged 25")):
+            for kind, share in FORGED.items():
                 few = self.given.own[author][: int(share * len(self.given.own[author]))]
                 forged = sum(matched.filter_of(each) for each in torch.tensor_split(few, max(1, round(len(few) / SET))))
                 yield author, kind, self._encoded(forged, honest[author], layout)
@@ -283,7 +289,7 @@ class JudgedSwarm(Swarm):
         return Contribution(places, (magnitudes * signs).numpy().astype(like.values.dtype), exponents)
 
 
-def _whole(places: Tensor, values: Tensor, layout: Layout) -> Tensor:
+def whole(places: Tensor, values: Tensor, layout: Layout) -> Tensor:
     return torch.zeros(layout.chunks, layout.area).scatter_(1, places, values.float())
 
 
@@ -422,51 +428,26 @@ def report(lines: list[dict[str, Any]]) -> None:
             print(f"  {kind:28} " + " | ".join(cells), flush=True)
 
 
-class RecordingSwarm(Swarm):
-    """Remembers what the last round's contributions were, and the weights that they were computed from."""
-
-    def _apply(self, round_number: int, payloads: dict[int, bytes], only: int | None = None) -> None:
-        self.base = self.agreed.clone()
-        self.contributions = [self.outer.unpack(payload) for payload in payloads.values()]
-        super()._apply(round_number, payloads, only)
-
-
-def compare_auditors() -> None:
-    """Prints how far other honest auditors are from the first, in z and strength, over a round's contributions."""
-    dataset, case = TokenDataset.open(CACHE, (CACHE / "digest").read_text()), Case("local muon", 0)
-    recipe, length = case.config(), case.shape["sequence_length"]
-    lives = {}
-    for is_half in (False, True):
-        model = Transformer(ModelConfig.model_validate(case.shape))
-        initialise(model, 0)
-        lives[is_half] = LiveModel(model, autocast=is_half)
-    swarm = RecordingSwarm(recipe, lives[False], PEERS)
-    places, sequences = PEERS + 2, dataset.sequences(length)
-    for number in range(ROUNDS):
-        shards = [shard(11, number, place, places, BATCH * recipe.local_steps, sequences) for place in range(places)]
-        given = [list(torch.split(torch.from_numpy(dataset.batch(each, length)), SET)) for each in shards]
-        swarm.round(number, given[:PEERS])
-        if number not in (2, ROUNDS // 2, ROUNDS - 1):
-            continue
-        first: dict[int, NDArray[np.float64]] = {}
-        for threads, at_a_time, is_half in AUDITORS:
-            torch.set_num_threads(threads)
-            live = lives[is_half]
-            live.weights.copy_(swarm.base)
-            live.set_sequences_per_pass(at_a_time)
-            for sets in (4, 10):
-                how = recipe, live, swarm.outer.layouts[0], swarm.contributions
-                found = np.array(
-                    [audit(*how, author, given[author][:sets], given[PEERS][:sets]) for author in range(PEERS)]
-                )
-                off = np.abs(found - first.setdefault(sets, found)).max(axis=0)
-                told = (
-                    f"{threads} threads, {at_a_time} at a time, {'bf16' if is_half else 'fp32'}, {sets} + {sets} sets"
-                )
-                print(f"round {number}, {told}: z {off[0]:.4f}, strength {off[1]:.4f}", flush=True)
-        torch.set_num_threads(1)
-        lives[False].set_sequences_per_pass(0)
-        lives[False].weights.copy_(swarm.agreed)
+def report_seats(recipe: str, tables: list[Table]) -> None:
+    """Prints how often an audit by one member, and one by all, passes what was forged from a share of the sequences."""
+    found: dict[tuple[str, str, int], list[Match]] = {}
+    for draw, (name, (sets, others, _)), table in product(range(SEAT_DRAWS), AUDITS.items(), tables):
+        part = next(part for part, end in enumerate(PARTS.values()) if table.progress < end)
+        for kind, match in audits(table, sets, others, PEERS, np.random.default_rng(draw)):
+            if kind in ("honest", *FORGED):
+                found.setdefault((kind, name, part), []).append(match)
+    allowed = 0.0 if RECIPES[recipe]["name"] == "local" else ALLOWANCE / 1_000
+    for kind in ("honest", *FORGED):
+        cells = []
+        for part in range(len(PARTS)):
+            typical = float(np.median([match.z for match in found["honest", "sparse", part]]))
+            least = {"sparse": max(typical / 2, PASS / 1_000), "decisive": PASS / 1_000}
+            cells += [
+                np.mean([match.z >= bar and match.strength + allowed >= STRENGTH_LEAST / 1_000
+                         for match in found[kind, name, part]]) for name, bar in least.items()
+            ]  # fmt: skip
+        told = " | ".join(f"{sparse:4.0%} {decisive:4.0%}" for sparse, decisive in zip(*[iter(cells)] * 2, strict=True))
+        print(f"{recipe:28} {kind:10} passes one, all: {told}", flush=True)
 
 
 def _use_cache(directory: Path) -> None:
@@ -480,15 +461,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--tables", type=Path, help="where answers are kept, and taken from if they are there")
     parser.add_argument("--kept", action="store_true", help="run nothing, and tell what --tables holds")
-    parser.add_argument("--auditors", action="store_true", help="compare honest auditors, and nothing else")
+    parser.add_argument("--seats", action="store_true", help="tell how often forged contributions pass")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_embedded(CACHE)
-    if arguments.auditors:
-        compare_auditors()
-        return
     names = [arguments.only] if arguments.only in RECIPES else [name for name in RECIPES if arguments.only in name]
     cases = [Case(name, seed) for seed in range(arguments.seeds) for name in names]
     kept = {case: arguments.tables / f"{case.recipe}, seed {case.seed}.npz" for case in cases if arguments.tables}
@@ -505,11 +483,13 @@ def main() -> None:
     made |= {case: read(kept[case]) for case in cases if case not in made}
     lines = []
     for name in dict.fromkeys(case.recipe for case in cases):
+        if arguments.seats:
+            report_seats(name, [table for case in cases if case.recipe == name for table in made[case]])
+            continue
         lines += summary(name, [table for case in cases if case.recipe == name for table in made[case]])
     report(lines)
     if arguments.json:
-        told = [json.dumps(line, separators=(",", ":")) for line in lines]
-        arguments.json.write_text("[\n" + ",\n".join(told) + "\n]\n")
+        figures.save(arguments.json, lines, ABOUT)
 
 
 if __name__ == "__main__":

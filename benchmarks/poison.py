@@ -1,9 +1,9 @@
 """Liars with valid payloads: the held-out loss with some of them, over the loss with these members absent, and honest.
 
     python benchmarks/poison.py [--only WORDS] [--liars 3/16] [--rule NAME] [--lie NAME] [--steps 200] [--k 64]
-        [--batch 2] [--rate 1/100] [--seeds 1] [--json FILE] [--processes N]
+        [--batch 2] [--rate 1/100] [--size 0.1m] [--seeds 1] [--json FILE] [--processes N]
 
-Simulated peers as in benchmarks/learning.py (0.1M parameters, bytes), some of whom tell one of the lies of
+Simulated peers as in benchmarks/learning.py (0.1M or 0.8M parameters, bytes), some of whom tell one of the lies of
 benchmarks/attacks.py with payloads that the exact path accepts; by default one of 2, 4, 7 and 16, six lies, no rule.
 `--rule` names robust rules (p2ptrain/exact/rules.py), which expect as many liars as there are; swarms that their theory
 does not allow are left out. With `--lie honest` nobody lies: what a rule costs. With `--json` a run that was broken off
@@ -26,6 +26,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import figures
 import numpy as np
 import torch
 from attacks import LIES, TURNS, join_liars, written
@@ -42,8 +43,13 @@ from p2ptrain.data.tokenizer import load_tokenizer
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.train.live import LiveModel
 
+# The figures are about this code, and old when it has changed.
+ABOUT = ("p2ptrain/exact/rules.py", "p2ptrain/exact/aggregate.py")
 CACHE = Path(tempfile.gettempdir()) / f"p2ptrain-poison-{os.getpid()}"
-MODEL = ModelConfig(dim=64, ffn_dim=192, layers=2, heads=4, kv_heads=2, sequence_length=64)
+MODELS = {
+    "0.1m": ModelConfig(dim=64, ffn_dim=192, layers=2, heads=4, kv_heads=2, sequence_length=64),
+    "0.8m": ModelConfig(dim=128, ffn_dim=384, layers=4, heads=4, kv_heads=2, sequence_length=128),
+}
 USUAL_LIES = ("against", "away", "noise", "tiny", "spiked", "alone")
 HONEST = "honest"  # in the place of a lie
 USUAL_SWARMS = ("1/2", "1/4", "1/7", "1/16")
@@ -60,6 +66,7 @@ class Setting:
     k: int = 0  # 0: 64 of `local`, else 32
     batch: int = 2
     rate: str = "1/100"  # of the local steps
+    size: str = "0.1m"
 
 
 @dataclass(frozen=True)
@@ -117,14 +124,14 @@ def swarm_of(case: Case, live: LiveModel, peers: int) -> Swarm:
 def run(case: Case) -> dict[str, Any]:
     torch.set_num_threads(1)
     peers = case.peers - (0 if case.lie else case.liars)
-    dataset = TokenDataset.open(CACHE, (CACHE / "digest").read_text())
-    model = Transformer(MODEL)
+    dataset, sizes = TokenDataset.open(CACHE, (CACHE / "digest").read_text()), MODELS[case.setting.size]
+    model = Transformer(sizes)
     initialise(model, case.seed)
     live = LiveModel(model, autocast=False)
     swarm = swarm_of(case, live, peers)
     config, honest = swarm.config, peers - (case.liars if case.lie not in ("", HONEST) else 0)
     liars = join_liars(swarm, case.lie, peers - honest)
-    length, sequences = MODEL.sequence_length, dataset.sequences(MODEL.sequence_length)
+    length, sequences = sizes.sequence_length, dataset.sequences(sizes.sequence_length)
     for number in range(config.rounds):
         batches = []
         for peer in range(peers):
@@ -158,7 +165,7 @@ def prepare_embedded(directory: Path) -> None:
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """Returns the runs of a table that the rules' theories allow; what the others are compared with comes first."""
-    setting = Setting(arguments.steps, arguments.k, arguments.batch, arguments.rate)
+    setting = Setting(arguments.steps, arguments.k, arguments.batch, arguments.rate, arguments.size)
     rules, lies = arguments.rule or ["all"], arguments.lie or USUAL_LIES
     found: dict[Case, None] = {}  # in order
     for name, outer in KINDS:
@@ -189,6 +196,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=Setting.k)
     parser.add_argument("--batch", type=int, default=Setting.batch, help="sequences of a step")
     parser.add_argument("--rate", default=Setting.rate, help="of the local steps, at most")
+    parser.add_argument("--size", choices=MODELS, default=Setting.size, help="parameters")
     parser.add_argument(
         "--audits", action="store_true", help="also with members that audit each other; needs 32 sequences a round"
     )
@@ -199,9 +207,12 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_embedded(CACHE)
     cases, start = cases_of(arguments), time.perf_counter()
-    kept = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else []
-    usual = asdict(Case("", "", "", 0, 0))  # keys that a kept row may lack
-    rows = {json.dumps({key: row.get(key, usual[key]) for key in usual}): row for row in kept}
+    kept = figures.rows_of(arguments.json) if arguments.json else []
+    usual = asdict(Case("", "", "", 0, 0))  # keys that a kept row, or its setting, may lack
+    rows = {}
+    for row in kept:
+        row["setting"] = usual["setting"] | row.get("setting", {})
+        rows[json.dumps({key: row.get(key, usual[key]) for key in usual})] = row
     losses: dict[Case, float] = {}
     missing = [case for case in cases if json.dumps(asdict(case)) not in rows]
     with multiprocessing.get_context("spawn").Pool(arguments.processes, _use_cache, (CACHE,)) as pool:
@@ -213,7 +224,7 @@ def main() -> None:
             if case.lie and case.liars:
                 tell(case, losses, row)
             if arguments.json:
-                arguments.json.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+                figures.save(arguments.json, list(rows.values()), ABOUT)
     print(f"{len(missing)} runs, {time.perf_counter() - start:.0f} s")
 
 

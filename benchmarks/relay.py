@@ -71,7 +71,7 @@ class Relay:
     def __init__(self, devices: Sequence[int], lines: Sequence[Line], seed: int, regions: Sequence[int] = ()) -> None:
         self.devices, self.rng = devices, random.Random(seed)  # noqa: S311
         self.regions = regions or range(len(devices))  # by host
-        self.lines = [lines[region % len(lines)] for region in range(max(self.regions) + 1)]
+        self.set_lines(lines)
         self.place_of = {address_bytes(place): place for place in range(len(devices))}
         self.counts = [Counts() for _ in devices]
         links = 2 * len(devices)  # each host's in its region, then each region's
@@ -80,8 +80,12 @@ class Relay:
         self.number = 0
         self.late_seconds = self.latest_seconds = 0.0  # in all, and the most
 
+    def set_lines(self, lines: Sequence[Line]) -> None:
+        """Gives each region the next of these lines, for packets that are sent from now on."""
+        self.lines = [lines[region % len(lines)] for region in range(max(self.regions) + 1)]
+
     def serve(self) -> None:
-        """Carries until stdin ends; a line on stdin asks for the counts."""
+        """Carries until stdin ends; a line on stdin asks for the counts, and may first give other lines."""
         poll = select.epoll()
         places = {device: place for place, device in enumerate(self.devices)}
         for each in (STDIN, *self.devices):
@@ -90,9 +94,11 @@ class Relay:
             for each, _ in poll.poll(max(0.0, self.under_way[0][0] - monotonic()) if self.under_way else None):
                 if each != STDIN:
                     self.take(places[each])
-                elif not os.read(STDIN, 4_096):
+                elif not (asked := os.read(STDIN, 65_536)):
                     return
                 else:
+                    if lines := json.loads(asked):
+                        self.set_lines([Line(**line) for line in lines])
                     os.write(STDOUT, json.dumps(self.report()).encode() + b"\n")
             self.deliver()
 
@@ -230,9 +236,10 @@ class Hosts:
         """Returns the prefix that makes a command run on a host."""
         return list(self.namespaces[place].prefix)
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self, lines: Sequence[Line] = ()) -> dict[str, Any]:
+        """Returns all counts so far; from now on hosts have these lines, if any are given."""
         assert self.process.stdin is not None
-        self.process.stdin.write(b"?\n")
+        self.process.stdin.write(json.dumps([asdict(line) for line in lines]).encode() + b"\n")
         found: dict[str, Any] = json.loads(self._line())
         return found
 

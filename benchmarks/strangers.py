@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from p2ptrain.net.frames import read_message, with_length
 from p2ptrain.net.libp2p.control import RESPONSE_BYTES_MAX, pb
 from p2ptrain.net.libp2p.p2pd import P2pd
+from p2ptrain.net.libp2p.streams import read_message, with_length
 from tests.helpers.flood import junk_vote
 from tests.helpers.p2pd import nodes_in
 

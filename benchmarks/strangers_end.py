@@ -35,10 +35,9 @@ from time import monotonic, sleep
 from p2ptrain.core import wire
 from p2ptrain.identity import Identity, id_bytes_of, peer_id_of
 from p2ptrain.net import questions
-from p2ptrain.net.frames import read_message, write_message
-from p2ptrain.net.libp2p.control import RESPONSE_BYTES_MAX
+from p2ptrain.net.libp2p.control import RESPONSE_BYTES_MAX, pb
 from p2ptrain.net.libp2p.process import find_binary
-from p2ptrain.net.libp2p.unary import pb
+from p2ptrain.net.libp2p.streams import read_message, write_message
 from tests.helpers.daemons import DaemonSwarm, StartableDaemon
 from tests.helpers.foreign import DHT, NESTED, NOT_UTF8, Foreign, address, foreign, found, frame
 

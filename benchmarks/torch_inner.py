@@ -36,7 +36,7 @@ class Inner(torch.optim.Optimizer):
             if is_hidden:
                 self._muon(parameter, gradient, state["mean"], group["lr"])
             else:
-                flat = [each.view(-1) for each in (parameter, gradient, state["mean"], state["square"])]
+                flat = [[each.view(-1)] for each in (parameter, gradient, state["mean"], state["square"])]
                 adamw(*flat, int(state["steps"]), group["lr"], self.recipe)
 
     def _muon(self, weights: Tensor, gradient: Tensor, mean: Tensor, rate: float) -> None:

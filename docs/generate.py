@@ -12,8 +12,9 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
@@ -27,9 +28,8 @@ from p2ptrain.cli import app, exits
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.text import allowed, fields, sections, to_toml
 from p2ptrain.core.complaints import MEANINGS
-from p2ptrain.observe.app import EVENTS, PATHS, REFUSALS, App
+from p2ptrain.observe.app import PATHS, REFUSALS, MetricsPage
 from p2ptrain.observe.guard import OPEN
-from p2ptrain.observe.metrics import MetricsPage
 from p2ptrain.observe.schema import Answer, RoundRecord, Status
 from p2ptrain.train.memory import PassSettings, need_of
 
@@ -173,13 +173,10 @@ def _row(*cells: str) -> str:
 
 
 def _metrics() -> Iterator[str]:
-    status, server = _example(Status), App(_Nothing(), None, "")  # type: ignore[arg-type]  # it is asked for nothing
-    families = [
-        each
-        for each in MetricsPage("", lambda: status, lambda last: [_example(RoundRecord)], server._own_metrics).collect()
-        if each.name.startswith("p2ptrain")
-    ]
-    yield "# The metrics\n\n" + NOTE.format(source="p2ptrain/observe/schema.py, metrics.py and app.py") + "\n"
+    status = _example(Status)
+    facts: Any = SimpleNamespace(status=lambda: status, rounds=lambda last: [_example(RoundRecord)])
+    families = [each for each in MetricsPage("", facts).collect() if each.name.startswith("p2ptrain")]
+    yield "# The metrics\n\n" + NOTE.format(source="p2ptrain/observe/schema.py and app.py") + "\n"
     yield (
         "For Prometheus, at `/metrics`. Names are stable. Counters start over with the daemon, except energy, and\n"
         "never fall while it lives; what goes up and down is a gauge.\n"
@@ -205,12 +202,6 @@ def _of_process() -> list[str]:
     return sorted(f"{each.name}_total" if each.type == "counter" else each.name for each in found)
 
 
-class _Nothing:
-    """Facts that nobody asks for."""
-
-    status = rounds = None
-
-
 def _example(kind: Any) -> Any:
     """A value of a type, so that every metric is there."""
     arguments = [each for each in get_args(kind) if each is not type(None)]
@@ -225,7 +216,7 @@ def _example(kind: Any) -> Any:
     if get_origin(kind) is dict:
         keys = get_args(arguments[0]) if get_origin(arguments[0]) is Literal else ()
         return {key: _example(arguments[1]) for key in keys}
-    return (get_origin(kind) or kind)()
+    return None if is_dataclass(kind) else (get_origin(kind) or kind)()  # a motion, which has no metric
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -245,8 +236,6 @@ def _http() -> Iterator[str]:
     yield "\nAny of them may also answer:\n\n| status | because |\n|---|---|\n"
     for code, text in REFUSALS.items():
         yield _row(str(code), text)
-    events = [f"`{name}` with a [{model.__name__}](#{model.__name__.lower()})" for name, model in EVENTS.items()]
-    yield f"\n`/events` sends {', '.join(events)}.\n"
     for name, schema in _schemas():
         yield f"\n## {name}\n\n{schema.get('description', '')}\n\n| field | type | what it is |\n|---|---|---|\n"
         for field, each in schema["properties"].items():

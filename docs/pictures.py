@@ -43,7 +43,8 @@ LABELS = {  # other methods: name, colour, and where the name stands, in points 
 HIGHEST = 1.0  # loss in the picture of lateness: one point, of 2.6, lies beyond
 NODES, ROUNDS = 4, 150  # on the page when the picture is taken
 SCREEN = {"width": 1_200, "height": 1_180}
-PALETTE = 128  # colours of the picture: a flat page needs no more, and weighs a third
+PALETTE = 96  # colours of the page: a flat one needs no more, and weighs a third
+OF_PLOTS = 32
 START_SECONDS, MINUTES = 300.0, 15.0
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -137,7 +138,7 @@ def loss_over_bytes(path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    rows = json.loads(FAMILY.read_text()) + json.loads(FIGURES.read_text())
+    rows = json.loads(FAMILY.read_text())["rows"] + json.loads(FIGURES.read_text())["rows"]
     points = {row["method"]: (row["bytes_per_peer_step"], row["loss"], row.get("deviation") or 0.0) for row in rows}
     figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=110, layout="constrained")
     ours = [points[f"local muon, {steps}, decay 0.95, starts with 1/4 of the residual, 4 peers"] for steps in OURS]
@@ -160,7 +161,7 @@ def loss_over_bytes(path: Path) -> None:
     axes.grid(visible=True, which="major", alpha=0.3)
     figure.savefig(path)
     pyplot.close(figure)
-    with_few_colours(path)
+    with_few_colours(path, OF_PLOTS)
 
 
 def loss_over_steps(path: Path) -> None:
@@ -172,7 +173,7 @@ def loss_over_steps(path: Path) -> None:
 
     colours = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
     figure, axes = pyplot.subplots(figsize=(9, 5), dpi=110, layout="constrained")
-    for place, row in enumerate(sorted(json.loads(FAMILY.read_text()), key=lambda row: row["curve"][-1][1])):
+    for place, row in enumerate(sorted(json.loads(FAMILY.read_text())["rows"], key=lambda row: row["curve"][-1][1])):
         steps, losses = zip(*row["curve"][1:], strict=True)
         label = f"{losses[-1]:.2f}  {row['method'].removesuffix(', 4 peers')}"
         style = ":" if "full" in label else "-" if place < 10 else "--"
@@ -182,7 +183,7 @@ def loss_over_steps(path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(path)
     pyplot.close(figure)
-    with_few_colours(path)
+    with_few_colours(path, OF_PLOTS)
 
 
 def distro(path: Path) -> None:
@@ -192,7 +193,7 @@ def distro(path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    rows = json.loads(DISTRO.read_text())
+    rows = json.loads(DISTRO.read_text())["rows"]
     sizes = list(dict.fromkeys(row["parameters"] for row in rows))
     figure, panels = pyplot.subplots(1, len(sizes), figsize=(9, 3.8), dpi=110, layout="constrained")
     for axes, size in zip(panels, sizes, strict=True):
@@ -209,7 +210,7 @@ def distro(path: Path) -> None:
         axes.grid(alpha=0.3)
     figure.savefig(path)
     pyplot.close(figure)
-    with_few_colours(path)
+    with_few_colours(path, OF_PLOTS)
 
 
 def poison(path: Path) -> None:
@@ -219,7 +220,7 @@ def poison(path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    rows = [row for row in json.loads(POISON.read_text()) if row["setting"]["steps"] == 200]
+    rows = [row for row in json.loads(POISON.read_text())["rows"] if row["setting"]["steps"] == 200]
     absent = {(row["liars"], row["peers"]): row["loss"] for row in rows if not row["lie"]}
     lies = [row for row in rows if row["lie"] == "minus"]
     rules = list(dict.fromkeys(row["rule"] for row in lies))
@@ -238,7 +239,7 @@ def poison(path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(path)
     pyplot.close(figure)
-    with_few_colours(path, 32)
+    with_few_colours(path, OF_PLOTS)
 
 
 def lateness(path: Path) -> None:
@@ -249,7 +250,7 @@ def lateness(path: Path) -> None:
     from matplotlib import pyplot  # noqa: PLC0415
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), dpi=110, layout="constrained", width_ratios=(2, 1))
-    rows = json.loads(LATENESS.read_text())
+    rows = json.loads(LATENESS.read_text())["rows"]
     kinds: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in rows:
         if row["group"] == "late" and row["delay"]:
@@ -273,7 +274,7 @@ def lateness(path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.savefig(path)
     pyplot.close(figure)
-    with_few_colours(path)
+    with_few_colours(path, OF_PLOTS)
 
 
 if __name__ == "__main__":

@@ -18,53 +18,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from time import monotonic, sleep
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from p2ptrain.errors import DataError, P2ptrainError
-from p2ptrain.net.libp2p.process import tied_to_us
+from p2ptrain.files import make_directory, replace_file
 from p2ptrain.node.control import ask
-from p2ptrain.visible import count_of
+from p2ptrain.system import Tie, tied_to_us
 
-RUN = """\
-name = "demo"
-
-[model]
-dim = 128
-layers = 4
-heads = 4
-kv_heads = 2
-ffn_dim = 256
-sequence_length = 128
-
-[recipe]
-local_steps = 5
-sequences_per_pass = 2
-warmup_rounds = 3
-
-[agreement]
-inline_bytes_max = 65536
-stall_seconds = 15
-settle_seconds = 4
-
-[admission]
-probation_rounds = 1
-"""
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 240.0  # for a node to answer or to join, on a machine that has much else to do
 STUCK_SECONDS = 120.0  # the demo fails after this long without a new round
 DOWN_SECONDS = 5.0  # how long the killed node stays away
 STOP_SECONDS = 20.0  # for a node to leave properly
 POLL_SECONDS = 0.5
-LINES_SECONDS = 5.0  # between progress lines without a terminal
-SAMPLE_TOKENS = 240
-LABEL, CHART_ROWS = 14, 6  # columns before what is summed up; the height of the loss curve
+LINES_SECONDS = 5.0  # between progress lines
+CHART_ROWS = 6  # the height of the loss curve
 LEVELS = " ▁▂▃▄▅▆▇█"
-REQUEST = "import ctypes; ctypes.CDLL(None).prctl(1, 15)"  # PR_SET_PDEATHSIG, SIGTERM
 
 
 @dataclass(slots=True)
@@ -77,7 +50,6 @@ class DemoNode:
     process: subprocess.Popen[bytes] | None = None
     status: dict[str, Any] = field(default_factory=dict)
     note: str = ""
-    sent_before: int = 0  # bytes sent before it was killed
     listen: str = LISTEN
     prefix: tuple[str, ...] = ()  # before its command, which it has to become
 
@@ -86,13 +58,13 @@ class DemoNode:
         return self.directory.with_suffix(".log")
 
     def start(self, *more: str) -> None:
-        """Starts the daemon, with these arguments in addition; the counters of an earlier life count on."""
+        """Starts the daemon, with these arguments in addition."""
         self.arguments += more
-        self.note, self.sent_before, self.status = "", self.sent, {}
+        self.note, self.status = "", {}
         own = {"OMP_NUM_THREADS": "1", "P2PTRAIN_DEVICE__NAME": "cpu", "P2PTRAIN_DEVICE__THREADS": "1"}
         own |= {"P2PTRAIN_NETWORK__NAT": "false"}  # loopback needs no port mapping
         own |= {"P2PTRAIN_HTTP__HOST": "127.0.0.1", "P2PTRAIN_HTTP__PORT": "0"}
-        command = tied_to_us(REQUEST, [sys.executable, "-m", "p2ptrain", *self.arguments])
+        command = tied_to_us(Tie.END_WITH_PARENT, [sys.executable, "-m", "p2ptrain", *self.arguments])
         command += ["--data-dir", str(self.directory)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(  # noqa: S603
@@ -115,10 +87,6 @@ class DemoNode:
     def applied(self) -> int:
         return int(self.status.get("applied_round", 0))
 
-    @property
-    def sent(self) -> int:
-        return self.sent_before + int(self.status.get("bytes", {}).get("bytes sent", 0))
-
     def end(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
@@ -137,18 +105,16 @@ class Demo:
         self.directory, self.rounds = directory, rounds
         self.console = Console()
         run = directory / "demo.toml"
-        run.write_text(RUN)
+        replace_file(run, Path(__file__).with_suffix(".toml").read_bytes())
         self.nodes = [DemoNode("node 1", directory / "node1", ["start", str(run)])]
         self.nodes += [DemoNode(f"node {n}", directory / f"node{n}", ["join"]) for n in range(2, size + 1)]
         self.roots: dict[int, set[tuple[str, str]]] = defaultdict(set)  # by round: pairs of node and root
         self.losses: list[tuple[int, float]] = []  # the first node's, by round
         self.began = monotonic()
         self.moved_at, self.newest = monotonic(), 0
-        self.live: Live | None = None
         self.told_at = 0.0
 
-    # -----------------------------------------------------------------------------------------------
-    # Watching
+    # -- Watching -----------------------------------------------------------------------------------
 
     def look(self) -> None:
         for node in self.nodes:
@@ -163,38 +129,10 @@ class Demo:
             self.newest, self.moved_at = newest, monotonic()
         if monotonic() - self.moved_at > STUCK_SECONDS:
             raise DataError(f"no progress for {STUCK_SECONDS:.0f} s; the logs are in {self.directory}")
-        self._show()
-
-    def _show(self) -> None:
-        if self.live is not None:
-            self.live.update(self._table())
-        elif monotonic() >= self.told_at + LINES_SECONDS:
+        if monotonic() >= self.told_at + LINES_SECONDS:
             self.told_at = monotonic()
             parts = [f"{node.name} {_brief(node)}" for node in self.nodes]
-            self.console.print(
-                f"{monotonic() - self.began:4.0f} s  " + " | ".join(parts), highlight=False, soft_wrap=True
-            )
-
-    def _table(self) -> Table:
-        table = Table(title=f"p2ptrain demo · {monotonic() - self.began:.0f} s", title_justify="left")
-        for name in ("", "round", "loss", "peers", "roster", "sent", "state root", ""):
-            table.add_column(name)
-        for node in self.nodes:
-            status = node.status
-            if not status:
-                table.add_row(node.name, "", "", "", "", "", "", node.note or "starting")
-                continue
-            table.add_row(
-                node.name,
-                str(status["applied_round"]),
-                "" if status["loss"] is None else f"{status['loss']:.3f}",
-                str(len(status["peers"])),
-                str(len(status["roster"])),
-                count_of(node.sent),
-                status["state_root"][:16],
-                node.note or status["phase"],
-            )
-        return table
+            self._say(f"{monotonic() - self.began:4.0f} s  " + " | ".join(parts))
 
     def until(self, condition: str, holds: Any, seconds: float | None = None) -> None:
         """Polls the nodes until a condition holds."""
@@ -210,33 +148,23 @@ class Demo:
                 raise DataError(f"still waiting after {seconds:.0f} s: {condition}; the logs are in {self.directory}")
             sleep(POLL_SECONDS)
 
-    # -----------------------------------------------------------------------------------------------
-    # The script
+    # -- The script ---------------------------------------------------------------------------------
 
     def run(self) -> bool:
         first, *others = self.nodes
         self._say(f"{len(self.nodes)} nodes on this machine, in {self.directory}")
-        if self.console.is_terminal:
-            self.live = Live(self._table(), console=self.console, refresh_per_second=4)
-            self.live.start()
-        try:
-            first.start()
-            self.until("the first node answers", lambda: first.status.get("addresses"), START_SECONDS)
-            if first.status["http"]:
-                self._say(f"the dashboard of node 1: {first.status['http']}")
-            address = first.status["addresses"][0]
-            for node in others:
-                node.start("--bootstrap", address)
-            self.until("all nodes have joined", self._is_whole, START_SECONDS)
-            self._say(f"all {len(self.nodes)} are members, {monotonic() - self.began:.0f} s after the start")
-            if others:
-                self._kill_one(others[-1])
-            self.until(f"{self.rounds} rounds", lambda: min(node.applied for node in self.nodes) >= self.rounds)
-            self.look()
-        finally:
-            if self.live is not None:
-                self.live.stop()
-                self.live = None
+        first.start()
+        self.until("the first node answers", lambda: first.status.get("addresses"), START_SECONDS)
+        if first.status["http"]:
+            self._say(f"the dashboard of node 1: {first.status['http']}")
+        for node in others:
+            node.start("--bootstrap", first.status["addresses"][0])
+        self.until("all nodes have joined", self._is_whole, START_SECONDS)
+        self._say(f"all {len(self.nodes)} are members, {monotonic() - self.began:.0f} s after the start")
+        if others:
+            self._kill_one(others[-1])
+        self.until(f"{self.rounds} rounds", lambda: min(node.applied for node in self.nodes) >= self.rounds)
+        self.look()
         return self.sum_up()
 
     def _is_whole(self) -> bool:
@@ -260,49 +188,29 @@ class Demo:
         self._say(f"{victim.name} is back, and was {monotonic() - fell:.0f} s away")
 
     def _say(self, text: str) -> None:
-        (self.live.console if self.live else self.console).print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def sum_up(self) -> bool:
+        """Prints a chart of the loss, and whether all replicas were equal, which it returns."""
         differing = sorted(number for number, roots in self.roots.items() if len({root for _, root in roots}) > 1)
         tellers = [len({name for name, _ in roots}) for roots in self.roots.values()]
         compared, by_all = sum(count > 1 for count in tellers), sum(count == len(self.nodes) for count in tellers)
-        status = self.nodes[0].status
-        state, size = status["state_bytes"], len(self.nodes)
-        reduced = 2 * (size - 1) / size * state * status["applied_round"]
-        text = self._sample()
-        say = self._say
-        say("")
         if self.losses:
-            number, loss = self.losses[0]
-            for row in chart([loss for _, loss in self.losses], max(1, self.console.width - LABEL), CHART_ROWS):
-                say(f"{'':<{LABEL}}{row}")
-            say(f"loss          {loss:.3f} in round {number}, {self._late_loss():.3f} at the end")
-        newest = max(self.roots)
-        say(f"state root    {', '.join(sorted({root for _, root in self.roots[newest]}))} after round {newest}")
-        if size > 1:
-            count = f"{compared} rounds compared, {by_all} of them between all {size}"
-            say(f"              {count}: {len(differing)} differ")
-        say(f"payload       {status['payload_bytes']:,} bytes per node and round; the gradient in fp32 {state:,}")
-        say("sent          " + ", ".join(f"{node.name} {count_of(node.sent)}" for node in self.nodes))
-        if size > 1:
-            say(f"              a ring all-reduce in fp32 would have sent {count_of(reduced)} from each in this time")
-        say(f"text          {text!r}")
-        say(f"took          {monotonic() - self.began:.0f} s")
-        if size == 1:
-            say("one node: nothing to compare")
-        elif differing:
-            say(f"REPLICAS DIFFER in rounds {differing[:10]}")
+            losses = [loss for _, loss in self.losses]
+            for row in chart(losses, max(1, self.console.width), CHART_ROWS):
+                self._say(row)
+            self._say(f"loss {losses[0]:.3f} in round {self.losses[0][0]}, {mean(losses[-10:]):.3f} at the end")
+        if len(self.nodes) == 1:
+            self._say("one node: nothing to compare")
+            return True
+        self._say(
+            f"{compared} rounds compared, {by_all} of them between all {len(self.nodes)}: {len(differing)} differ"
+        )
+        if differing:
+            self._say(f"REPLICAS DIFFER in rounds {differing[:10]}")
         else:
-            say("all replicas are bit-identical" if compared else "NO ROUND WAS SEEN BY TWO NODES")
-        return not differing and (compared > 0 or size == 1)
-
-    def _late_loss(self) -> float:
-        late = [loss for _, loss in self.losses[-10:]]
-        return sum(late) / len(late)
-
-    def _sample(self) -> str:
-        request = {"do": "sample", "prompt": "The ", "tokens": SAMPLE_TOKENS, "seed": 1}
-        return str(ask(self.nodes[0].directory, request, seconds=120.0)["text"])
+            self._say("all replicas are bit-identical" if compared else "NO ROUND WAS SEEN BY TWO NODES")
+        return compared > 0 and not differing
 
     def close(self) -> None:
         """Lets the nodes leave one after another, since the others have to agree to it; kills those that stay."""
@@ -341,7 +249,7 @@ def _as_ctrl_c(*_: object) -> None:
 def run_demo(nodes: int, rounds: int, keep: Path | None) -> bool:
     """Runs the demo; returns whether all replicas were bit-identical."""
     directory = Path(tempfile.mkdtemp(prefix="p2ptrain-demo-")) if keep is None else keep
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     demo = Demo(directory, nodes, rounds)
     is_good = False
     for number in (signal.SIGTERM, signal.SIGHUP):

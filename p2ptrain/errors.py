@@ -89,6 +89,10 @@ class PassedError(P2ptrainError):
     """A round passed without this node's contribution, which is nobody's fault."""
 
 
+class StoppedError(P2ptrainError):
+    """Training was interrupted because the node is ending."""
+
+
 class PrivacySpentError(P2ptrainError):
     """The next steps would tell more of the owner's data than its budget allows."""
 
@@ -99,6 +103,10 @@ class PrivacySpentError(P2ptrainError):
 
 class MemoryShortError(P2ptrainError):
     """The device ran out of memory; says what is in use and which settings help."""
+
+
+class RanksLostError(P2ptrainError):
+    """The processes that take a node's steps have ended, hang or cannot begin; a round is lost with them."""
 
 
 class NoDaemonError(P2ptrainError):

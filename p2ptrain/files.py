@@ -26,6 +26,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from p2ptrain.errors import DataError
+from p2ptrain.system import fsync
 
 PARTIAL_SUFFIX = ".partial"  # for files being written; removed when left over after a crash
 READ_BYTES = 2**20  # at a time: some files are as large as the model
@@ -74,13 +75,20 @@ def write_all(descriptor: int, content: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def sync(path: Path) -> None:
-    """Syncs a file, or the names in a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+@contextmanager
+def opened(path: Path, flags: int, mode: int = 0o600) -> Iterator[int]:
+    """Opens a file or a directory inside the block, as a descriptor."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Syncs a file, or the names in a directory, to the disk."""
+    with opened(path, os.O_RDONLY) as descriptor:
+        fsync(descriptor)
 
 
 def make_directory(path: Path) -> None:
@@ -118,13 +126,10 @@ def replace_file(path: Path, content: bytes | memoryview, *, is_synced: bool = T
 
 def write_file(path: Path, content: bytes | memoryview, *, is_synced: bool = True, mode: int = 0o600) -> None:
     """Writes a file, in place of any earlier one."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode) as descriptor:
         write_all(descriptor, content)
         if is_synced:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            fsync(descriptor)
 
 
 def rename(path: Path, target: Path) -> None:
@@ -133,15 +138,26 @@ def rename(path: Path, target: Path) -> None:
     sync(target.parent)
 
 
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Makes a directory that gets its name once the block has filled it, and survives a crash from then on."""
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    forget(partial)
+    with trouble(path):
+        try:
+            make_directory(partial)
+            yield partial
+            sync(partial)
+            rename(partial, path)
+        finally:
+            forget(partial)
+
+
 def cut(path: Path, size: int) -> None:
     """Truncates a file to `size` bytes, durably."""
-    with trouble(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, size)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with trouble(path), opened(path, os.O_WRONLY) as descriptor:
+        os.ftruncate(descriptor, size)
+        fsync(descriptor)
 
 
 def forget(path: Path) -> None:
@@ -167,6 +183,16 @@ def read(path: Path) -> bytes | None:
     with trouble(path, "cannot be read"):
         try:
             return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+
+def read_at(path: Path, start: int, size: int) -> bytes | None:
+    """Reads a part of a file; None if the file is gone, as one that was pruned just now."""
+    with trouble(path, "cannot be read"):
+        try:
+            with path.open("rb", buffering=0) as file:
+                return os.pread(file.fileno(), size, start)
         except FileNotFoundError:
             return None
 
@@ -246,9 +272,14 @@ def listed(directory: Path, names_max: int) -> list[tuple[Path, os.stat_result]]
     return sorted(found, key=lambda each: each[0])
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is anything; False also where this user may not look."""
+    return os.path.exists(path)  # noqa: PTH110  # Path's raises, until Python 3.14
+
+
 def nearest_existing(directory: Path) -> Path:
     """Returns the path, or its nearest parent that exists."""
-    while not directory.exists() and directory != directory.parent:
+    while not is_there(directory) and directory != directory.parent:
         directory = directory.parent
     return directory
 

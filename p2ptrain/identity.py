@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, P2ptrainError
 from p2ptrain.files import sync, write_all
+from p2ptrain.system import fsync
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -102,15 +103,12 @@ class Identity:
         return self._private.sign(signed)
 
 
-class RunSigner:
-    """This node's signer for one run. It also verifies anyone's signatures and remembers the valid ones."""
+class RunVerifier:
+    """Verifies signatures of one run, and remembers the valid ones."""
 
-    def __init__(self, identity: Identity, run_id: bytes) -> None:
-        self._identity, self.run_id, self.key = identity, run_id, identity.key
+    def __init__(self, run_id: bytes) -> None:
+        self.run_id = run_id
         self._verified: dict[bytes, None] = {}  # the oldest first
-
-    def sign(self, signed: bytes) -> bytes:
-        return self._identity.sign(signed)
 
     def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
         if len(key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
@@ -126,18 +124,27 @@ class RunSigner:
         return True
 
 
+class RunSigner(RunVerifier):
+    """This node's signer for one run."""
+
+    def __init__(self, identity: Identity, run_id: bytes) -> None:
+        super().__init__(run_id)
+        self._identity, self.key = identity, identity.key
+
+    def sign(self, signed: bytes) -> bytes:
+        return self._identity.sign(signed)
+
+
 def verify(key: bytes, signed: bytes, signature: bytes) -> bool:
-    if len(key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES or _without_sign(key) in SMALL_ORDER:
+    if len(key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+        return False
+    if key[:-1] + bytes([key[-1] & 0x7F]) in SMALL_ORDER:
         return False
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, signed)
     except InvalidSignature:
         return False
     return True
-
-
-def _without_sign(key: bytes) -> bytes:
-    return key[:-1] + bytes([key[-1] & 0x7F])
 
 
 def id_bytes_of(key: bytes) -> bytes:
@@ -196,7 +203,7 @@ def _write_new(path: Path, content: bytes) -> None:
     try:
         try:
             write_all(descriptor, content)
-            os.fsync(descriptor)
+            fsync(descriptor)
         finally:
             os.close(descriptor)
         os.link(partial, path)

@@ -70,8 +70,7 @@ def effects_digest(effects: Sequence[object]) -> str:
     return digest("effects", _EFFECTS.encode(effects)).hex()
 
 
-# ---------------------------------------------------------------------------------------------------
-# Writing
+# -- Writing ----------------------------------------------------------------------------------------
 
 
 class EventLog:
@@ -128,8 +127,7 @@ class LoggedSigner:
         return verify(key, signed, signature)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Reading
+# -- Reading ----------------------------------------------------------------------------------------
 
 
 def replay(path: Path, signers: Mapping[str, Callable[[Header], Signer]] | None = None) -> Replayed:

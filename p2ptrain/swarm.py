@@ -17,24 +17,25 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from operator import index
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 from weakref import WeakSet
 
 import msgspec
 import platformdirs
+import torch
+from safetensors.torch import save_model
+from torch import Tensor
 
 from p2ptrain import errors
 from p2ptrain.core.pace import takes_another
 from p2ptrain.errors import ConfigError, NodeEndedError, P2ptrainError, TrainingError
 from p2ptrain.loop import channel
 from p2ptrain.loop.channel import Begin, NodeAnswer, ScriptRequest
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from p2ptrain.models.kinds import frozen_digest, refuse_trained_buffers
+from p2ptrain.node.control import ask
 
 LOG_LINES = 5  # of it in the message, if the node dies
 
@@ -57,8 +58,6 @@ def keeps_gradients(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def keeping(*args: P.args, **kwargs: P.kwargs) -> T:
-        import torch  # noqa: PLC0415  # a script may not have imported it yet
-
         before = torch.is_grad_enabled()
         try:
             try:
@@ -141,10 +140,6 @@ def _options(directory: str | Path | None, listen: Sequence[str] | None) -> dict
 
 def _trained(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Returns names and shapes of the parameters that train. ConfigError if they, or a buffer, cannot be agreed on."""
-    import torch  # noqa: PLC0415
-
-    from p2ptrain.models.kinds import refuse_trained_buffers  # noqa: PLC0415
-
     refuse_trained_buffers(model)
     found = [(_plain(name), each) for name, each in model.named_parameters() if each.requires_grad]
     for name, each in found:
@@ -162,14 +157,12 @@ def _trained(model: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def _frozen(model: torch.nn.Module) -> str:
     """Returns the digest of the parameters that do not train."""
-    from p2ptrain.models.kinds import frozen_digest  # noqa: PLC0415
-
     return frozen_digest((_plain(name), each) for name, each in model.named_parameters() if not each.requires_grad)
 
 
 def _plain(name: str) -> str:
     """Returns a parameter's name without what torch.compile and DistributedDataParallel put before it."""
-    return name.removeprefix("module.").removeprefix("_orig_mod.")
+    return re.sub(r"^(_orig_mod\.)?(module\.)?(_orig_mod\.)?", "", name)
 
 
 class Swarm:
@@ -181,7 +174,9 @@ class Swarm:
         self.round = 0  # that is being trained
         self._shapes = dict(begin.parameters)
         self._node, self._socket, self._memory = channel.spawn_node(begin.parameters, self.directory)
-        self._write_first([name for name, _ in begin.parameters])
+        named = {_plain(name): each for name, each in model.named_parameters()}
+        weights = [named[name].detach().reshape(-1).cpu() for name, _ in begin.parameters]
+        torch.cat(weights, out=self._memory.base)
         self._asked, self._received = 0, bytearray()
         self._work: channel.RoundToTrain | None = None
         self._losses: list[float] = []
@@ -206,8 +201,7 @@ class Swarm:
         """An address for `join` on other machines, if this one can be reached from there."""
         return self.addresses[0]
 
-    # -----------------------------------------------------------------------------------------------
-    # Training
+    # -- Training -----------------------------------------------------------------------------------
 
     def batches(self, rounds: int | None = None) -> Iterator[Tensor]:
         """Yields the run's own data, a step's sequences at a time, for this many rounds; for ever without.
@@ -252,17 +246,14 @@ class Swarm:
     @keeps_gradients
     def evaluate(self, loss: Callable[[Tensor], Tensor], sequences: int = 0) -> float:
         """Returns the mean of a loss over held-out sequences [n, length + 1], with the weights that were agreed on."""
-        import torch  # noqa: PLC0415
-
-        batch = self._sequences(channel.TakeHeldOut(sequences))
+        batch = self._sequences(channel.TakeHeldOut(index(sequences)))
         with torch.no_grad(), self._agreed_weights():
-            losses = [float(loss(part)) * len(part) for part in torch.split(batch, max(1, self._step_sequences))]
+            at_once = max(1, self._work.sequences) if self._work is not None else 1
+            losses = [float(loss(part)) * len(part) for part in torch.split(batch, at_once)]
         return sum(losses) / len(batch)
 
     def status(self) -> dict[str, Any]:
         """Returns what `p2ptrain status --json` tells of this node."""
-        from p2ptrain.node.control import ask  # noqa: PLC0415
-
         return ask(Path(self._ready.directory), {"do": "status"})
 
     @keeps_gradients
@@ -273,13 +264,10 @@ class Swarm:
             if save is not None:
                 save(directory)
                 return
-            from safetensors.torch import save_model  # noqa: PLC0415
-
             Path(directory).mkdir(parents=True, exist_ok=True)
             save_model(self.model, str(Path(directory) / "model.safetensors"))
 
-    # -----------------------------------------------------------------------------------------------
-    # Leaving
+    # -- Leaving ------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Leaves the run, and waits until the node has saved and ended. Called again, it does nothing."""
@@ -302,13 +290,10 @@ class Swarm:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.leave()
 
-    # -----------------------------------------------------------------------------------------------
-    # Rounds
+    # -- Rounds -------------------------------------------------------------------------------------
 
     def _begin_if_over(self) -> bool:
         """Takes up the next round if there is none, or if the end of one was interrupted; returns whether it did."""
@@ -330,15 +315,11 @@ class Swarm:
         return not takes_another(done, ready.steps_min, ready.steps, each, *pace)
 
     def _is_gradient_finite(self) -> bool:
-        import torch  # noqa: PLC0415
-
         sums = [each.grad.sum() for each in self.model.parameters() if each.grad is not None]  # sparse ones as well
-        return not sums or bool(torch.isfinite(torch.stack(sums)).all())
+        return not sums or bool(torch.isfinite(torch.stack([each.to(sums[0].device) for each in sums])).all())
 
     def _contribute(self) -> None:
         """Gives the node how far this round's steps have moved the weights."""
-        import torch  # noqa: PLC0415
-
         with torch.no_grad():
             for moved, base, parameter in self._parts():
                 moved.copy_(parameter)
@@ -373,8 +354,6 @@ class Swarm:
     @keeps_gradients
     def load_agreed(self) -> None:
         """Puts the weights that were agreed on into the model; what it has learned since is lost."""
-        import torch  # noqa: PLC0415
-
         with torch.no_grad():
             for _, base, parameter in self._parts():
                 parameter.copy_(base)
@@ -382,8 +361,6 @@ class Swarm:
     @contextlib.contextmanager
     def _agreed_weights(self) -> Iterator[None]:
         """Gives the model the weights that were agreed on inside the block, and its own again afterwards."""
-        import torch  # noqa: PLC0415
-
         own = [parameter.detach().clone() for _, _, parameter in self._parts()]
         modes = [(module, module.training) for module in self.model.modules()]
         self.load_agreed()
@@ -409,27 +386,14 @@ class Swarm:
             yield moved, base, parameter
             place = stop
 
-    def _write_first(self, names: Sequence[str]) -> None:
-        import torch  # noqa: PLC0415
-
-        named = {_plain(name): each for name, each in self.model.named_parameters()}
-        torch.cat([named[name].detach().reshape(-1).cpu() for name in names], out=self._memory.base)
-
-    @property
-    def _step_sequences(self) -> int:
-        return self._work.sequences if self._work is not None else 1
-
     def _sequences(self, request: channel.Request, counts: bool = False) -> Tensor:
-        import torch  # noqa: PLC0415
-
         found = self._ask(request)
         assert isinstance(found, channel.Sequences)
         batch = torch.frombuffer(bytearray(found.data), dtype=torch.int32).view(found.count, -1)
         self._tokens += batch.shape[0] * (batch.shape[1] - 1) if counts else 0
         return batch.to(next(self.model.parameters()).device, torch.int64)
 
-    # -----------------------------------------------------------------------------------------------
-    # The channel
+    # -- The channel --------------------------------------------------------------------------------
 
     def _ask(self, request: channel.Request) -> channel.Answer:
         self._asked += 1
@@ -445,7 +409,10 @@ class Swarm:
     def _await(self, number: int) -> channel.Answer:
         """Waits for the answer to a request. Raises what the node says instead, or that it has ended."""
         while True:
-            answered = self._receive()
+            try:
+                answered = _DECODER.decode(channel.receive_frame(self._socket, self._received))
+            except (OSError, EOFError):
+                raise self._ended() from None
             match answered.body:
                 case channel.NodeFailed(kind=kind, text=text) if answered.number in (0, number):
                     raise _error(kind, text)
@@ -453,12 +420,6 @@ class Swarm:
                     log.warning("%s", text)
                 case body if answered.number == number:
                     return body
-
-    def _receive(self) -> NodeAnswer:
-        try:
-            return _DECODER.decode(channel.receive_frame(self._socket, self._received))
-        except (OSError, EOFError):
-            raise self._ended() from None
 
     def _ended(self) -> NodeEndedError:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from itertools import groupby
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before any test imports torch: two processes that use both cores run five times slower than with a thread each.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Examples are slow on a busy machine, which is no fault of the code: pytest's timeout is the deadline. In CI
 # the same examples are tried every time, so that a red run can be repeated; at a desk they differ.
-settings.register_profile("p2ptrain", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+settings.register_profile(
+    "p2ptrain",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+    derandomize="CI" in os.environ,
+)
 settings.load_profile("p2ptrain")
 
 
@@ -41,6 +48,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for each in waiting:
         if each.path.name not in IN_EVERY_RUN:
             each.add_marker("daemons")
+    for each in items if sys.platform != "linux" else []:
+        if each.get_closest_marker("linux"):
+            each.add_marker(pytest.mark.skip(reason="asks Linux"))
     files = [list(each) for _, each in groupby(rest, key=lambda each: each.path)]
     if files:
         share = len(waiting) / len(files)

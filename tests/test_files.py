@@ -35,6 +35,7 @@ def test_a_device_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opened == []
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_what_is_exchanged_after_it_was_looked_at_is_not_read_either(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 from benchmarks.fuzz import Target
+from p2ptrain.audit.history import CountingVerifier
+from p2ptrain.audit.receipt import check, decode_receipt
 from p2ptrain.config import RunConfig
 from p2ptrain.config.hf import read_hf_config
 from p2ptrain.core import messages as wire
@@ -39,6 +41,7 @@ from tests.helpers.core import (
 )
 from tests.helpers.golden import FAMILY
 from tests.helpers.history import BEGINNING, CHANGES, END, ENTRY, RUN_CONFIG, SEVEN
+from tests.helpers.receipts import CONFIG, FIRST, receipt_after, with_a_branch
 from tests.helpers.trainer import TINY
 
 SIGNER = Identity(b"s" * 32)
@@ -55,6 +58,13 @@ class Anyone:
 
 
 ANYONE = Anyone()
+
+
+class AnyoneCounted(CountingVerifier):
+    """Likewise, of any run."""
+
+    def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
+        return True
 
 
 def messages() -> list[bytes]:
@@ -141,6 +151,10 @@ def _followed(data: bytes) -> None:
             contradiction(entry.manifest, SEVEN, RUN_CONFIG)
 
 
+def receipts() -> tuple[bytes, ...]:
+    return packed(receipt_after(FIRST, CONFIG)), packed(with_a_branch())
+
+
 def runs() -> list[bytes]:
     """Returns configs of runs of every shape, all sealed but the first."""
     invites = {"policy": "invite", "keys": [SIGNER.key.hex()]}
@@ -223,6 +237,9 @@ def core_targets() -> list[Target]:
         Target("history", "msgpack", tuple(histories()), decode_history, REFUSED,
                lambda each: bytes(encode_history(each))),
         Target("history-followed", "msgpack", tuple(followed()), _followed, REFUSED, seconds=0.03),
+        Target("receipt", "msgpack", receipts(), decode_receipt, REFUSED, packed),
+        Target("receipt-checked", "msgpack", receipts(),
+               lambda data: check(decode_receipt(data), "", AnyoneCounted), REFUSED, seconds=0.03),
         Target("claim", "msgpack", claims, decode_claim, REFUSED, packed),
         Target("invitation", "text", (invitation.encode(),),
                lambda data: decode_invitation(data.decode("latin-1")), REFUSED),

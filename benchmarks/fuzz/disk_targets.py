@@ -16,10 +16,10 @@ from benchmarks.fuzz.core_targets import RUN, SIGNER
 from p2ptrain.core.admission import encode_invitation, make_ticket
 from p2ptrain.core.events import Observed, PeerSeen, Record, Silence
 from p2ptrain.data.dataset import PIECES_NAME
-from p2ptrain.data.prepare import UNFINISHED_NAME, _Unfinished, _unfinished
+from p2ptrain.data.prepare import UNFINISHED_NAME, _ReadSoFar, _unfinished
 from p2ptrain.errors import ConfigError, DataError, HardwareError
 from p2ptrain.identity import Identity
-from p2ptrain.node.invitations import read_invitation
+from p2ptrain.node.find import read_invitation
 from p2ptrain.replay import _ENCODER, _HEADER, _LINE, Header, _parsed
 from p2ptrain.store import segment
 from p2ptrain.store.checkpoints import STAMP_NAME, FileStamp, Stamp, read_stamp
@@ -167,6 +167,6 @@ def disk_targets(folder: Path) -> list[Target]:
                lambda data: read_invitation(data.decode(errors="surrogateescape")), (ConfigError,)),
         Target("event-log-header", "json", (event_line(),), lambda data: _parsed(_HEADER, data, PATH, 1), DAMAGED),
         Target("event-log-line", "json", (event(),), lambda data: _parsed(_LINE, data, PATH, 1), DAMAGED),
-        Target("prepared-so-far", "msgpack", (msgspec.msgpack.encode(_Unfinished("a call")),),
+        Target("prepared-so-far", "msgpack", (msgspec.msgpack.encode(_ReadSoFar("a call")),),
                partial(_prepared, folder / "prepared"), ()),
     ]  # fmt: skip

@@ -12,7 +12,6 @@ from safetensors.torch import save
 
 from benchmarks.fuzz import Target
 from benchmarks.fuzz.core_targets import llama
-from p2ptrain.audit.tensors import differs
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.config.load import load_config, load_run_config
 from p2ptrain.config.text import to_toml
@@ -161,10 +160,6 @@ def learn_targets(folder: Path) -> list[Target]:
     def base(path: Path) -> object:
         return [each for _, each in base_tensors(path, adapters)]
 
-    def audited(path: Path) -> object:
-        values = [(name, torch.arange(6.0 if "B" in name else 8.0), shape) for name, shape in adapters.items()]
-        return differs(path, 1, values)
-
     def given(path: Path) -> object:
         return read_weights(path, model)
 
@@ -186,8 +181,6 @@ def learn_targets(folder: Path) -> list[Target]:
                (ConfigError,), seconds=0.05, memory=2**20, memory_a_byte=400, every=3),
         Target("base", seeds=(of_adapters, _weights(adapters, torch.bfloat16)),
                decode=partial(_from_file, folder / "base.safetensors", base), **tensors),
-        Target("audited-weights", seeds=(of_adapters,),
-               decode=partial(_from_file, folder / "audited.safetensors", audited), **tensors),
         Target("given-weights", seeds=(_weights(shapes, torch.float16),),
                decode=partial(_from_file, folder / "given.safetensors", given), **tensors),
         Target("weights-index", "json", (index,), partial(_indexed, folder / "sharded"), FILES, seconds=0.01),

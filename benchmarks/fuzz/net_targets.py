@@ -23,14 +23,21 @@ from p2ptrain.net import addresses as multiaddrs
 from p2ptrain.net import questions
 from p2ptrain.net.blobs import server as blobs
 from p2ptrain.net.connections import Connections
-from p2ptrain.net.frames import FrameStream, length_at, read_length, with_length
-from p2ptrain.net.libp2p.control import P2pdControl, in_bytes, read_opening
-from p2ptrain.net.libp2p.dht import Storage
-from p2ptrain.net.libp2p.dht_protocol import DHTID, BoundedProtocol, DecodeError, PeerID, dht_pb2, place_of
-from p2ptrain.net.libp2p.dht_records import sign_record, why_invalid
-from p2ptrain.net.libp2p.subscription import Subscription, TopicQueue
-from p2ptrain.net.libp2p.unary import UnaryCalls, pb
-from p2ptrain.net.mail import Deliver, HistoryBegins, HistoryPart, HistoryQuery, MessageQuery, decode_frame
+from p2ptrain.net.libp2p.control import P2pdControl, UnaryCalls, in_bytes, pb, read_opening
+from p2ptrain.net.libp2p.dht import (
+    DHTID,
+    BoundedProtocol,
+    DecodeError,
+    PeerID,
+    Storage,
+    dht_pb2,
+    place_of,
+    sign_record,
+    why_invalid,
+)
+from p2ptrain.net.libp2p.pubsub import Subscription, TopicQueue
+from p2ptrain.net.libp2p.streams import FrameStream, length_at, read_length, with_length
+from p2ptrain.net.mailbox import Deliver, HistoryBegins, HistoryPart, HistoryQuery, MessageQuery, decode_frame
 from p2ptrain.net.transport import TransportError, everyone
 from p2ptrain.node.control import Control
 from tests.helpers.core import RUN
@@ -223,7 +230,7 @@ class _SaysThis:
 
 
 def dht_node(calls: _SaysThis) -> Any:
-    return BoundedProtocol(calls, ME.key, _Signed(), Storage(64), Storage(0), Counter(), Bare())
+    return BoundedProtocol(calls, ME.key, _Signed(), Storage(64), Counter(), Bare())
 
 
 def record() -> tuple[bytes, bytes, bytes, float]:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.compiling import compiled
 from p2ptrain.config import ModelConfig
 
 GPT2_VOCABULARY = 50_304  # GPT-2's, rounded up to a multiple of 64
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 192, "sequence_length": 64},
     "1m": {"preset": "1m"},
     "10m": {"preset": "10m"},
@@ -66,7 +67,15 @@ def run_part(description: str, part: Callable[[Report], None]) -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="what can be left out ends in time")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    part(Report(arguments.out, arguments.device, small=arguments.small, seconds=arguments.seconds))
+    report, counts = (
+        Report(arguments.out, arguments.device, small=arguments.small, seconds=arguments.seconds),
+        compiled(),
+    )
+    try:
+        part(report)
+    finally:
+        if counts.programs or counts.kept:
+            report.add("compiling", counts.figures())
 
 
 # ---------------------------------------------------------------------------------------------------

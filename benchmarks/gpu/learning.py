@@ -172,7 +172,7 @@ def main(report: Report) -> None:
         report.add("text_bytes", dataset.manifest.training.tokens)
         peers, left = Peers(report, dataset), len(METHODS)
         for method in METHODS:
-            seconds = (report.seconds_left - 5 * left) / left if not report.small else 4.0
+            seconds = (report.seconds_left - 5 * left) / left if not report.small else 2.0
             learn(report, peers, method, max(1.0, seconds))
             left -= 1
 

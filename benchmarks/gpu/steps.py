@@ -1,12 +1,15 @@
 """Tokens a second and model FLOP utilisation of plain AdamW, `distro` and `local`; effects of the device's settings.
 
+First the step as it is meant to run, compiled on both sides: what the swarm costs over it at 124M, smaller passes, and
+350M and 1B for as long as there is time; then the same at 124M as it is without a compiler, and the device's settings.
+
 The baseline is AdamW as one fused kernel over all weights, with the same passes. `overhead` is what a step takes more
 in whole rounds: contribution, packing, the apply of 8 and of 100 contributions, the root; all but the network.
 `swarm_cost` is the same over the recipe's own steps (with Muon for `local`, without an optimizer for `distro`), in
-blocks of ten that take turns: least, median and most. Beside them stand a contribution, an apply, a root, and the
-verdict on a payload, which a processor gives. With `compiled`, both sides are. Model FLOPs a token are 6 * parameters
-+ 12 * layers * width * length (PaLM, arXiv 2204.02311); utilisation is over a bf16 matrix product measured here, and
-over the data sheet's where the GPU is known.
+blocks of ten that take turns: least, median and most; `steps_over_adamw` is what those steps take more. Beside them
+stand a contribution, an apply, a root, and the verdict on a payload, which a processor gives. Model FLOPs a token are
+6 * parameters + 12 * layers * width * length (PaLM, arXiv 2204.02311); utilisation is over a bf16 matrix product
+measured here, and over the data sheet's where the GPU is known.
 """
 
 from __future__ import annotations
@@ -14,33 +17,55 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from fractions import Fraction
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu import Peak, Report, median_ms, model_config, ratio, run_part, seconds_of, spread
+from benchmarks.gpu.rounds import BLOCK_STEPS, RECIPES, Rounds
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import MemoryShortError
 from p2ptrain.exact.codec import unpack
-from p2ptrain.exact.outer import Outer
-from p2ptrain.exact.root import state_root
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.train.live import LiveModel
 from p2ptrain.train.memory import PassSettings, need_of
-from p2ptrain.train.recipes import make_recipe
 
-# Model, vocabulary, sequences of a pass, passes of a step: 65,536 tokens, which is a GPU's part of nanoGPT's batch.
-SIZES = {"124m": (50_304, 16, 4), "350m": (50_304, 8, 8)}
-SIZES_SMALL = {"1m": (256, 2, 1)}
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model, and the passes of its step."""
+
+    name: str
+    vocabulary: int
+    sequences: int  # of a pass
+    passes: int  # of a step
+    methods: tuple[str, ...] = ("adamw", "distro", "local")
+    contributions: tuple[int, ...] = (8,)
+    checkpointing: bool = False
+    seconds: float = 0.0  # without which it is not begun
+
+    @property
+    def config(self) -> ModelConfig:
+        return model_config(self.name, vocab_size=self.vocabulary)
+
+
+# 65,536 tokens, which is a GPU's part of nanoGPT's batch; at 1B a fourth of them, or a block would take half a minute.
+FIRST = Size("124m", 50_304, 64, 1, contributions=(8, 100))  # as many at a time as a node takes on a card of 80 GB
+LARGER = (
+    Size("350m", 50_304, 16, 4, seconds=25.0),
+    Size("1b", 50_304, 4, 2, methods=("adamw", "local"), checkpointing=True, seconds=35.0),
+)
+PASSES = ((16, 4), (32, 2))  # of the plain step, compiled
+SMALL = Size("tiny", 256, 2, 1, contributions=(2,))
 STEPS, STEPS_SMALL, WARM_UP = 8, 3, 2
-CONTRIBUTIONS, CONTRIBUTIONS_SMALL = (8, 100), (2,)
-LOCAL_STEPS = BLOCK_STEPS = 10
-PAIRS = 5
-COMPILED_SECONDS = 100.0  # that a size takes which is compiled
-COMPILE_SECONDS = 45.0  # that torch.compile may take at first
+PAIRS, PAIRS_LEAST = 5, 1
+EAGER_SECONDS, SETTING_SECONDS = 40.0, 8.0  # without which these are not begun
 # bf16 without sparsity, by the exact name: an H100 on PCIe has a fourth less than one on SXM.
 DATA_SHEET_TFLOPS = {
     "NVIDIA H100 80GB HBM3": 989.0,
@@ -55,10 +80,6 @@ DATA_SHEET_TFLOPS = {
 }
 # No memory, or no compiler: the others are measured all the same.
 FAILURES = (RuntimeError, MemoryShortError, OSError, ImportError, subprocess.SubprocessError)
-RECIPES = {
-    "distro": RecipeConfig(name="distro"),
-    "local": RecipeConfig(name="local", local_steps=LOCAL_STEPS, inner_learning_rate=Fraction(3, 10_000)),
-}
 
 
 class PlainLoss(Transformer):
@@ -75,26 +96,30 @@ class Bench:
     def __init__(
         self,
         report: Report,
-        config: ModelConfig,
-        sequences: int,
-        passes: int,
+        size: Size,
         *,
         kind: type[Transformer] = Transformer,
-        checkpointing: bool = False,
+        compiled: bool = False,
     ) -> None:
-        self.device, self.config = report.device, config
-        model = kind(config, checkpointing=checkpointing)
+        self.device, self.config = report.device, (config := size.config)
+        model = kind(config, checkpointing=size.checkpointing)
         initialise(model, 0)
         self.live = LiveModel(model.to(report.device), autocast=report.device.type == "cuda")
-        self.recipe = RecipeConfig(sequences_per_pass=sequences, passes_per_step=passes)
+        if compiled:
+            self.live.model.compile_layers()
+        self.recipe = RecipeConfig(sequences_per_pass=size.sequences, passes_per_step=size.passes)
         generator = torch.Generator(report.device).manual_seed(1)
-        shape = (sequences * passes, config.sequence_length + 1)
+        shape = (size.sequences * size.passes, config.sequence_length + 1)
         self.batch = torch.randint(config.vocab_size, shape, generator=generator, device=report.device)
-        self.steps = STEPS_SMALL if report.small else STEPS
+        self.count = STEPS_SMALL if report.small else STEPS
 
     @property
     def tokens(self) -> int:
         return self.batch.shape[0] * self.config.sequence_length
+
+    def rounds(self, name: str) -> Rounds:
+        passes = {each: getattr(self.recipe, each) for each in ("sequences_per_pass", "passes_per_step")}
+        return Rounds(self.live, RECIPES[name].model_copy(update=passes), self.batch)
 
     def adamw(self) -> list[float]:
         optimizer = torch.optim.AdamW([self.live.weights], lr=3e-4, betas=(0.9, 0.95), fused=True)
@@ -107,7 +132,7 @@ class Bench:
         return self.seconds(step)
 
     def seconds(self, step: Any) -> list[float]:
-        return [seconds_of(step, self.device) for _ in range(WARM_UP + self.steps)][WARM_UP:]
+        return [seconds_of(step, self.device) for _ in range(WARM_UP + self.count)][WARM_UP:]
 
 
 def peak_tflops(device: torch.device, size: int) -> float:
@@ -116,142 +141,119 @@ def peak_tflops(device: torch.device, size: int) -> float:
     return 2 * size**3 / (median_ms(lambda: one @ other, device, 7) / 1e3) / 1e12
 
 
-class Rounds:
-    """A node's rounds on the device: its steps, and all that the swarm adds to them but the network."""
-
-    def __init__(self, bench: Bench, name: str) -> None:
-        self.bench, config = bench, RECIPES[name]
-        self.config = config.model_copy(
-            update={
-                "sequences_per_pass": bench.recipe.sequences_per_pass,
-                "passes_per_step": bench.recipe.passes_per_step,
-            }
-        )
-        self.outer = Outer(self.config, bench.live.shapes)
-        self.recipe = make_recipe(self.config, bench.live, self.outer.layouts)
-        self.agreed = bench.live.weights.clone()
-        self.payloads: list[bytes] = []
-        self.number = 0
-
-    def steps(self, count: int = BLOCK_STEPS) -> None:
-        for step in range(count):
-            self.recipe.local_step(step, self.bench.batch, [])
-
-    def begin(self) -> None:
-        self.number += 1
-        self.recipe.base.copy_(self.agreed)
-        self.recipe.begin(self.number)
-
-    def contribute(self) -> bytes:
-        self.recipe.end()
-        payload = self.outer.pack(self.recipe.contribute(self.number), 0)
-        self.recipe.residual.forget(self.number)
-        return payload
-
-    def apply(self) -> None:
-        self.outer.apply(self.agreed, 0, self.payloads)
-
-    def root(self) -> None:
-        state_root(self.agreed)
-
-    def block(self) -> None:
-        """As many steps as `steps` takes, in whole rounds."""
-        for _ in range(BLOCK_STEPS // self.config.local_steps):
-            self.begin()
-            self.steps(self.config.local_steps)
-            self.contribute()
-            self.apply()
-            self.root()
+def pairs_of(rounds: Rounds, report: Report) -> list[tuple[float, float]]:
+    """Measures blocks of steps with and without whole rounds, in turns, for as long as there is time."""
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < (PAIRS_LEAST if report.small else PAIRS):
+        pairs.append((seconds_of(rounds.steps, report.device), seconds_of(rounds.block, report.device)))
+        if report.seconds_left < 2 * sum(pairs[-1]):
+            break
+    return pairs
 
 
-def recipe_figures(bench: Bench, name: str, baseline: list[float]) -> dict[str, Any]:
-    """Measures blocks of steps with and without whole rounds, in turns."""
-    rounds, small = Rounds(bench, name), bench.steps == STEPS_SMALL
+def recipe_figures(
+    bench: Bench, name: str, baseline: list[float], size: Size, report: Report
+) -> Iterator[dict[str, Any]]:
+    """Yields more and more figures."""
+    rounds = bench.rounds(name)
     rounds.begin()
     rounds.steps(1)
     payload, plain = rounds.contribute(), statistics.median(baseline)
     form = rounds.outer.forms[rounds.config.k_max][0]
     figures: dict[str, Any] = {}
-    for contributions in CONTRIBUTIONS_SMALL if small else CONTRIBUTIONS:
+    for contributions in size.contributions:
         rounds.payloads = [payload] * contributions
         rounds.block()
-        pairs = [
-            (seconds_of(rounds.steps, bench.device), seconds_of(rounds.block, bench.device))
-            for _ in range(1 if small else PAIRS)
-        ]
-        step = statistics.median(block for _, block in pairs) / BLOCK_STEPS
+        pairs = pairs_of(rounds, report)
+        steps, block = (statistics.median(each) / BLOCK_STEPS for each in zip(*pairs, strict=True))
         figures |= {
             f"swarm_cost_{contributions}": spread([block / steps - 1 for steps, block in pairs]),
-            f"overhead_{contributions}": round(step / plain - 1, 4),
+            f"overhead_{contributions}": round(block / plain - 1, 4),
             f"apply_ms_{contributions}": median_ms(rounds.apply, bench.device, 3),
         }
-        figures.setdefault("tokens_per_second", round(bench.tokens / step))
-    figures["step_seconds"] = [round(seconds / BLOCK_STEPS, 4) for seconds in spread([steps for steps, _ in pairs])]
+        figures.setdefault("pairs", len(pairs))
+        figures.setdefault("tokens_per_second", round(bench.tokens / block))
+        figures.setdefault("steps_over_adamw", round(steps / plain - 1, 4))
+        figures.setdefault("step_seconds", spread([steps / BLOCK_STEPS for steps, _ in pairs]))
+        yield figures
     rounds.begin()
     rounds.steps(1)
     figures["contribute_ms"] = round(1e3 * seconds_of(rounds.contribute, bench.device), 3)
-    figures["check_ms"] = median_ms(lambda: unpack(payload, form), bench.device, 3)
     figures["root_ms"] = median_ms(rounds.root, bench.device, 3)
-    return figures
+    figures["check_ms"] = median_ms(lambda: unpack(payload, form), bench.device, 3)
+    yield figures
 
 
-def measure(
-    report: Report, name: str, shape: tuple[int, int, int], peaks: dict[str, float], *, compiled: bool = False
-) -> None:
-    vocabulary, sequences, passes = shape
-    config = model_config(name, vocab_size=vocabulary)
-    baseline: list[float] = []
-    for what in ("adamw", "distro", "local"):
-        peak = Peak(report.device)
-        bench = Bench(report, config, sequences, passes)
-        if compiled:
-            bench.live.model.compile_layers()
+def measure(report: Report, size: Size, peaks: dict[str, float], *, compiled: bool) -> None:
+    config, baseline = size.config, list[float]()
+    for what in size.methods:
+        start, peak = time.monotonic(), Peak(report.device)
+        bench = Bench(report, size, compiled=compiled)
+        flops = 6 * bench.live.weights.numel() + 12 * config.layers * config.dim * config.sequence_length
+
+        def tell(figures: dict[str, Any], what: str = what, flops: int = flops, peak: Peak = peak) -> None:
+            rate = figures["tokens_per_second"]
+            utilised = {f"mfu_{of}": round(rate * flops / 1e12 / tflops, 4) for of, tflops in peaks.items()}
+            figures["memory_mb"] = peak.taken_mb
+            if what != "adamw":
+                # What the bytes' tokenizer would refuse is a model with more tokens: none reads a text here.
+                recipe = RECIPES[what].model_copy(update={"sequences_per_pass": size.sequences})
+                run = RunConfig(name="told", recipe=recipe).model_copy(update={"model": config})
+                kind = report.device.type
+                passes = PassSettings(kind == "cuda", size.checkpointing, device=kind, is_compiled=compiled)
+                figures["told_over_taken"] = ratio(need_of(run, passes).trainer / 1e6, figures["memory_mb"])
+            report.add(f"{size.name}, {what}" + (", compiled" if compiled else ""), figures | utilised)
+
         if what == "adamw":
             baseline = bench.adamw()
-            rate = round(bench.tokens / statistics.median(baseline))
-            figures: dict[str, Any] = {"tokens_per_second": rate, "step_seconds": spread(baseline)}
+            rate, first = round(bench.tokens / statistics.median(baseline)), time.monotonic() - start
+            tell({"tokens_per_second": rate, "step_seconds": spread(baseline), "with_start_seconds": round(first, 1)})
         else:
-            figures = recipe_figures(bench, what, baseline)
-        figures["memory_mb"] = peak.taken_mb
-        if what != "adamw":
-            # What the bytes' tokenizer would refuse is a model with more tokens: none reads a text here.
-            run = RunConfig(name="told", recipe=RECIPES[what].model_copy(update={"sequences_per_pass": sequences}))
-            run = run.model_copy(update={"model": config})
-            told = need_of(run, PassSettings(report.device.type == "cuda", device=report.device.type)).trainer
-            figures["told_over_taken"] = ratio(told / 1e6, figures["memory_mb"])
-        flops = 6 * bench.live.weights.numel() + 12 * config.layers * config.dim * config.sequence_length
-        rate = figures["tokens_per_second"]
-        utilised = {f"mfu_{of}": round(rate * flops / 1e12 / tflops, 4) for of, tflops in peaks.items()}
-        report.add(f"{name}, {what}" + (", compiled" if compiled else ""), figures | utilised)
-        del bench  # before the next is made
+            for figures in recipe_figures(bench, what, baseline, size, report):
+                tell(figures)
+        del bench, tell  # before the next is made
 
 
-def setting(report: Report, config: ModelConfig, shape: tuple[int, int], what: str) -> tuple[float, float | None]:
+def one_setting(report: Report, size: Size, **options: Any) -> tuple[float, float | None]:
     """Measures the time and memory of a step of plain AdamW, and frees everything."""
     peak = Peak(report.device)
-    kind = PlainLoss if what == "logits at once" else Transformer
-    bench = Bench(report, config, *shape, kind=kind, checkpointing=what == "checkpointing")
-    if what == "compile":
-        bench.live.model.compile_layers()
-    return statistics.median(bench.adamw()), peak.taken_mb
+    return statistics.median(Bench(report, size, **options).adamw()), peak.taken_mb
 
 
-def settings(report: Report, name: str, vocabulary: int, sequences: int, passes: int) -> None:
-    """Measures plain AdamW's time and memory with each of the device's settings, relative to those without it."""
-    config = model_config(name, vocab_size=vocabulary)
-    whole: tuple[float, float | None] | None = None
-    for what in ("as it is", "logits at once", "checkpointing", "compile"):
-        if report.seconds_left < (COMPILE_SECONDS if what == "compile" else 0.0):
+Measured: TypeAlias = Callable[[], tuple[float, float | None]]
+
+
+def settings(report: Report, size: Size) -> dict[str, Measured]:
+    """Returns the device's settings, by name what measures them, without a compiler."""
+    return {
+        "as it is": partial(one_setting, report, size),
+        "checkpointing": partial(one_setting, report, replace(size, checkpointing=True)),
+        "logits at once": partial(one_setting, report, size, kind=PlainLoss),
+    }
+
+
+def passes(report: Report, size: Size) -> dict[str, Measured]:
+    """Returns smaller passes of the same step, compiled."""
+    return {
+        f"{sequences} sequences a pass, compiled": partial(
+            one_setting, report, replace(size, sequences=sequences, passes=count), compiled=True
+        )
+        for sequences, count in PASSES
+    }
+
+
+def try_each(report: Report, name: str, tried: dict[str, Measured], tokens: int) -> None:
+    for what, work in tried.items():
+        if report.seconds_left < SETTING_SECONDS:
             report.add(f"{name}, {what}", {"left_out": f"only {report.seconds_left:.0f} s were left"})
             continue
         try:
-            here = setting(report, config, (sequences, passes), what)
+            seconds, memory = work()
         except FAILURES as error:
             report.add(f"{name}, {what}", {"failed": str(error)[:500]})
-            continue
-        whole = whole or here
-        figures = {"step_ms": round(1e3 * here[0], 2), "memory_mb": here[1], "time_over": ratio(here[0], whole[0])}
-        report.add(f"{name}, {what}", figures | {"memory_over": ratio(here[1], whole[1])})
+        else:
+            figures = {"step_ms": round(1e3 * seconds, 2), "tokens_per_second": round(tokens / seconds)}
+            report.add(f"{name}, {what}", figures | {"memory_mb": memory})
 
 
 def main(report: Report) -> None:
@@ -262,18 +264,29 @@ def main(report: Report) -> None:
     if name in DATA_SHEET_TFLOPS:
         peaks["data_sheet"] = DATA_SHEET_TFLOPS[name]
     report.add("peak_tflops", {what: round(value, 2) for what, value in peaks.items()})
-    sizes = SIZES_SMALL if report.small else SIZES
-    failed = []
-    for place, (size, shape) in enumerate(sizes.items()):
+    first = SMALL if report.small else FIRST
+    tokens = first.sequences * first.passes * first.config.sequence_length
+    failed: list[str] = []
+
+    def tried(size: Size, *, compiled: bool, seconds: float) -> None:
+        name = size.name + (", compiled" if compiled else "")
+        if report.seconds_left < seconds:
+            report.add(name, {"left_out": f"only {report.seconds_left:.0f} s were left"})
+            return
         try:
-            measure(report, size, shape, peaks)
-            if not place and not report.small and report.seconds_left > COMPILED_SECONDS:
-                measure(report, size, shape, peaks, compiled=True)
+            measure(report, size, peaks, compiled=compiled)
         except FAILURES as error:
-            report.add(size, {"failed": str(error)[:500]})
-            failed.append(size)
-        if not place:  # before what takes longer, and tells less that is new
-            settings(report, size, *shape)
+            report.add(name, {"failed": str(error)[:500]})
+            failed.append(name)
+
+    if not report.small:  # a processor's compiler takes half a minute
+        tried(first, compiled=True, seconds=0.0)
+        try_each(report, first.name, passes(report, first), tokens)
+        for size in LARGER:
+            tried(size, compiled=True, seconds=size.seconds)
+    eager = first if report.small else replace(first, sequences=16, passes=4)
+    tried(eager, compiled=False, seconds=0.0 if report.small else EAGER_SECONDS)
+    try_each(report, eager.name, settings(report, eager), tokens)
     if failed:
         sys.exit(f"not measured to the end: {failed}")
 

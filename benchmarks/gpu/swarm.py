@@ -36,7 +36,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 # Each apart: under bf16 every matrix product is bf16, and none is left for TF32.
 PRECISIONS = {"fp32": ("highest", "off"), "tf32": ("high", "off"), "bf16": ("high", "bf16")}
-ROUNDS, ROUNDS_SMALL = 200, 8
+ROUNDS, ROUNDS_SMALL = 120, 4
 SECONDS_KEPT = 5.0  # for what is still to be told when the time is over
 WORKERS_MAX, START_SECONDS = 5, 10.0  # of processes, and until they train
 

@@ -5,8 +5,9 @@ genesis, and applies the rounds again. It only reads and takes no lock, so it ca
 running node.
 
 `run` goes through a directory from one end to the other: `history` verifies the log (who certified which rounds, and
-how the roster came to be), `weights` payloads and checkpoints, and replays the rounds, `tensors` the weights in a
-trainer's file. `findings` are the results and their summary.
+how the roster came to be), `weights` payloads and checkpoints, and replays the rounds. `findings` are the results and
+their summary. `receipt` proves in one file what a key has contributed, and `contribution` measures one contribution
+again, as the members did.
 
 Its limits: the availabilities of decided rounds are not kept, so it cannot tell whether a quorum left out something
 that it should have taken (`core.manifest.contradiction` says how far it looks). And if a quorum has signed two

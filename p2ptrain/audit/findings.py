@@ -52,8 +52,6 @@ class Replay(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings in one run's directory."""
-
     directory: str
     run_id: str = ""
     run_name: str = ""
@@ -77,15 +75,11 @@ class Report:
     def open(self, subject: object, what: str, fix: str = "") -> None:
         self.note(Grade.OPEN, subject, what, fix)
 
-    def count(self, verdict: Grade) -> int:
-        return self.counts[verdict]
-
     @property
     def all_holds(self) -> bool:
-        return not self.count(Grade.WRONG) and not self.count(Grade.OPEN)
+        return not self.counts[Grade.WRONG] and not self.counts[Grade.OPEN]
 
     def lines(self) -> list[str]:
-        """Formats the report for a person."""
         found = [str(finding) for finding in self.findings]
         if left_out := self.counts.total() - len(found):
             found.append(f"and {left_out:,} more findings in the same directory")
@@ -99,14 +93,13 @@ class Report:
                 f"{done.final_root}; the newest certified root that it reproduced is of round "
                 f"{'none' if done.proved_round is None else done.proved_round}"
             )
-        ends = f"{self.count(Grade.WRONG)} wrong, {self.count(Grade.OPEN)} not checkable"
+        ends = f"{self.counts[Grade.WRONG]} wrong, {self.counts[Grade.OPEN]} not checkable"
         return [
             *found,
             f"run {self.run_name} {self.run_id}: {rounds}; {replayed}; {self.signatures} signatures; {ends}",
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the report for programs."""
         told: dict[str, Any] = msgspec.to_builtins(self)
         return told | {"all_holds": self.all_holds, "left_out": self.counts.total() - len(self.findings)}
 

@@ -8,31 +8,22 @@ roster, and a certificate of that roster names the digest of the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from p2ptrain.audit.findings import Grade, Report
 from p2ptrain.config import RunConfig
-from p2ptrain.core.events import Certified, Halted, Record, Said, Trunk
-from p2ptrain.core.history import (
-    CHANGES_MAX,
-    STAGES_MAX,
-    Beginning,
-    BranchStart,
-    Entry,
-    Step,
-    follow,
-    jump,
-)
+from p2ptrain.core.events import Certified, Record, Said, Trunk
+from p2ptrain.core.history import CHANGES_MAX, STAGES_MAX, Beginning, BranchStart, Entry, Step, follow, jump, name_of
 from p2ptrain.core.journal import Journal
 from p2ptrain.core.manifest import contradiction
 from p2ptrain.core.messages import Message, decode
-from p2ptrain.core.state import AgreedState, genesis
+from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.identity import verify
-from p2ptrain.store.log import ALL_ROUNDS, newest_segment
+from p2ptrain.store.log import ALL_ROUNDS, newest_segment, read_own
 from p2ptrain.store.segment import Snapshot, decoded, frames_of
+from p2ptrain.store.store import beginning
 
 SIGNED_FIX = "Do not go on from this directory: move it away and join again, and tell the others"
 RESTORE_FIX = "Restore the directory from a copy, or move it away and join again"
@@ -49,6 +40,9 @@ class CountingVerifier:
         self.count += is_right
         return is_right
 
+    def read(self, envelope: bytes) -> Message:
+        return decode(envelope, self).message
+
 
 @dataclass(slots=True)
 class LogContents:
@@ -56,13 +50,12 @@ class LogContents:
 
     path: Path
     journal: Journal
+    beginning: AgreedState  # of the run
     said: list[Said] = field(default_factory=list)  # everything in the segment
 
 
 @dataclass(slots=True)
 class ProvedLog:
-    """The part of a log that was verified."""
-
     states: list[AgreedState] = field(default_factory=list)  # the first one precedes the first entry
     entries: list[Entry] = field(default_factory=list)
     kept_from: int = 0  # the node has to have the payloads of all rounds after this one
@@ -74,17 +67,12 @@ class ProvedLog:
 
     @property
     def roots(self) -> dict[int, bytes]:
-        """The certified roots, by round."""
         return {state.root_round: state.root for state in self.states}
 
     @property
     def newest_root(self) -> int:
         """The last round whose root is certified; payloads of later rounds may still be on their way to the node."""
         return self.states[-1].root_round if self.states else -1
-
-    def state_at(self, number: int) -> AgreedState | None:
-        """Returns the newest state with this round number; a round after which a branch begins has two states."""
-        return next((state for state in reversed(self.states) if state.round == number), None)
 
 
 def read_log(directory: Path, run: RunConfig, verifier: CountingVerifier, report: Report) -> LogContents | None:
@@ -99,10 +87,17 @@ def read_log(directory: Path, run: RunConfig, verifier: CountingVerifier, report
         report.open(where, "there is no log, and therefore no history", RESTORE_FIX)
         return None
     path, data = found
-    return _fold(path, data, run, verifier, report)
+    try:
+        first = beginning(directory, run)
+    except DataError as error:
+        report.open(error.path or where, error.problem, error.fix)
+        return None
+    return _fold(path, data, first, verifier, report)
 
 
-def _fold(path: Path, data: bytes, run: RunConfig, verifier: CountingVerifier, report: Report) -> LogContents | None:
+def _fold(
+    path: Path, data: bytes, first_state: AgreedState, verifier: CountingVerifier, report: Report
+) -> LogContents | None:
     try:
         bodies, end = frames_of(path, int(path.name[:8]), data)
         (at, first), *rest = bodies
@@ -113,9 +108,9 @@ def _fold(path: Path, data: bytes, run: RunConfig, verifier: CountingVerifier, r
     if not isinstance(snapshot, Snapshot):
         report.wrong(path, "the segment does not begin with a snapshot", RESTORE_FIX)
         return None
-    read_said = _reader(verifier)
     try:
-        kept = LogContents(path, Journal.restored(snapshot.saved, ALL_ROUNDS, read_said), list(snapshot.saved.said))
+        journal = Journal.restored(snapshot.saved, ALL_ROUNDS, verifier.read)
+        kept = LogContents(path, journal, first_state, list(snapshot.saved.said))
         for at, body in rest:
             record = decoded(path, at, body)
             if isinstance(record, Snapshot) or not _follows(kept.journal, record):
@@ -124,7 +119,7 @@ def _fold(path: Path, data: bytes, run: RunConfig, verifier: CountingVerifier, r
                 return kept
             if isinstance(record, Said):
                 kept.said.append(record)
-            kept.journal.write(record, read_said(record.envelope) if isinstance(record, Said) else None)
+            kept.journal.write(record, verifier.read(record.envelope) if isinstance(record, Said) else None)
     except DataError as error:
         report.wrong(path, error.problem, RESTORE_FIX)
         return None
@@ -138,13 +133,6 @@ def _fold(path: Path, data: bytes, run: RunConfig, verifier: CountingVerifier, r
     return kept
 
 
-def _reader(verifier: CountingVerifier) -> Callable[[bytes], Message]:
-    def read_said(envelope: bytes) -> Message:
-        return decode(envelope, verifier).message
-
-    return read_said
-
-
 def _follows(journal: Journal, record: Record) -> bool:
     """Whether a journal accepts a record. The journal itself does not check that a step follows one that it holds."""
     if not isinstance(record, Certified):
@@ -156,13 +144,9 @@ def _follows(journal: Journal, record: Record) -> bool:
     return any(parent == each.state.head for each in reversed(journal.history)) or parent == journal.base.head
 
 
-# ---------------------------------------------------------------------------------------------------
-# The owner and its messages
-
-
-def check_said(kept: LogContents, me: bytes | None, run_id: bytes, report: Report) -> None:
+def check_said(kept: LogContents, me: bytes | None, report: Report) -> None:
     """Checks that all messages are by the directory's owner; their signatures were checked on reading."""
-    authors = {_author(said, run_id) for said in kept.said} - {b""}
+    authors = {getattr(read_own(said.envelope), "author", b"") for said in kept.said} - {b""}
     if me is None:
         return
     if not authors:
@@ -174,33 +158,18 @@ def check_said(kept: LogContents, me: bytes | None, run_id: bytes, report: Repor
         report.wrong("identity", f"the messages in the log are not by {me.hex()[:16]} but by {others}", RESTORE_FIX)
 
 
-def _author(said: Said, run_id: bytes) -> bytes:
-    message = decode(said.envelope, _AcceptsAll(run_id)).message
-    return getattr(message, "author", b"")
-
-
-class _AcceptsAll:
-    """Accepts every signature: stands in for a verifier where they have been checked already."""
-
-    def __init__(self, run_id: bytes) -> None:
-        self.run_id = run_id
-
-    def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool:
-        return True
-
-
-# ---------------------------------------------------------------------------------------------------
-# The chain
+# -- The chain --------------------------------------------------------------------------------------
 
 
 def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report: Report) -> ProvedLog:
     """Follows the log from genesis to its head and returns what holds, up to the first step that does not."""
-    run_id = verifier.run_id
-    founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
-    beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
+    beginning = kept.beginning
     journal, base = kept.journal, kept.journal.base
     proved = ProvedLog(kept_from=max(base.round, journal.state.round - run.agreement.history_rounds))
-    _check_halt(journal.halted, report)
+    if journal.halted is not None:
+        number = journal.halted.first.manifest.round
+        what = f"two manifests of round {number} were certified, so that more members lied than may"
+        report.wrong(f"round {number}", what, "Nothing that was certified since then is proved; see `p2ptrain status`")
     is_led_to = base.digest == beginning.digest or _check_changes(kept, beginning, verifier, report)
     _check_trunk(journal.trunk, [each.step for each in journal.history], beginning, report)
     state, is_named = base, base.digest == beginning.digest
@@ -241,10 +210,10 @@ def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report:
 def _check_changes(kept: LogContents, beginning: AgreedState, verifier: CountingVerifier, report: Report) -> bool:
     """Checks that the kept roster changes lead from genesis to the base's roster."""
     journal, base = kept.journal, kept.journal.base
-    inside = {_name(each.step) for each in journal.history}
+    inside = {name_of(each.step) for each in journal.history}
     changes: list[Step] = []
     for change in journal.trunk.changes if journal.trunk is not None else ():
-        if _name(change) in inside:
+        if name_of(change) in inside:
             break  # from here on, each step is followed
         changes.append(change)
     what = f"{len(changes)} changes lead from genesis to the {len(base.members)} members of round {base.round}"
@@ -262,16 +231,12 @@ def _check_changes(kept: LogContents, beginning: AgreedState, verifier: Counting
     return True
 
 
-def _name(step: Step) -> bytes:
-    return step.branch if isinstance(step, Beginning) else step.manifest.digest
-
-
 def _check_trunk(trunk: Trunk | None, steps: list[Step], beginning: AgreedState, report: Report) -> None:
     """Checks that the permanent records list every roster change, and all branches in the order in which they began."""
     changes = list(trunk.changes) if trunk is not None else []
-    named = {_name(change) for change in changes}
+    named = {name_of(change) for change in changes}
     for step in steps:
-        if (isinstance(step, Beginning) or step.manifest.changes_roster) and _name(step) not in named:
+        if (isinstance(step, Beginning) or step.manifest.changes_roster) and name_of(step) not in named:
             number = step.round if isinstance(step, Beginning) else step.manifest.round
             report.wrong(
                 "roster", f"the change of round {number} is not among those that are kept forever", RESTORE_FIX
@@ -279,15 +244,8 @@ def _check_trunk(trunk: Trunk | None, steps: list[Step], beginning: AgreedState,
     if trunk is None:
         return
     begun = [BranchStart(change.branch, change.round) for change in changes if isinstance(change, Beginning)]
-    lineage = [BranchStart(beginning.branch, 0), *begun][-STAGES_MAX:]
+    lineage = [BranchStart(beginning.branch, beginning.round), *begun][-STAGES_MAX:]
     if list(trunk.lineage) != lineage and len(changes) < CHANGES_MAX:
         report.wrong("branches", "the log does not list the branches that were begun", RESTORE_FIX)
     elif len(lineage) > 1:
         report.holds("branches", f"{len(lineage) - 1}, each begun by a quorum of its own members")
-
-
-def _check_halt(halted: Halted | None, report: Report) -> None:
-    if halted is not None:
-        number = halted.first.manifest.round
-        what = f"two manifests of round {number} were certified, so that more members lied than may"
-        report.wrong(f"round {number}", what, "Nothing that was certified since then is proved; see `p2ptrain status`")

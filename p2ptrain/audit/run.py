@@ -31,6 +31,7 @@ from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.files import listed, read_regular, trouble
+from p2ptrain.store.backup import is_backup, read_backup
 from p2ptrain.store.diary import read_entries
 from p2ptrain.visible import visible
 
@@ -91,22 +92,28 @@ def _look(directory: Path) -> list[tuple[str, int]]:
 
 
 def _audit(directory: Path, report: Report) -> Report:
-    """Adds the findings to the report, and returns it with what they are about."""
-    run = _read_run(directory / "run.json", directory.name, report)
+    name, is_copy = directory.name, is_backup(directory)
+    if is_copy:
+        try:
+            name = read_backup(directory).run[:NAME_LENGTH]
+        except DataError as error:
+            report.wrong(error.path or directory, error.problem, error.fix or "Name another backup")
+            return report
+    run = read_run(directory / "run.json", name, report)
     if run is None:
         return report
-    run_id = run.id
-    verifier, proved, replayed = CountingVerifier(run_id), ProvedLog(), None
+    verifier, proved, replayed = CountingVerifier(run.id), ProvedLog(), None
     try:
-        me = _read_identity(directory / "identity", report)
+        me = None if is_copy else _read_identity(directory / "identity", report)
         found = found_checkpoints(directory, run, report)
         kept = read_log(directory, run, verifier, report)
         model = RunModel(run)
         payloads = PayloadFiles(directory / "payloads", model)
         if kept is not None:
-            check_said(kept, me, run_id, report)
+            check_said(kept, me, report)
             proved = prove(kept, run, verifier, report)
-        payloads.check(proved, report)
+        if not is_copy:
+            payloads.check(proved, report)
         if model.memory_bytes > (free := free_memory_bytes()):
             what = f"the run's state has {model.state_bytes:,} bytes, but only {free:,} bytes of memory are free here"
             report.open("checkpoints", f"{what}: nothing is replayed", LARGER_FIX)
@@ -116,11 +123,16 @@ def _audit(directory: Path, report: Report) -> Report:
         _check_hints(directory, report)
     except DataError as error:  # the disk
         report.open(directory, str(error), "Let this user read it, and check the disk")
+    if is_copy and proved.entries:
+        if (first := proved.entries[0].manifest.round) > run.predecessor.round + 1:
+            what = f"those before round {first} are not in it, but for the changes of the roster"
+            report.note(Grade.NOTE, "certificates", what)
+        report.note(Grade.NOTE, "run", "only the id says whose it is: compare it with one that you know")
     named = replace(report, run_id=run.run_id, run_name=run.name)
     return replace(named, signatures=verifier.count, certified=proved.certified, replayed=replayed)
 
 
-def _read_run(path: Path, name: str, report: Report) -> RunConfig | None:
+def read_run(path: Path, name: str, report: Report) -> RunConfig | None:
     content, why = _read(path, CONFIG_BYTES_MAX)
     if content is None:
         report.open(path, f"{why}: without the run's config nothing can be checked", RESTORE_FIX)
@@ -129,7 +141,8 @@ def _read_run(path: Path, name: str, report: Report) -> RunConfig | None:
     try:
         run = RunConfig.from_canonical(content)
     except RemoteProtocolError as error:
-        report.wrong(path, f"damaged: {error.why}; nothing else can be checked without it", RESTORE_FIX)
+        what = "not of this release" if found.startswith(name) else "damaged"
+        report.wrong(path, f"{what}: {error.why}; nothing else can be checked without it", RESTORE_FIX)
         return None
     is_named = re.fullmatch(rf"[0-9a-f]{{{NAME_LENGTH}}}", name) is not None
     if not run.is_sealed or (is_named and not found.startswith(name)):

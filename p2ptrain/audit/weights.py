@@ -11,9 +11,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -22,28 +20,20 @@ from torch import Tensor
 
 from p2ptrain.audit.findings import Grade, Replay, Report
 from p2ptrain.audit.history import RESTORE_FIX, SIGNED_FIX, ProvedLog
-from p2ptrain.audit.tensors import HEADER_BYTES_MAX, differs, read_flat
 from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RunConfig
 from p2ptrain.core.history import Entry
-from p2ptrain.core.messages import (
-    KEY_BYTES,
-    author_of,
-    content_name,
-    content_of,
-    contents_by_author,
-    payload_digest,
-)
+from p2ptrain.core.messages import KEY_BYTES, author_of, content_name, content_of, contents_by_author, payload_digest
 from p2ptrain.core.state import Taken
 from p2ptrain.digest import DIGEST_BYTES
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
-from p2ptrain.exact.aggregate import check_exactness
+from p2ptrain.exact.exactness import check_exactness
 from p2ptrain.exact.outer import Outer
-from p2ptrain.exact.replica import MOMENTUM_NAME, WEIGHTS_PREFIX
-from p2ptrain.exact.root import FLOAT_BYTES, covered_pieces, state_root
-from p2ptrain.files import listed, read_regular
+from p2ptrain.exact.root import FLOAT_BYTES, covered_pieces, octets, state_root
+from p2ptrain.files import listed, open_regular, read_regular, trouble
 from p2ptrain.models.kinds import named_shapes
-from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints
+from p2ptrain.store.backup import is_backup
+from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints, read_stamp
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
 PAYLOAD_FIX = "Remove the file: a node fetches what it needs again"
@@ -54,6 +44,7 @@ PAYLOADS_MAX = 2**20  # files: 4,096 rounds of 256 contributors; a run normally 
 CHECKPOINTS_MAX = 4_096  # directories: a node keeps at most 1,000, and as many of an abandoned branch
 SMALL_BYTES = 2**20  # up to this size a file is read without checking the free memory, which takes 2 ms
 DENSE_WORK_BYTES = 24  # a weight, where all are sent: votes, and a contribution in several forms; measured
+HEADER_BYTES_MAX = 2**24  # of a trainer's file: 1,024 layers with five copies of nine parameters take 6 MB
 TRAINER_STATES_MAX = 256  # times the state's size: copies of it, and up to 128 contributions, none larger
 _NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
@@ -62,11 +53,8 @@ class RunModel:
     """The shapes of a run's weights, with their layout, payload format and size."""
 
     def __init__(self, run: RunConfig) -> None:
-        named = named_shapes(run.model, run.adapt)
         self.run = run
-        self.names = [name for name, _ in named]
-        self.outer = Outer.of(run, [shape for _, shape in named])
-        self.counts = [prod(shape) for shape in self.outer.shapes]
+        self.outer = Outer.of(run, [shape for _, shape in named_shapes(run.model, run.adapt)])
 
     @property
     def state_bytes(self) -> int:
@@ -78,27 +66,13 @@ class RunModel:
         dense = DENSE_WORK_BYTES * self.outer.parameters if self.run.recipe.is_dense else 0
         return 2 * self.state_bytes + dense
 
-    def tensors(self, state: Tensor) -> Iterator[tuple[str, Tensor, Sequence[int]]]:
-        """Yields name, values and shape of each tensor of a trainer's file that is part of the state."""
-        weights, momentum = state[: self.outer.parameters], state[self.outer.parameters :]
-        for name, values, shape in zip(self.names, torch.split(weights, self.counts), self.outer.shapes, strict=True):
-            yield WEIGHTS_PREFIX + name, values, shape
-        if len(momentum):
-            yield MOMENTUM_NAME, momentum, momentum.shape
-
     def root(self, state: Tensor, number: int, manifest: bytes) -> bytes:
         """Computes the root as `Trainer.root` does: the manifest draws the sample of a large state."""
         return state_root(state, covered_pieces(self.state_bytes, self.run.state, number, manifest))
 
-    def apply(self, state: Tensor, number: int, payloads: list[bytes]) -> None:
-        """Applies a round's update, counted from 1, in place."""
-        self.outer.apply(state, number - 1, payloads)
-
 
 @dataclass(slots=True)
 class State:
-    """A checkpoint whose files are intact."""
-
     checkpoint: Checkpoint
     is_proved: bool  # its root is certified
 
@@ -106,14 +80,8 @@ class State:
     def round(self) -> int:
         return self.checkpoint.round
 
-    @property
-    def is_adopted(self) -> bool:
-        """Whether it was adopted from others, so that the node needed no round before it."""
-        return not self.checkpoint.stamp.branch
 
-
-# ---------------------------------------------------------------------------------------------------
-# Payloads
+# -- Payloads ---------------------------------------------------------------------------------------
 
 
 class PayloadFiles:
@@ -181,35 +149,33 @@ class PayloadFiles:
             return f"it was applied, but the strict decoder refuses it: {error.why}"
         return None
 
-    def has(self, name: bytes) -> bool:
-        return name not in self.bad and os.path.lexists(self.directory / name.hex())
-
     def of(self, entry: Entry) -> list[bytes] | None:
         """Returns the contents of all payloads that a round applies; None if one of them is missing or bad."""
-        found = []
-        for taken in entry.manifest.counted:
-            if taken.payload in self.bad:
-                return None
-            try:
-                content = read_regular(self.directory / taken.payload.hex(), self.bytes_max)
-            except DataError:  # it was replaced since it was checked
-                return None
-            if content is None or payload_digest(content) != taken.payload:
-                return None
-            found.append(content)
-        return contents_by_author(found)
+        found = [self.read(taken) for taken in entry.manifest.counted]
+        return None if None in found else contents_by_author([each for each in found if each is not None])
+
+    def read(self, taken: Taken) -> bytes | None:
+        if taken.payload in self.bad:
+            return None
+        try:
+            content = read_regular(self.directory / taken.payload.hex(), self.bytes_max)
+        except DataError:  # it was replaced since it was checked
+            return None
+        return content if content is not None and payload_digest(content) == taken.payload else None
 
     def lacks(self, entry: Entry) -> bool:
-        return not all(self.has(taken.payload) for taken in entry.manifest.counted)
+        names = [taken.payload for taken in entry.manifest.counted]
+        return any(name in self.bad or not os.path.lexists(self.directory / name.hex()) for name in names)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Checkpoints
+# -- Checkpoints ------------------------------------------------------------------------------------
 
 
 def found_checkpoints(directory: Path, run: RunConfig, report: Report) -> list[Checkpoint | DataError]:
     """Lists the checkpoints. Call it before reading the log: later checkpoints may be of rounds that the log lacks."""
     try:
+        if is_backup(directory):
+            return [Checkpoint(directory, read_stamp(directory))]
         listed(directory / CHECKPOINTS_NAME, CHECKPOINTS_MAX)
     except DataError as error:
         report.open(directory / CHECKPOINTS_NAME, error.problem, error.fix)
@@ -238,7 +204,7 @@ def check_checkpoints(
         placed = _place(each, proved, report)
         if placed is not None:
             states.append(placed)
-    return sorted(states, key=lambda state: (state.round, state.checkpoint.number))
+    return sorted(states, key=lambda state: (state.round, state.checkpoint.path.name))
 
 
 def _has_other_sizes(checkpoint: Checkpoint, model: RunModel) -> str | None:
@@ -252,14 +218,23 @@ def _has_other_sizes(checkpoint: Checkpoint, model: RunModel) -> str | None:
 
 
 def _differs(checkpoint: Checkpoint, model: RunModel) -> str | None:
-    """Returns how the checkpoint's files differ from the state that its stamp names; None if they do not."""
+    """Returns how the saved state differs from the one that its stamp names; None if it does not."""
     try:
         weights = read_flat(checkpoint.path / STATE_NAME, model.state_bytes)
-        if model.root(weights, checkpoint.round, checkpoint.head) != checkpoint.root:
-            return f"the root of {STATE_NAME} is not the one in its stamp"
-        return differs(checkpoint.trainer_path, checkpoint.round, model.tensors(weights))
     except DataError as error:
         return f"not a saved state ({error})"
+    is_same = model.root(weights, checkpoint.round, checkpoint.head) == checkpoint.root
+    return None if is_same else f"the root of {STATE_NAME} is not the one in its stamp"
+
+
+def read_flat(path: Path, size: int) -> Tensor:
+    """Reads a file of exactly `size` bytes as fp32 values; raises `DataError` if it has another size."""
+    values = torch.empty(size // FLOAT_BYTES, dtype=torch.float32)
+    with trouble(path, "cannot be read"), open_regular(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size or file.readinto(octets(values)) != size:
+            raise DataError(f"{path}: {found:,} bytes, but the state has {size:,}")
+    return values
 
 
 def _place(checkpoint: Checkpoint, proved: ProvedLog, report: Report) -> State | None:
@@ -294,8 +269,7 @@ def _head_of(proved: ProvedLog, number: int) -> bytes:
     return found[0] if found else proved.states[0].head
 
 
-# ---------------------------------------------------------------------------------------------------
-# The replay
+# -- The replay -------------------------------------------------------------------------------------
 
 
 def replay(
@@ -308,7 +282,7 @@ def replay(
             report.open("replay", "no checkpoint to start from", "Let the node save one, and try again")
         return None
     try:
-        check_exactness(model.run.recipe.chunk, torch.device("cpu"))
+        check_exactness(model.run.recipe, torch.device("cpu"))
     except DeviceError as error:
         report.open("replay", str(error))
         return None
@@ -330,7 +304,7 @@ def replay(
         content = _content(entry, f"ends after round {number - 1} of {last}", payloads, proved, report)
         if content is None:
             return done
-        model.apply(weights, number, content)
+        model.outer.apply(weights, number - 1, content)
         root = model.root(weights, number, entry.manifest.digest)
         if proved.roots.get(number) == root:
             done = replace(done, proved_round=number)
@@ -387,7 +361,7 @@ def _compare(number: int, root: bytes, start: State, saved: State | None, proved
 
 def _tell_missing(states: list[State], payloads: PayloadFiles, proved: ProvedLog, report: Report) -> None:
     """Reports missing payloads that the node promises to keep, since the last adopted state."""
-    adopted = [state.round for state in states if state.is_adopted]
+    adopted = [state.round for state in states if not state.checkpoint.stamp.branch]  # and needed no round before
     needed = max(max(adopted, default=states[0].round), proved.kept_from)
     missing = [entry.manifest.round for entry in proved.entries if payloads.lacks(entry)]
     promised = [number for number in missing if needed < number <= proved.newest_root]  # later ones may still arrive

@@ -4,13 +4,15 @@
 takes long to import (above all torch) is imported by the functions that need it. An error is one paragraph on stderr
 that names the key or file and says how to fix it; exit statuses are in `exits`. Typer handles Ctrl-C and closed pipes.
 
-`groups` lists the commands. `node` has those around a node (start, join, leave, status, demo), `control` those that
-change a running one, `config`, `data`, `invite`, `checkpoint`, `audit`, `doctor` and `report` what their names say,
-`model` export, generate and evaluate, `simulation` simulate and replay.
+`groups` lists the commands. `node` has those around a node (start, join, lend, leave, status, demo), `control` those
+that change a running one or its run (propose, agenda, assent), `config`, `data`, `invite`, `checkpoint`, `doctor` and
+`report` what their names say, `audit` audit and receipt, `model` export, generate and evaluate, `simulation` simulate
+and replay.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,14 +20,7 @@ import typer
 from p2ptrain import __version__
 from p2ptrain.cli.exits import ExitStatus
 from p2ptrain.cli.groups import Commands, help_without_command
-from p2ptrain.errors import (
-    ConfigError,
-    HardwareError,
-    NoDaemonError,
-    P2ptrainError,
-    TooLargeError,
-    UnusableError,
-)
+from p2ptrain.errors import ConfigError, HardwareError, NoDaemonError, P2ptrainError, TooLargeError, UnusableError
 from p2ptrain.visible import visible
 
 # Help is plain text: importing rich would take half of the time budget of --help.
@@ -47,16 +42,27 @@ STATUSES: dict[type[P2ptrainError], ExitStatus] = {
 
 
 def main() -> int:
-    """Runs the command line and returns the exit status."""
     try:
+        _refuse_deleted_directory()
         return app(prog_name="p2ptrain", standalone_mode=False) or 0
     except P2ptrainError as error:
         status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), ExitStatus.FAILED)
         return _complain(str(error), status)
+    except typer.Abort:  # the end of the input, where something was asked
+        return _complain("nothing was entered", ExitStatus.USER_ERRED)
     except typer.TyperException as error:  # an unknown command or option, or a missing argument
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "p2ptrain"
         return _complain(f"{error.format_message()}\nTry: {command} --help", ExitStatus.USER_ERRED)
+
+
+def _refuse_deleted_directory() -> None:
+    """ConfigError where no relative path leads anywhere, and torch's libraries cannot be loaded."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        what, fix = "the directory that this was started in has been deleted", "Change to another, such as by `cd`"
+        raise ConfigError(what, fix=fix) from error
 
 
 def _complain(text: str, status: int) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from p2ptrain.cli.groups import group
-from p2ptrain.cli.node import node_config
+from p2ptrain.cli.node import home_of
 from p2ptrain.config import NodeConfig, RunConfig, load_config, load_run_config
 from p2ptrain.config.text import to_toml
 from p2ptrain.errors import ConfigError
@@ -27,28 +27,21 @@ def check(file: ConfigFile) -> None:
     if not isinstance(config, RunConfig):
         typer.echo(f"{file}: OK, a node's settings")
         return
-    from p2ptrain.models.kinds import parameter_count
+    from p2ptrain.exact.outer import Outer
+    from p2ptrain.models.kinds import shapes_of
 
-    node_config(None)  # the owner's settings may allow the run's plug-ins
-    parameters, sizes = parameter_count(config.model, config.adapt), _payload_sizes(config)
+    home_of(None)  # the owner's settings may allow the run's plug-ins
+    outer = Outer.of(config, shapes_of(config.model, config.adapt))
+    sizes = outer.sizes
     typer.echo(f"{file}: OK, a run")
-    typer.echo(f"model    {parameters:,} parameters")
+    typer.echo(f"model    {outer.parameters:,} parameters")
     by_k = [f"{size:,}" + (f" with k = {k}" if len(sizes) > 1 else "") for k, size in sizes.items()]
     typer.echo(f"payload  {', '.join(by_k)} bytes a contribution")
     typer.echo(f"run id   {config.run_id if config.is_sealed else 'none until the run is started with its data'}")
 
 
-def _payload_sizes(run: RunConfig) -> dict[int, int]:
-    from p2ptrain.exact.outer import Outer
-    from p2ptrain.models.kinds import shapes_of
-
-    return Outer.of(run, shapes_of(run.model, run.adapt)).sizes
-
-
 @app.command()
-def example(
-    name: Annotated[str | None, typer.Argument(help="Which one; without it, they are listed.")] = None,
-) -> None:
+def example(name: Annotated[str | None, typer.Argument(help="Which one; without it, they are listed.")] = None) -> None:
     """Print a file to begin with.
 
     p2ptrain config example tiny > tiny.toml; p2ptrain start tiny.toml

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -43,7 +42,7 @@ class Preparing:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
         if self._skipped > len(self._named):
             typer.echo(f"{self._skipped - len(self._named)} more were left out", err=True)

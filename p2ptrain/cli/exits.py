@@ -8,8 +8,6 @@ from p2ptrain import errors
 
 
 class ExitStatus(IntEnum):
-    """The exit status of a command."""
-
     DONE = 0
     FAILED = 1
     USER_ERRED = 2

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
-from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.cli.node import DataDir, NodeFile, Run, home_of
+from p2ptrain.config import RunConfig
 from p2ptrain.core.admission import encode_invitation, make_ticket
 from p2ptrain.core.messages import NUMBER_MAX
 from p2ptrain.core.state import USES_MAX
@@ -34,16 +33,14 @@ def invite(
     uses. It contains a secret key, so send it where only they can read it. The run's config must have this node's key
     in admission.keys. The node may keep running; nothing is sent to anybody.
     """
-
-    node = node_config(config, data_dir)
-    home = Home(node)
+    home = home_of(config, data_dir)
     meant = home.run(run)
     identity = Identity.load(home.identity_file)
     _check_may_invite(meant, identity)
     for key, number, most in (("--last-round", last_round, NUMBER_MAX - 1), ("--uses", uses, USES_MAX)):
         if number > most:
             raise ConfigError(f"at most {most:,}, not {number:,}", key=key, fix="Choose a smaller number")
-    _check_is_ahead(node, meant, last_round)
+    _check_is_ahead(home, meant, last_round)
     seed = secrets.token_bytes(KEY_BYTES)
     run_id, bearer = meant.id, Identity(seed).key
     ticket = make_ticket(identity.key, identity.sign, run_id, bearer, uses, last_round)
@@ -65,10 +62,10 @@ def _check_may_invite(run: RunConfig, identity: Identity) -> None:
         raise ConfigError(what, key="admission.keys", fix="Create it on a node whose key is listed there")
 
 
-def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
+def _check_is_ahead(home: Home, run: RunConfig, last_round: int) -> None:
     """Refuses a last round that a running daemon knows to be over, because members would ignore the invitation."""
     try:
-        status = ask(Home(node).directory, {"do": "status"})
+        status = ask(home.directory, {"do": "status"})
     except P2ptrainError:  # no daemon is running, or it is starting
         return
     if status["run_id"] == run.run_id and last_round < status["round"]:
@@ -77,11 +74,10 @@ def _check_is_ahead(node: NodeConfig, run: RunConfig, last_round: int) -> None:
 
 
 def _write_for_me_alone(path: Path, text: str) -> None:
-    """Writes a file that only its owner can read, because whoever has the invitation can use it."""
+    """Writes a new file that only its owner can read, because whoever has the invitation can use it."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path.touch(0o600, exist_ok=False)
+        path.write_text(text)
     except OSError as error:
         fix = "Choose another name"
         raise ConfigError(f"cannot be created: {error.strerror}", source=str(path), key="--out", fix=fix) from error
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)

@@ -16,8 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
-from p2ptrain.config import NodeConfig
+from p2ptrain.cli.node import DataDir, NodeFile, Run, home_of
 from p2ptrain.errors import ConfigError, NoDaemonError, SilentDaemonError
 from p2ptrain.models.sample import PROMPT_BYTES_MAX, SampleRequest, check, sample
 from p2ptrain.node.control import ask
@@ -25,9 +24,6 @@ from p2ptrain.node.home import Home
 from p2ptrain.visible import duration, visible
 
 if TYPE_CHECKING:
-    import torch
-
-    from p2ptrain.models.built_in import Model
     from p2ptrain.node.saved import SavedModel
 
 STDIN = "-"
@@ -67,7 +63,7 @@ def export(
         write(out, found.weights, found.tokenizer, found.members, only_adapters=adapter)
 
     check_target(out)
-    found, _ = _used(use, node_config(config, data_dir), run, number, checkpoint, needs_base=not adapter)
+    found, _ = _used(use, home_of(config, data_dir), run, number, checkpoint, needs_base=not adapter)
     typer.echo(f"{_which(found)}: {out}")
 
 
@@ -92,9 +88,20 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has many options
         prompt = _text(sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1))
     request = SampleRequest(prompt, tokens, seed, temperature)
     check(request)
-    node = node_config(config, data_dir)
-    text, why_not = _from_daemon(node, run, request) if checkpoint is None and number is None else (None, "")
-    _show(_from_checkpoint(node, run, number, checkpoint, request, why_not) if text is None else text)
+    home = home_of(config, data_dir)
+    text, why_not = _from_daemon(home, run, request) if checkpoint is None and number is None else (None, "")
+    if text is None:
+        from p2ptrain.models.export import load_model
+        from p2ptrain.train.learner import open_device
+
+        device, _ = open_device(home.config.device)  # the daemon's device, for identical results
+        found, model = _used(lambda found: load_model(found.weights, device), home, run, number, checkpoint)
+        if why_not:
+            age = duration(max(0.0, time() - found.saved_at))
+            typer.echo(f"{why_not}. Using a checkpoint instead, saved {age} ago:", err=True)
+        typer.echo(_which(found), err=True)  # stdout is for the text
+        text = sample(model, found.tokenizer, request)
+    _show(text)
 
 
 def evaluate(
@@ -114,18 +121,19 @@ def evaluate(
     Takes the newest certified checkpoint of this node, or the one that is named.
     """
     from p2ptrain.data.run_data import packing_of
+    from p2ptrain.models.export import load_model
     from p2ptrain.node.saved import held_out_of
     from p2ptrain.train.evaluate import evaluate as measure
     from p2ptrain.train.learner import open_device
 
-    node = node_config(config, data_dir)
-    device, _ = open_device(node.device)
-    found, model, _ = _loaded(node, run, number, checkpoint, device)
-    dataset, count = held_out_of(Home(node), found.run, data, sequences)
+    home = home_of(config, data_dir)
+    device, _ = open_device(home.config.device)
+    found, model = _used(lambda found: load_model(found.weights, device), home, run, number, checkpoint)
+    dataset, count = held_out_of(home, found.run, data, sequences)
     packing = packing_of(found.run, dataset)
     typer.echo(_which(found), err=True)
     length = found.run.model.sequence_length
-    at_a_time = node.device.sequences_per_pass or found.run.recipe.sequences_per_pass
+    at_a_time = home.config.device.sequences_per_pass or found.run.recipe.sequences_per_pass
     with _measuring() as progress:
         result = measure(
             partial(packing.loss, model),
@@ -161,55 +169,25 @@ def _text(content: bytes) -> str:
         raise ConfigError("not text", key="prompt", fix="Write it in UTF-8") from error
 
 
-def _from_daemon(node: NodeConfig, run: str | None, request: SampleRequest) -> tuple[str | None, str]:
+def _from_daemon(home: Home, run: str | None, request: SampleRequest) -> tuple[str | None, str]:
     """Returns the daemon's text, or None with the reason why a hanging daemon does not answer.
 
     The reason is empty if no daemon is running, or if it takes part in another run.
     """
-    place = Home(node).directory
     try:
-        status = ask(place, {"do": "status"})
+        status = ask(home.directory, {"do": "status"})
         if not str(status["run_id"]).startswith(run or ""):
             return None, ""
-        return str(ask(place, {"do": "sample", **msgspec.structs.asdict(request)})["text"]), ""
+        return str(ask(home.directory, {"do": "sample", **msgspec.structs.asdict(request)})["text"]), ""
     except SilentDaemonError as error:
         return None, str(error)
     except NoDaemonError:
         return None, ""
 
 
-def _from_checkpoint(
-    node: NodeConfig,
-    run: str | None,
-    number: int | None,
-    directory: Path | None,
-    request: SampleRequest,
-    why_no_daemon: str,
-) -> str:
-    from p2ptrain.train.learner import open_device
-
-    device, _ = open_device(node.device)  # the daemon's device, for identical results
-    found, model, saved_at = _loaded(node, run, number, directory, device)
-    if why_no_daemon:
-        age = duration(max(0.0, time() - saved_at))
-        typer.echo(f"{why_no_daemon}. Using a checkpoint instead, saved {age} ago:", err=True)
-    typer.echo(_which(found), err=True)  # stdout is for the text
-    return sample(model, found.tokenizer, request)
-
-
-def _loaded(
-    node: NodeConfig, run: str | None, number: int | None, directory: Path | None, device: torch.device
-) -> tuple[SavedModel, Model, float]:
-    """Loads a saved model; returns it with the time when it was saved."""
-    from p2ptrain.models.export import load_model
-
-    found, model = _used(lambda found: load_model(found.weights, device), node, run, number, directory)
-    return found, model, found.saved_at
-
-
 def _used(
     use: Callable[[SavedModel], T],
-    node: NodeConfig,
+    home: Home,
     run: str | None,
     number: int | None,
     directory: Path | None,
@@ -220,7 +198,7 @@ def _used(
     from p2ptrain.node.saved import find_model, reading, though_pruned
 
     def look() -> tuple[SavedModel, T]:
-        found = find_model(Home(node), run, number, directory, needs_base=needs_base)
+        found = find_model(home, run, number, directory, needs_base=needs_base)
         with reading(found.checkpoint):
             return found, use(found)
 

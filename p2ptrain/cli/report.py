@@ -7,14 +7,10 @@ from typing import Annotated
 
 import typer
 
-from p2ptrain.cli.node import DataDir, NodeFile, Run, node_config
+from p2ptrain.cli.node import DataDir, NodeFile, Run, home_of, put_out
 from p2ptrain.errors import P2ptrainError
-from p2ptrain.files import replace_file
 from p2ptrain.node.control import ask
-from p2ptrain.node.home import Home
 from p2ptrain.observe.tracking import line_of
-
-MODE = 0o644  # the page may be shared
 
 
 def report(
@@ -35,10 +31,9 @@ def report(
 
     The page shows loss, times, contributors and configuration, and needs no other files.
     """
-    node = node_config(config, data_dir)
+    home = home_of(config, data_dir)
     from p2ptrain.observe.export import exported, read_recorded_run
 
-    home = Home(node)
     chosen = home.run(run)
     recorded_run = read_recorded_run(chosen, home.of_run(chosen.id))
     path = out or Path(f"{chosen.name}-{chosen.run_id[:8]}.{'jsonl' if jsonl else 'html'}")
@@ -50,5 +45,5 @@ def report(
         except P2ptrainError:  # the page omits the status if no daemon is running, or it is busy
             status = None
         text = exported(recorded_run, status if status and status["run_id"] == chosen.run_id else None)
-    replace_file(path, text.encode(), mode=MODE)
+    put_out(path, text.encode())
     typer.echo(path)

@@ -15,9 +15,8 @@ from p2ptrain.replay import EventLog
 from p2ptrain.replay import replay as replay_file
 from p2ptrain.sim.checkers import standard
 from p2ptrain.sim.keys import FakeSigner
-from p2ptrain.sim.outcome import Outcome
+from p2ptrain.sim.outcome import Outcome, summary
 from p2ptrain.sim.outcome import simulate as run_scenario
-from p2ptrain.sim.report import summary
 from p2ptrain.sim.scenario import Scenario, load_scenario
 from p2ptrain.sim.swarm import SwarmSummary, swarm
 from p2ptrain.sim.watch import SIMULATED
@@ -78,9 +77,8 @@ def _simulate_file(scenario: Scenario, seed: int, trace_node: int | None, events
             log = EventLog(file)
             return run_scenario(scenario, seed, standard(), lambda each: each.watch.log(each.setup, trace_node, log))
     except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}", source=str(events), fix="Choose another file"
-        ) from error
+        fix = "Choose another file"
+        raise ConfigError(f"cannot be written: {error.strerror}", source=str(events), fix=fix) from error
 
 
 def _simulate_swarm(rounds: int, seed: int, seconds: float | None) -> None:

@@ -7,8 +7,8 @@ a file are reported at once.
 Decimal numbers are kept as fractions, so that 0.1 means exactly one tenth everywhere.
 
 `run` is the shared config, with its parts `model`, `adapt`, `recipe` and `hf` (a stranger's config.json); `node` is the
-private one. `load` reads both from files, environment and options, `fields` has the types of their values, `text`
-writes them, and their errors, for people.
+private one; `succession` is what a run's successor may have otherwise. `load` reads both from files, environment and
+options, `fields` has the types of their values, `text` writes them, and their errors, for people.
 
 `X as X` marks a name as part of this package, for type checkers.
 """
@@ -42,9 +42,11 @@ from p2ptrain.config.recipe import RecipeConfig as RecipeConfig
 from p2ptrain.config.run import AUDIT_SEQUENCES as AUDIT_SEQUENCES
 from p2ptrain.config.run import BASIS_PEAK as BASIS_PEAK
 from p2ptrain.config.run import CONFIG_BYTES_MAX as CONFIG_BYTES_MAX
+from p2ptrain.config.run import ENDING as ENDING
 from p2ptrain.config.run import EXACT_MAX as EXACT_MAX
 from p2ptrain.config.run import PAYLOAD_BYTES_MAX as PAYLOAD_BYTES_MAX
 from p2ptrain.config.run import PROTOCOL_VERSION as PROTOCOL_VERSION
+from p2ptrain.config.run import PROTOCOLS as PROTOCOLS
 from p2ptrain.config.run import AdmissionConfig as AdmissionConfig
 from p2ptrain.config.run import AgreementConfig as AgreementConfig
 from p2ptrain.config.run import DataConfig as DataConfig

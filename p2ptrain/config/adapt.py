@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from p2ptrain.config.fields import Accepts, DigestOrEmpty, Section
-from p2ptrain.errors import SettingError
+from p2ptrain.config.fields import Accepts, Clashes, DigestOrEmpty, Section
 
 BASE_BYTES_MAX = 2**35  # size of the frozen weights: 17 billion values of two bytes; a fetch may be up to 63 GB
 TargetName = Annotated[
@@ -34,15 +33,11 @@ class AdaptConfig(Section):
         0, ge=0, le=BASE_BYTES_MAX, description="size of the frozen weights; 0 until the run is started"
     )
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def clashes(self) -> Clashes:
         if self.kind == "none" and self != type(self).model_construct():
-            raise SettingError(
-                'adapters are described, but kind is "none"', 'set kind = "lora", or remove the other keys'
-            )
+            yield 'adapters are described, but kind is "none"', 'set kind = "lora", or remove the other keys'
         if bool(self.base) != bool(self.base_bytes):
-            raise SettingError("base and base_bytes belong together", "give both, or leave them to `p2ptrain start`")
-        return self
+            yield "base and base_bytes belong together", "give both, or leave them to `p2ptrain start`"
 
     @property
     def is_on(self) -> bool:

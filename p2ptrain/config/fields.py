@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, Self, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -16,8 +17,11 @@ from pydantic import (
     GetCoreSchemaHandler,
     PlainSerializer,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
+
+from p2ptrain.errors import SettingError
 
 RATIONAL_PART_MAX = 2**53  # both parts stay exact as a float, so that their quotient is rounded once
 RATIONAL_TEXT_MAX = 40  # characters: two parts below 2**53 have 16 digits each
@@ -44,10 +48,23 @@ class Option:
     unit: str = ""
 
 
+Clashes: TypeAlias = Iterator[tuple[str, str]]
+
+
 class Section(BaseModel):
     """A table of a config file: immutable, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def clashes(self) -> Clashes:
+        """Yields settings that do not go together, and a fix. Only the first counts: those after it may rely on it."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if clash := next(self.clashes(), None):
+            raise SettingError(*clash)
+        return self
 
 
 def parse_rational(value: object) -> Fraction:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 from p2ptrain.errors import SettingError
 
 HF_CONFIG_BYTES_MAX = 16_384  # the largest that were found have 4 KB, most of it a list with an entry for each layer
+NESTED_MAX = 500  # brackets: the usual ones have ten; how deep JSON may be depends on the version of Python
 PARAMETERS_MAX = 2**38  # a TB of weights in fp32, more than any swarm of volunteers holds
 SHOWN_KEYS_MAX = 5  # refused keys listed in an error
 SHOWN_KEY_LENGTH_MAX = 40
@@ -109,11 +110,7 @@ WITHOUT_EFFECT: dict[str, Rule] = {
     "transformers_version": _text(40),
     "use_cache": FLAG,
 }
-_POSITIONS = {
-    "rope_theta": _number(1, 1e12),
-    "rope_scaling": ROPE.or_null(),
-    "rope_parameters": ROPE.or_null(),
-}
+_POSITIONS = {"rope_theta": _number(1, 1e12), "rope_scaling": ROPE.or_null(), "rope_parameters": ROPE.or_null()}
 _WINDOW = {
     "layer_types": _list(_one_of("full_attention", "sliding_attention"), LAYERS_MAX).or_null(),
     "max_window_layers": _whole(0, LAYERS_MAX),
@@ -303,10 +300,10 @@ def _parsed(text: str) -> dict[str, Any]:
         )
     if not all(character.isprintable() or character in "\n\r\t" for character in text):
         raise SettingError("config.json has characters that cannot be printed", "write them as JSON escapes")
+    if text.count("[") + text.count("{") > NESTED_MAX:
+        raise SettingError("config.json is nested too deeply", "use the config.json of a model")
     try:
         raw = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_refuse_constant, parse_float=_finite)
-    except RecursionError:
-        raise SettingError("config.json is nested too deeply", "use the config.json of a model") from None
     except ValueError as error:
         raise SettingError(
             f"config.json cannot be read ({str(error)[:100]})", "use the config.json of a model"

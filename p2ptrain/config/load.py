@@ -13,15 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from p2ptrain.config.node import (
-    ENVIRONMENT_DELIMITER,
-    ENVIRONMENT_PREFIX,
-    NodeConfig,
-)
-from p2ptrain.config.run import (
-    CONFIG_BYTES_MAX,
-    RunConfig,
-)
+from p2ptrain.config.node import ENVIRONMENT_DELIMITER, ENVIRONMENT_PREFIX, NodeConfig
+from p2ptrain.config.run import CONFIG_BYTES_MAX, RunConfig
 from p2ptrain.config.text import config_error, fields, unknown_key
 from p2ptrain.errors import ConfigError
 
@@ -31,6 +24,8 @@ FILE_BYTES_MAX = 4 * CONFIG_BYTES_MAX  # the largest config, and three times as 
 LONG_KEY = re.compile(rb"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){32}""")
 
 Table = dict[str, Any]  # a parsed TOML table
+# Settings that a run from another's weights has by its making, or that its start fills in.
+DECIDED = ("model", "adapt", "tokenizer", "state", "predecessor")
 
 
 def load_run_config(path: Path, config_beside: Callable[[], str] = str) -> RunConfig:
@@ -87,15 +82,11 @@ def read_table(path: Path) -> Table:
             encoded = file.read(FILE_BYTES_MAX + 1)
     except (OSError, ValueError) as error:  # ValueError for a name with a zero byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(
-            f"cannot be read: {reason}", source=str(path), fix="Check the name and the permissions"
-        ) from error
+        fix = "Check the name and the permissions"
+        raise ConfigError(f"cannot be read: {reason}", source=str(path), fix=fix) from error
     if len(encoded) > FILE_BYTES_MAX:
-        raise ConfigError(
-            f"larger than {FILE_BYTES_MAX:,} bytes, which no config needs",
-            source=str(path),
-            fix="Check that this is the right file",
-        )
+        fix = "Check that this is the right file"
+        raise ConfigError(f"larger than {FILE_BYTES_MAX:,} bytes, which no config needs", source=str(path), fix=fix)
     if LONG_KEY.search(encoded):
         raise ConfigError("a key has too many parts", source=str(path), fix="Write sections and keys")
     try:
@@ -108,16 +99,15 @@ def read_table(path: Path) -> Table:
     except (ValueError, InvalidOperation) as error:  # a number or an exponent has thousands of digits
         raise ConfigError("a number is too large", source=str(path), fix="Write one of ordinary size") from error
     except RecursionError as error:
-        raise ConfigError(
-            "lists or tables are nested too deeply", source=str(path), fix="Write sections and keys"
-        ) from error
+        fix = "Write sections and keys"
+        raise ConfigError("lists or tables are nested too deeply", source=str(path), fix=fix) from error
 
 
 def exact(value: Any) -> Any:
     """Converts a script's settings to the form that a file would give: 0.1 means one tenth."""
     if isinstance(value, Mapping):
         return {key: exact(each) for key, each in value.items()}
-    return Decimal(repr(value)) if isinstance(value, float) else value
+    return Decimal(repr(float(value))) if isinstance(value, float) else value
 
 
 def run_config_of(table: Table, path: Path) -> RunConfig:
@@ -127,6 +117,22 @@ def run_config_of(table: Table, path: Path) -> RunConfig:
     except ValidationError as error:
         found = error.errors(include_url=False)
     raise _together([config_error(details, RunConfig, NodeConfig, str(path)) for details in found])
+
+
+def renewed(run: RunConfig, settings: Mapping[str, object]) -> RunConfig:
+    """Returns a run's config with other settings, for a run with the same model that has yet to begin."""
+    raw = run.model_dump()
+    raw.pop("predecessor", None)
+    raw["state"]["initial_root"], raw["admission"]["founders"] = "", ()
+    for name, value in settings.items():
+        section, _, key = name.rpartition(".")
+        table = raw.get(section) if section else raw
+        if section in DECIDED or name == "admission.founders" or not isinstance(table, dict):
+            what = "unknown" if table is None else "the weights decide it, or the start"
+            fix = "Leave it out: `p2ptrain config schema run` has all keys"
+            raise ConfigError(what, source="--set", key=name, fix=fix)
+        table[key] = value
+    return run_config_of(raw, Path("--set"))
 
 
 def _node_config(table: Table, path: Path | None) -> NodeConfig:

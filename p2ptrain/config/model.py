@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
-from p2ptrain.config.fields import Accepts, DigestOrEmpty, PluginOrEmpty, PluginSettings, Section, Settings
+from p2ptrain.config.fields import Accepts, Clashes, DigestOrEmpty, PluginOrEmpty, PluginSettings, Section, Settings
 from p2ptrain.config.hf import HF_CONFIG_BYTES_MAX, HfConfig, Objective, read_hf_config
 from p2ptrain.errors import SettingError
 
@@ -99,58 +99,42 @@ class ModelConfig(Section):
             )
         return _with_sizes(data, {**NO_SIZES, **read_hf_config(text).sizes}, "config")
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def clashes(self) -> Clashes:
         for key, kinds in BELONGS.items():
             if getattr(self, key) and f'"{self.kind}"' not in kinds:
-                raise SettingError(f"{key} belongs to a model of kind = {kinds}", "remove it, or set that kind")
-        self._check_objective()
-        if self.kind == "own":
-            self._check_parameters()
-            return self
-        if self.kind == "plugin":
-            if not self.plugin:
-                raise SettingError('kind = "plugin" needs a package', 'write plugin = "NAME VERSION"')
-            return self
-        if self.hf is not None:
-            if self.sequence_length > self.hf.positions:
-                raise SettingError(
-                    f"sequence_length = {self.sequence_length}",
-                    f"the model of config reads at most {self.hf.positions} tokens, lower it",
-                )
-            return self
-        if self.dim % self.heads:
-            raise SettingError(f"heads = {self.heads} does not divide dim = {self.dim}", "make dim a multiple of heads")
-        if self.dim // self.heads % 2:
-            raise SettingError(
-                f"dim / heads = {self.dim // self.heads} is odd", "rotary positions need pairs, choose an even one"
-            )
-        if self.heads % self.kv_heads:
-            raise SettingError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}", "choose a divisor")
-        return self
-
-    def _check_objective(self) -> None:
+                yield f"{key} belongs to a model of kind = {kinds}", "remove it, or set that kind"
         possible: Objective = "causal" if self.hf is None else self.hf.architecture.objective
-        if self.objective == possible:
-            return
-        if possible == "masked":
-            raise SettingError("the model of config reads a text from both sides", 'set objective = "masked"')
-        raise SettingError(
-            'objective = "masked" needs a model that reads a text from both sides, and this one sees only what comes '
-            "before",
-            'set kind = "transformers" and the config of a bert, or objective = "causal"',
-        )
+        if self.objective != possible and possible == "masked":
+            yield "the model of config reads a text from both sides", 'set objective = "masked"'
+        if self.objective != possible and possible == "causal":
+            what = 'objective = "masked" needs a model that reads a text from both sides, and this one sees only what'
+            yield f"{what} comes before", 'set kind = "transformers" and the config of a bert, or objective = "causal"'
+        if self.kind == "plugin" and not self.plugin:
+            yield 'kind = "plugin" needs a package', 'write plugin = "NAME VERSION"'
+        if self.hf is not None and self.sequence_length > self.hf.positions:
+            fix = f"the model of config reads at most {self.hf.positions} tokens, lower it"
+            yield f"sequence_length = {self.sequence_length}", fix
+        if self.kind == "own":
+            yield from self._clashes_of_parameters()
+        if self.kind == "builtin":
+            yield from self._clashes_of_sizes()
 
-    def _check_parameters(self) -> None:
+    def _clashes_of_sizes(self) -> Clashes:
+        if self.dim % self.heads:
+            yield f"heads = {self.heads} does not divide dim = {self.dim}", "make dim a multiple of heads"
+        if self.dim // self.heads % 2:
+            yield f"dim / heads = {self.dim // self.heads} is odd", "rotary positions need pairs, choose an even one"
+        if self.heads % self.kv_heads:
+            yield f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}", "choose a divisor"
+
+    def _clashes_of_parameters(self) -> Clashes:
         names = [name for name, _ in self.named]
         if not names:
-            raise SettingError('kind = "own" is for scripts', "begin the run with p2ptrain.start(model) in one")
+            yield 'kind = "own" is for scripts', "begin the run with p2ptrain.start(model) in one"
         if len(set(names)) < len(names):
-            raise SettingError("parameters has a name twice", "name each once")
+            yield "parameters has a name twice", "name each once"
         if (size := sum(prod(shape) for _, shape in self.named)) > OWN_PARAMETERS_MAX:
-            raise SettingError(
-                f"parameters has {size:,} numbers, and {OWN_PARAMETERS_MAX:,} are possible", "take fewer"
-            )
+            yield f"parameters has {size:,} numbers, and {OWN_PARAMETERS_MAX:,} are possible", "take fewer"
 
     @property
     def named(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -159,13 +143,9 @@ class ModelConfig(Section):
         return tuple((name, tuple(map(int, sizes))) for name, *sizes in split)
 
     @property
-    def supports_packing(self) -> bool:
-        """Whether the model can be trained with a loss mask and with documents kept apart (data/packing.py)."""
-        return self.kind in ("builtin", "transformers")
-
-    @property
-    def supports_adapters(self) -> bool:
-        """Whether small matrices can be trained beside the model's own (models/adapters.py)."""
+    def has_known_layers(self) -> bool:
+        """Whether it can be trained with a loss mask, documents kept apart (data/packing.py), and small matrices beside
+        its own (models/adapters.py)."""
         return self.kind in ("builtin", "transformers")
 
     @property

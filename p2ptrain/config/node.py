@@ -12,16 +12,15 @@ import ipaddress
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from p2ptrain.address import ADDRESS_CHARACTERS_MAX, ADDRESS_PATTERN, Address, AddressError, parse
-from p2ptrain.config.fields import K_MAX, Accepts, DigestOrEmpty, FromArray, Option, Plugin, Rational, Section
-from p2ptrain.errors import SettingError
+from p2ptrain.config.fields import K_MAX, Accepts, Clashes, DigestOrEmpty, FromArray, Option, Plugin, Rational, Section
 
 ENVIRONMENT_PREFIX = "P2PTRAIN_"
 ENVIRONMENT_DELIMITER = "__"
@@ -32,6 +31,8 @@ def _address(is_taken: Callable[[Address], bool]) -> AfterValidator:
     """Reads an address, and keeps it as multiaddr writes it."""
 
     def read(text: str) -> str:
+        if not text:  # where the pattern takes that
+            return text
         try:
             found = parse(text)
         except AddressError as error:
@@ -59,6 +60,12 @@ PeerAddress = Annotated[
     _address(lambda it: bool(it.peer_id) and it.port > 0),
     Accepts('a node\'s address with its id at the end, such as "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."'),
 ]
+MeetingAddress = Annotated[
+    str,
+    Field(max_length=ADDRESS_CHARACTERS_MAX, pattern=f"^({ADDRESS_PATTERN})?$"),
+    _address(lambda it: str(it) == it.place and it.transport == "tcp" and not getattr(it.host, "is_unspecified", True)),
+    Accepts('this machine\'s address in your own network and a port, such as "/ip4/192.168.1.10/tcp/4100", or nothing'),
+]
 HostName = Annotated[
     str,
     Field(pattern=r"^(\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z._-]{1,253})(:[0-9]{1,5})?$"),
@@ -78,7 +85,7 @@ def _written_out(path: str) -> str:
 
 FilePath = Annotated[
     str,
-    Field(max_length=4_096),  # the longest that Linux opens
+    Field(max_length=4_096, pattern=r"^[^\x00]*$"),  # the longest that Linux opens
     AfterValidator(_written_out),
     Accepts("a path"),
 ]
@@ -97,7 +104,8 @@ class NetworkConfig(Section):
         ("/ip4/0.0.0.0/tcp/4001",),
         max_length=ADDRESSES_MAX,
         description="addresses to listen on; /ip4/0.0.0.0 and /ip6/:: mean all of the machine's; empty: none; "
-        "the default port gives way to a free one if it is taken and no address is announced",
+        "the default port, if it is taken and no address is announced, gives way to the one that the node had last or "
+        "a free one, and so does port 0",
     )
     announce: Annotated[tuple[PublicAddress, ...], FromArray] = Field(
         (), max_length=ADDRESSES_MAX, description="addresses to publish; empty: those that others see"
@@ -106,6 +114,9 @@ class NetworkConfig(Section):
         (), max_length=ADDRESSES_MAX, description="nodes to contact first; empty: those remembered from the last start"
     )
     run: DigestOrEmpty = Field("", description="id of the one run that `join` may join; empty: any")
+    owner: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9._ -]{0,64}$"), Accepts("up to 64 letters, digits, spaces and ._-")
+    ] = Field("", description="a name for the members of the run, who see it beside this node; nobody checks it")
     nat: bool = Field(
         True, description="check whether others can reach this node, open a port on the router, use hole punching"
     )
@@ -128,6 +139,11 @@ class NetworkConfig(Section):
         return bool(self.model_fields_set & {"listen", "announce"})
 
 
+def _as_one_text(value: object) -> object:
+    """Reads a list of names as one text, as it is written in the environment."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
 def _as_written(value: object) -> object:
     """Reads a switch from the environment, where all is text."""
     return SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
@@ -141,9 +157,31 @@ Chosen = Annotated[Literal["auto", True, False], BeforeValidator(_as_written)]
 class DeviceConfig(Section):
     """The device that trains."""
 
-    name: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"), Accepts("auto, cpu, cuda or cuda:N")] = (
-        Field("auto", description="auto: the first CUDA device, or else the CPU")
+    name: Annotated[
+        str,
+        BeforeValidator(_as_one_text),
+        Field(pattern=r"^(auto|cpu|mps|cuda(:all|:[0-9]{1,3}(,cuda:[0-9]{1,3}){0,63})?)$"),
+        Accepts("auto, cpu, mps, cuda, cuda:N, cuda:all or a list of cuda:N"),
+    ] = Field(
+        "auto",
+        description="auto: the first CUDA device, or else Apple's (mps), or else the CPU; several take the steps "
+        "together, in a process each",
     )
+    processes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that take the steps together on the CPU; each has its part of the threads",
+    )
+    shard: Chosen = Field(
+        "auto",
+        description="each process holds only its part of weights, gradient and inner state; the node has them whole in "
+        "main memory. auto: where the run does not fit a card, but several",
+    )
+    nnodes: int = Field(
+        1, ge=1, le=64, description="your machines that take the steps together: this, and those with `p2ptrain lend`"
+    )
+    rendezvous: MeetingAddress = Field("", description="with nnodes: where the others reach this one; only there")
     threads: int = Field(
         0,
         ge=0,
@@ -158,7 +196,7 @@ class DeviceConfig(Section):
         ge=0,
         le=65_536,
         description="maximum number of sequences in one forward and backward pass; 0: as many as the run says, "
-        "or as fit",
+        "or as fit; on a card as many of a step's as fit",
     )
     checkpointing: Chosen = Field(
         "auto",
@@ -170,7 +208,15 @@ class DeviceConfig(Section):
         description="keep the residual and the momentum of local steps, which no other node sees, in bf16: half their "
         "memory. auto: where the run does not fit otherwise",
     )
-    compile: bool = Field(False, description="compile the layers with torch.compile; the first round takes longer")
+    compile: Chosen = Field(
+        "auto",
+        description="compile the layers with torch.compile, which takes some seconds before the first step. auto: the "
+        "built-in model's, on a card, where it works",
+    )
+
+    def clashes(self) -> Clashes:
+        if self.nnodes > 1 and not self.rendezvous:
+            yield f"{self.nnodes} machines, and no place to meet", "set rendezvous to this one's address"
 
     @property
     def is_checkpointed(self) -> bool:
@@ -179,6 +225,15 @@ class DeviceConfig(Section):
     @property
     def is_half(self) -> bool:
         return self.half_state is True
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.shard is True
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether only ranks use the device, and the node's own tensors lie in main memory."""
+        return self.is_sharded or self.name == "mps"
 
 
 class ChangeableLimits(Section):
@@ -223,12 +278,10 @@ class ChangeableLimits(Section):
         "not yet tried on a card",
     )
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def clashes(self) -> Clashes:
         start, _, end = self.hours.partition("-")
         if self.hours and start == end:
-            raise SettingError(f'hours = "{self.hours}" leaves no time to train', 'write "" for the whole day')
-        return self
+            yield f'hours = "{self.hours}" leaves no time to train', 'write "" for the whole day'
 
 
 class LimitsConfig(ChangeableLimits):
@@ -307,11 +360,9 @@ class PrivacyConfig(Section):
         description="standard deviation of the noise that is added to a step's gradients, in clips",
     )
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def clashes(self) -> Clashes:
         if not self.is_on and self != type(self).model_construct():
-            raise SettingError("epsilon is 0, so there is no privacy", "set it, or remove the other keys")
-        return self
+            yield "epsilon is 0, so there is no privacy", "set it, or remove the other keys"
 
     @property
     def is_on(self) -> bool:
@@ -336,6 +387,17 @@ class AuditConfig(Section):
     )
 
 
+class SuccessionConfig(Section):
+    """Motions of members that the run go on as another, with settings changed or from an earlier state."""
+
+    accept: Literal["ask", "rates", "all", "never"] = Field(
+        "ask",
+        description="to which motions this node assents by itself: ask: to none, its owner decides with "
+        "`p2ptrain assent`; rates: to those that change learning rates, their schedule, weight decay and the number of "
+        "steps, and do not go back; all: to any; never: to none, and its owner cannot, either",
+    )
+
+
 class HttpConfig(Section):
     """The dashboard, and status and metrics for other programs; all of it is read-only."""
 
@@ -355,14 +417,10 @@ class HttpConfig(Section):
         description="names by which browsers may reach it, besides host and loopback names; without a port: any port",
     )
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def clashes(self) -> Clashes:
         if not self.token_file and not is_loopback(self.host):
-            raise SettingError(
-                f'host = "{self.host}" would show the node to everyone on the network',
-                'name a token_file, or set host = "127.0.0.1"',
-            )
-        return self
+            what = f'host = "{self.host}" would show the node to everyone on the network'
+            yield what, 'name a token_file, or set host = "127.0.0.1"'
 
 
 class PluginsConfig(Section):
@@ -434,6 +492,7 @@ class NodeConfig(BaseSettings):
     storage: StorageConfig = StorageConfig()
     privacy: PrivacyConfig = PrivacyConfig()
     audit: AuditConfig = AuditConfig()
+    succession: SuccessionConfig = SuccessionConfig()
     http: HttpConfig = HttpConfig()
     plugins: PluginsConfig = PluginsConfig()
     region: RegionConfig = RegionConfig()

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from p2ptrain.config.fields import K, PluginOrEmpty, PluginSettings, Rational, Section, Settings
-from p2ptrain.errors import SettingError
+from p2ptrain.config.fields import Clashes, K, PluginOrEmpty, PluginSettings, Rational, Section, Settings
 
 ROUND_SEQUENCES_MAX = 2**20  # sequences of a node per round: at 1,024 tokens each, days of work
 
@@ -140,10 +139,7 @@ class RecipeConfig(Section):
         "each node takes the largest that its line carries in the time that a round leaves",
     )
     value_bits: int = Field(
-        1,
-        ge=1,
-        le=24,
-        description="bits of a sent number and its sign; 1: only the sign; above 8 only if all are sent",
+        1, ge=1, le=24, description="bits of a sent number and its sign; 1: only the sign; above 8 only if all are sent"
     )
     decay: Rational = Field(Fraction(95, 100), ge=0, le=1, description="share of the residual that stays each round")
     residual_share: Rational = Field(
@@ -212,98 +208,81 @@ class RecipeConfig(Section):
         """The number of sequences that a node trains on in a round, in all local steps together."""
         return self.local_steps * self.step_sequences
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def clashes(self) -> Clashes:
         if self.name not in RECIPES:  # never anything to import: a config comes from strangers
-            raise SettingError(f"unknown recipe {self.name!r}", f"use one of {', '.join(RECIPES)}")
+            yield f"unknown recipe {self.name!r}", f"use one of {', '.join(RECIPES)}"
         if self.settings and not self.plugin:
-            raise SettingError("settings belong to a plug-in", "remove them, or name it as plugin")
-        area = self.chunk**2
-        self._check_k(area)
-        if self.value_bits > SPARSE_BITS_MAX and not self.is_dense:
-            raise SettingError(
-                f"value_bits = {self.value_bits}",
-                f"the largest numbers of a chunk take at most {SPARSE_BITS_MAX}, "
-                f'use that, or send every weight (transform = "none", k = {area})',
-            )
-        self._check_family()
-        self._check_rule()
-        if self.round_sequences > ROUND_SEQUENCES_MAX:
-            raise SettingError(
-                f"sequences_per_pass * passes_per_step * local_steps = {self.round_sequences}",
-                f"keep it at {ROUND_SEQUENCES_MAX} or below",
-            )
-        for key, limit in self.spec.limits.items():
-            if (value := getattr(self, key)) > limit.most:
-                raise SettingError(f"{key} = {value}", f"recipe {self.name} {limit.why}, {limit.fix}")
-        if self.local_steps_min > self.local_steps:
-            raise SettingError(
-                f"local_steps_min = {self.local_steps_min} is above local_steps = {self.local_steps}", "lower it"
-            )
-        if self.learning_rate * self.weight_decay > 1:
-            raise SettingError(
-                "learning_rate * weight_decay is above 1", "weights would change sign, lower weight_decay"
-            )
-        if self.schedule == "constant" and (self.decay_rounds or self.rounds):
-            raise SettingError(
-                "rounds and decay_rounds shape a rate that ends", 'remove them or set schedule = "linear" or "wsd"'
-            )
-        if self.schedule == "linear" and (self.decay_rounds or self.rounds <= self.warmup_rounds):
-            raise SettingError('schedule = "linear" needs rounds > warmup_rounds, and no decay_rounds')
-        if self.schedule == "wsd" and (not self.decay_rounds or self.warmup_rounds + self.decay_rounds > self.rounds):
-            raise SettingError('schedule = "wsd" needs decay_rounds > 0 and rounds >= warmup_rounds + decay_rounds')
-        return self
-
-    def _check_k(self, area: int) -> None:
-        if len(self.ks) > 1 and not self.spec.is_scaled:
-            raise SettingError(
-                f"k is a list, and recipe {self.name} sends signs of one size", "use one k, or recipe local or demo"
-            )
-        if self.k_max > area // 2 and not self.is_dense:
-            all_of_it = f', or with transform = "none" k = {area} to send every weight' if self.spec.is_family else ""
-            raise SettingError(
-                f"k = {self.k_max} is more than half of the {area} coefficients of a chunk",
-                f"choose at most {area // 2}{all_of_it}",
-            )
-
-    def _check_family(self) -> None:
-        """Refuses settings of the DiLoCo family that do not combine with each other, or with the recipe."""
+            yield "settings belong to a plug-in", "remove them, or name it as plugin"
+        yield from self._clashes_of_numbers(self.chunk**2)
         if not self.spec.is_family:
             for key in FAMILY:
                 if (value := getattr(self, key)) != type(self).model_fields[key].default:
-                    raise SettingError(f"{key} = {value} belongs to recipe local", "remove it, or use that")
-        if self.transform == "none" and self.outer != "mean":
-            raise SettingError(f'transform = "none" needs outer = "mean", not "{self.outer}"', "change one")
-        if self.momentum > MOMENTUM_MAX:
-            raise SettingError(f"momentum = {self.momentum} is above {MOMENTUM_MAX}, and rounds to 1", "lower it")
-        if not self.momentum and (self.nesterov or self.momentum_rounds > 1):
-            raise SettingError("nesterov and momentum_rounds need a momentum", "set one, such as 0.9, or remove them")
-        if self.momentum_rounds > 1 and not self.nesterov:
-            raise SettingError("momentum_rounds above 1 delays Nesterov's momentum", "set nesterov = true")
-        if self.momentum_rounds > 1 and self.fragments > 1:
-            raise SettingError("momentum_rounds above 1 does not work with fragments", "set one of them to 1")
+                    yield f"{key} = {value} belongs to recipe local", "remove it, or use that"
+        yield from self._clashes_of_family()
+        yield from self._clashes_of_rule()
+        if self.round_sequences > ROUND_SEQUENCES_MAX:
+            what = f"sequences_per_pass * passes_per_step * local_steps = {self.round_sequences}"
+            yield what, f"keep it at {ROUND_SEQUENCES_MAX} or below"
+        for key, limit in self.spec.limits.items():
+            if (value := getattr(self, key)) > limit.most:
+                yield f"{key} = {value}", f"recipe {self.name} {limit.why}, {limit.fix}"
+        if self.local_steps_min > self.local_steps:
+            yield f"local_steps_min = {self.local_steps_min} is above local_steps = {self.local_steps}", "lower it"
+        yield from self._clashes_of_rate()
 
-    def _check_rule(self) -> None:
-        spec = RULES.get(self.rule)
+    def _clashes_of_numbers(self, area: int) -> Clashes:
+        if len(self.ks) > 1 and not self.spec.is_scaled:
+            yield f"k is a list, and recipe {self.name} sends signs of one size", "use one k, or recipe local or demo"
+        if self.k_max > area // 2 and not self.is_dense:
+            all_of_it = f', or with transform = "none" k = {area} to send every weight' if self.spec.is_family else ""
+            what = f"k = {self.k_max} is more than half of the {area} coefficients of a chunk"
+            yield what, f"choose at most {area // 2}{all_of_it}"
+        if self.value_bits > SPARSE_BITS_MAX and not self.is_dense:
+            fix = f"the largest numbers of a chunk take at most {SPARSE_BITS_MAX}, use that, or send every weight"
+            yield f"value_bits = {self.value_bits}", f'{fix} (transform = "none", k = {area})'
+
+    def _clashes_of_family(self) -> Clashes:
+        if self.transform == "none" and self.outer != "mean":
+            yield f'transform = "none" needs outer = "mean", not "{self.outer}"', "change one"
+        if self.momentum > MOMENTUM_MAX:
+            yield f"momentum = {self.momentum} is above {MOMENTUM_MAX}, and rounds to 1", "lower it"
+        if not self.momentum and (self.nesterov or self.momentum_rounds > 1):
+            yield "nesterov and momentum_rounds need a momentum", "set one, such as 0.9, or remove them"
+        if self.momentum_rounds > 1 and not self.nesterov:
+            yield "momentum_rounds above 1 delays Nesterov's momentum", "set nesterov = true"
+        if self.momentum_rounds > 1 and self.fragments > 1:
+            yield "momentum_rounds above 1 does not work with fragments", "set one of them to 1"
+
+    def _clashes_of_rule(self) -> Clashes:
+        spec, named = RULES.get(self.rule), f'rule = "{self.rule}"'
         for key in ("trim", "byzantine"):
             if (value := getattr(self, key)) and (spec is None or spec.setting != key):
-                raise SettingError(f'{key} = {value} does not belong to rule = "{self.rule}"', "remove it")
+                yield f"{key} = {value} does not belong to {named}", "remove it"
         if spec is None:
             return
         if not getattr(self, spec.setting):
-            what = f'rule = "{self.rule}" has to know how many contributions of a round may be bad'
-            raise SettingError(what, f"set {spec.setting} to 1 or more")
+            what = f"{named} has to know how many contributions of a round may be bad"
+            yield what, f"set {spec.setting} to 1 or more"
         if self.value_bits > SPARSE_BITS_MAX:
-            what = f'rule = "{self.rule}" cannot compare numbers of value_bits = {self.value_bits} exactly'
-            raise SettingError(what, f"use at most {SPARSE_BITS_MAX}")
+            what = f"{named} cannot compare numbers of value_bits = {self.value_bits} exactly"
+            yield what, f"use at most {SPARSE_BITS_MAX}"
         if len(self.ks) > 1 and not spec.takes_several_k:
-            what = f'rule = "{self.rule}" and several k: the smallest contributions would be nearest to all others'
-            raise SettingError(what, "use one k, or rule trimmed or clipped")
+            what = f"{named} and several k: the smallest contributions would be nearest to all others"
+            yield what, "use one k, or rule trimmed or clipped"
         if not self.spec.is_scaled and not spec.is_selection:
-            what = (
-                f'rule = "{self.rule}" changes what contributions weigh, and those of recipe {self.name} have no scale'
-            )
-            raise SettingError(what, "use recipe local or demo, or another rule")
+            what = f"{named} changes what contributions weigh, and those of recipe {self.name} have no scale"
+            yield what, "use recipe local or demo, or another rule"
+
+    def _clashes_of_rate(self) -> Clashes:
+        if self.learning_rate * self.weight_decay > 1:
+            yield "learning_rate * weight_decay is above 1", "weights would change sign, lower weight_decay"
+        if self.schedule == "constant" and (self.decay_rounds or self.rounds):
+            fix = 'remove them or set schedule = "linear" or "wsd"'
+            yield "rounds and decay_rounds shape a rate that ends", fix
+        if self.schedule == "linear" and (self.decay_rounds or self.rounds <= self.warmup_rounds):
+            yield 'schedule = "linear" needs rounds > warmup_rounds, and no decay_rounds', ""
+        if self.schedule == "wsd" and (not self.decay_rounds or self.warmup_rounds + self.decay_rounds > self.rounds):
+            yield 'schedule = "wsd" needs decay_rounds > 0 and rounds >= warmup_rounds + decay_rounds', ""
 
     @property
     def contributions_min(self) -> int:

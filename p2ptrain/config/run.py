@@ -17,19 +17,15 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from p2ptrain.config.adapt import AdaptConfig
-from p2ptrain.config.fields import (
-    Accepts,
-    Digest,
-    DigestOrEmpty,
-    FromArray,
-    Section,
-)
+from p2ptrain.config.fields import Accepts, Clashes, Digest, DigestOrEmpty, FromArray, Section
 from p2ptrain.config.model import ModelConfig
 from p2ptrain.config.recipe import RECIPES, RULES, RecipeConfig
 from p2ptrain.digest import digest
-from p2ptrain.errors import ConfigError, RemoteProtocolError, SettingError
+from p2ptrain.errors import ConfigError, RemoteProtocolError
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 2  # of new runs: a release later than it is first spoken, so that most nodes speak it
+PROTOCOLS = (2, 3)  # spoken here; what 3 does otherwise stands in docs/protocol.md, 25
+ENDING: dict[int, str] = {}  # by protocol: the release that speaks it no more, at least two releases after this one
 PAYLOAD_BYTES_MAX: Final = 2**32  # a billion parameters at k = 512 take a tenth of that
 CONFIG_BYTES_MAX = 65_536  # usually a few KB; 60 KB with 256 founders and 640 other keys, as a test checks
 REGION_BITS_MIN = 4  # enough bits for a region's contributions to carry the world's changes in a round or two
@@ -49,13 +45,11 @@ class TokenizerConfig(Section):
         "", description="BLAKE3 of the tokenizer's JSON file, as `p2ptrain data prepare` prints it"
     )
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def clashes(self) -> Clashes:
         if self.kind == "json" and not self.digest:
-            raise SettingError('kind = "json" needs a digest', "add the one that `p2ptrain data prepare` printed")
+            yield 'kind = "json" needs a digest', "add the one that `p2ptrain data prepare` printed"
         if self.kind != "json" and self.digest:
-            raise SettingError('only kind = "json" takes a digest', "remove it")
-        return self
+            yield 'only kind = "json" takes a digest', "remove it"
 
 
 class DataConfig(Section):
@@ -80,11 +74,9 @@ class DataConfig(Section):
         "together", description="apart: documents in one sequence do not see each other, and positions restart"
     )
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def clashes(self) -> Clashes:
         if self.source == "own" and self.assignment != "drawn":
-            raise SettingError(f'assignment = "{self.assignment}" shares data out that all have', 'set "drawn"')
-        return self
+            yield f'assignment = "{self.assignment}" shares data out that all have', 'set "drawn"'
 
 
 class StateConfig(Section):
@@ -155,18 +147,12 @@ class AgreementConfig(Section):
             return {"overlap_rounds": 0, **data}
         return data
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def clashes(self) -> Clashes:
         if self.view_seconds > self.view_seconds_max:
-            raise SettingError(
-                f"view_seconds = {self.view_seconds} is above view_seconds_max = {self.view_seconds_max}", "lower it"
-            )
+            yield f"view_seconds = {self.view_seconds} is above view_seconds_max = {self.view_seconds_max}", "lower it"
         if self.overlap_rounds_max and not self.staleness_rounds_max:
-            raise SettingError(
-                "nodes that overlap contribute from weights that are one round old",
-                "set staleness_rounds_max to 1 or more",
-            )
-        return self
+            what = "nodes that overlap contribute from weights that are one round old"
+            yield what, "set staleness_rounds_max to 1 or more"
 
 
 class AdmissionConfig(Section):
@@ -189,20 +175,23 @@ class AdmissionConfig(Section):
         2, ge=0, le=1_024, description="manifests that took a newcomer's contribution before it gets a seat"
     )
     absence_rounds_max: int = Field(10, ge=1, le=65_536, description="rounds unheard before a member loses its seat")
-    leave_seconds: int = Field(30, ge=0, le=600, description="how long a leaving member stays at most")
+    leave_seconds: int = Field(
+        30,
+        ge=0,
+        le=600,
+        description="how long a leaving member waits for a manifest with its leave; two rounds, where these are longer",
+    )
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def clashes(self) -> Clashes:
         if (self.policy == "open") == bool(self.keys):
             fix = "remove them" if self.keys else f"add the public keys for {self.policy}"
-            raise SettingError('keys belong to policy = "invite" or "allowlist"', fix)
+            yield 'keys belong to policy = "invite" or "allowlist"', fix
         for name, keys in (("keys", self.keys), ("founders", self.founders)):
             if len(set(keys)) != len(keys):
-                raise SettingError(f"{name} has the same key twice", "remove one")
+                yield f"{name} has the same key twice", "remove one"
         for name, limit in (("seats_max", self.seats_max), ("contributors_max", self.contributors_max)):
             if len(self.founders) > limit:
-                raise SettingError(f"founders has {len(self.founders)} keys, and {name} is {limit}", f"raise {name}")
-        return self
+                yield f"founders has {len(self.founders)} keys, and {name} is {limit}", f"raise {name}"
 
 
 class EvalConfig(Section):
@@ -231,11 +220,19 @@ class WorldConfig(Section):
         return self.rounds if self.run else 0
 
 
+class PredecessorConfig(Section):
+    """The run that this one follows (core/succession.py); the successor of a run begins where that ended."""
+
+    run: DigestOrEmpty = Field("", description="its id; empty: this run follows none. `p2ptrain propose` leads to one")
+    round: int = Field(0, ge=0, le=2**48 - 1, description="its last round, from which the rounds are counted on")
+    head: DigestOrEmpty = Field("", description="the digest of its last manifest")
+
+
 class RunConfig(Section):
     """One shared training effort; the digest of its canonical encoding is the run's id."""
 
-    protocol: Literal[2] = Field(
-        PROTOCOL_VERSION, description="version of messages and arithmetic, fixed for the run's life"
+    protocol: Literal[2, 3] = Field(
+        PROTOCOL_VERSION, description="version of messages and arithmetic, which only a successor changes"
     )
     name: Annotated[
         str,
@@ -253,6 +250,7 @@ class RunConfig(Section):
     admission: AdmissionConfig = AdmissionConfig()
     eval: EvalConfig = EvalConfig()
     world: WorldConfig = WorldConfig()
+    predecessor: PredecessorConfig = PredecessorConfig()
 
     @property
     def is_audited(self) -> bool:
@@ -280,79 +278,56 @@ class RunConfig(Section):
             return {**data, "agreement": {"overlap_rounds": 0, **agreement}}
         return data
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.data.documents == "apart" and not self.model.supports_packing:
-            raise SettingError(
-                f'data.documents = "apart" does not work with a model of kind {self.model.kind}', 'set "together"'
-            )
-        if self.model.objective == "masked" and (clash := self._why_not_masked):
-            raise SettingError(f'model.objective = "masked" does not work with {clash[0]}', clash[1])
-        if self.adapt.is_on and not self.model.supports_adapters:
-            raise SettingError(
-                f'adapt.kind = "{self.adapt.kind}" does not work with a model of kind {self.model.kind}',
-                'set "none", or train a model of kind builtin or transformers',
-            )
+    def clashes(self) -> Clashes:
+        model, recipe = self.model, self.recipe
+        if self.data.documents == "apart" and not model.has_known_layers:
+            yield f'data.documents = "apart" does not work with a model of kind {model.kind}', 'set "together"'
+        if model.objective == "masked" and (clash := self._why_not_masked):
+            yield f'model.objective = "masked" does not work with {clash[0]}', clash[1]
+        if self.adapt.is_on and not model.has_known_layers:
+            what = f'adapt.kind = "{self.adapt.kind}" does not work with a model of kind {model.kind}'
+            yield what, 'set "none", or train a model of kind builtin or transformers'
         if self.data.source == "own" and self.admission.policy == "open":
-            raise SettingError(
-                'data.source = "own" does not work with admission.policy = "open", because nobody can look at the '
-                "data of a stranger",
-                'set "invite" or "allowlist"',
+            what = (
+                'data.source = "own" does not work with admission.policy = "open", because nobody can look at the data'
             )
-        if self.model.hf is not None and self.model.vocab_size < 256 and self.tokenizer.kind == "bytes":
-            raise SettingError(
-                f"model.config has {self.model.vocab_size} tokens", "the bytes tokenizer has 256, name another"
-            )
-        if self.model.hf is None and self.tokenizer.kind == "bytes" and self.model.vocab_size != 256:
-            raise SettingError(
-                f"model.vocab_size = {self.model.vocab_size}", "the bytes tokenizer has 256 tokens, set 256"
-            )
-        is_long = self.model.config or self.model.settings or self.recipe.settings or self.model.parameters
+            yield f"{what} of a stranger", 'set "invite" or "allowlist"'
+        if model.hf is not None and model.vocab_size < 256 and self.tokenizer.kind == "bytes":
+            yield f"model.config has {model.vocab_size} tokens", "the bytes tokenizer has 256, name another"
+        if model.hf is None and self.tokenizer.kind == "bytes" and model.vocab_size != 256:
+            yield f"model.vocab_size = {model.vocab_size}", "the bytes tokenizer has 256 tokens, set 256"
+        is_long = model.config or model.settings or recipe.settings or model.parameters
         if is_long and (size := len(self.canonical())) > CONFIG_BYTES_MAX:
-            what = "model.config" if self.model.config else "settings"
-            what = "model.parameters" if self.model.parameters else what
-            raise SettingError(
-                f"{what} and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a message",
-                "shorten them",
-            )
-        recipe = self.recipe
-        if recipe.fragments > 1 and self.agreement.staleness_rounds_max:
-            raise SettingError(
-                f"recipe.fragments = {recipe.fragments} does not work with agreement.staleness_rounds_max = "
-                f"{self.agreement.staleness_rounds_max}",
-                "a late contribution would be of another fragment, set 0",
-            )
+            long = "model.parameters" if model.parameters else "model.config" if model.config else "settings"
+            what = f"{long} and admission.keys make a config of {size:,} bytes, and {CONFIG_BYTES_MAX:,} fit a message"
+            yield what, "shorten them"
+        if recipe.fragments > 1 and (late := self.agreement.staleness_rounds_max):
+            what = f"recipe.fragments = {recipe.fragments} does not work with agreement.staleness_rounds_max = {late}"
+            yield what, "a late contribution would be of another fragment, set 0"
         if self.world.run and (why := self._why_no_region):
-            raise SettingError(
-                f"world.run does not work with {why}", "a region moves by the mean of all that its nodes have moved"
-            )
-        if recipe.rule in RULES:
-            self._check_enough_for_the_rule()
-        most = (EXACT_MAX - 1) // recipe.vote_max
-        if recipe.transform == "dct":
-            most //= BASIS_PEAK**2 * recipe.k_max
-        if self.admission.contributors_max > most:
-            raise SettingError(
-                f"admission.contributors_max = {self.admission.contributors_max} could leave exact arithmetic with "
-                f"recipe.k = {recipe.k_max} and value_bits = {recipe.value_bits}",
-                f"set at most {most}, or fewer of those",
-            )
-        return self
+            fix = "a region moves by the mean of all that its nodes have moved"
+            yield f"world.run does not work with {why}", fix
+        yield from self._clashes_of_contributors()
 
-    def _check_enough_for_the_rule(self) -> None:
-        recipe, spec, least = self.recipe, RULES[self.recipe.rule], self.recipe.contributions_min
-        bad = getattr(recipe, spec.setting)
-        sums = f"{spec.times} * {bad} + {spec.more} = {least}"
-        what = f'recipe.rule = "{recipe.rule}" with {spec.setting} = {bad} needs {sums} contributions in a round'
-        if self.admission.contributors_max < least:
-            raise SettingError(
-                f"{what}, and admission.contributors_max is {self.admission.contributors_max}", "raise it"
-            )
-        if 0 < (founders := len(self.admission.founders)) < least:
-            raise SettingError(
-                f"{what}, and admission.founders has {founders}",
-                f"name {least} founders or more, a few in reserve for rounds that miss some, or lower {spec.setting}",
-            )
+    def _clashes_of_contributors(self) -> Clashes:
+        recipe, most = self.recipe, self.admission.contributors_max
+        if recipe.rule in RULES:
+            spec, least = RULES[recipe.rule], recipe.contributions_min
+            bad = getattr(recipe, spec.setting)
+            sums = f"{spec.times} * {bad} + {spec.more} = {least}"
+            what = f'recipe.rule = "{recipe.rule}" with {spec.setting} = {bad} needs {sums} contributions in a round'
+            if most < least:
+                yield f"{what}, and admission.contributors_max is {most}", "raise it"
+            founders = 0 if self.predecessor.run else len(self.admission.founders)  # of a successor, who was left
+            if 0 < founders < least:
+                fix = f"name {least} founders or more, a few in reserve for rounds that miss some, or lower"
+                yield f"{what}, and admission.founders has {founders}", f"{fix} {spec.setting}"
+        exact = (EXACT_MAX - 1) // recipe.vote_max
+        if recipe.transform == "dct":
+            exact //= BASIS_PEAK**2 * recipe.k_max
+        if most > exact:
+            what = f"admission.contributors_max = {most} could leave exact arithmetic with recipe.k = {recipe.k_max}"
+            yield f"{what} and value_bits = {recipe.value_bits}", f"set at most {exact}, or fewer of those"
 
     @property
     def _why_no_region(self) -> str:
@@ -388,9 +363,8 @@ class RunConfig(Section):
     @property
     def is_sealed(self) -> bool:
         is_complete = (self.model.shapes or self.model.kind == "builtin") and (self.adapt.base or not self.adapt.is_on)
-        return bool(self.state.initial_root and self.admission.founders and is_complete) and (
-            self.data.manifest != "embedded"
-        )
+        has_members = bool(self.admission.founders or self.predecessor.run)
+        return bool(self.state.initial_root and has_members and is_complete) and (self.data.manifest != "embedded")
 
     def sealed(
         self,
@@ -415,21 +389,22 @@ class RunConfig(Section):
 
     def canonical(self) -> bytes:
         """Encodes the config, with all keys, so that a changed default never changes a run that exists; but the usual
-        objective and rule are left out."""
+        objective and rule are left out, and so is the predecessor of a run that follows none."""
         raw = self.model_dump(mode="json")
         if self.model.objective == "causal":
             del raw["model"]["objective"]
         if self.recipe.rule == "all":
             for key in ("rule", "trim", "byzantine"):
                 del raw["recipe"][key]
+        if not self.predecessor.run:
+            del raw["predecessor"]
         return json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     @cached_property
     def id(self) -> bytes:
         if not self.is_sealed:
-            raise ConfigError(
-                "the run has no id yet", key="state.initial_root", fix="Start it first, which makes the first weights"
-            )
+            fix = "Start it first, which makes the first weights"
+            raise ConfigError("the run has no id yet", key="state.initial_root", fix=fix)
         return digest("run id", self.canonical())
 
     @property

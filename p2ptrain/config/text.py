@@ -28,8 +28,7 @@ TYPE_WORDS: dict[object, str] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------
-# Fields
+# -- Fields -----------------------------------------------------------------------------------------
 
 
 def sections(model: type[BaseModel]) -> dict[str, type[Section]]:
@@ -52,7 +51,7 @@ def fields(model: type[BaseModel]) -> Iterator[tuple[str, str, FieldInfo]]:
 def allowed(field: FieldInfo) -> str:
     """Describes the values that a field accepts."""
     if get_origin(field.annotation) is Literal:
-        *others, last = map(_toml, get_args(field.annotation))
+        *others, last = map(toml_of, get_args(field.annotation))
         return f"{', '.join(others)} or {last}" if others else last
     words = [item.text for item in _metadata(field) if isinstance(item, Accepts)]
     if get_origin(field.annotation) is tuple:
@@ -88,8 +87,7 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Mistakes
+# -- Mistakes ---------------------------------------------------------------------------------------
 
 _BLOCKS = "recipe.chunk, the side of a block: 64 means blocks of 64 x 64"
 _LIARS = "recipe.byzantine, the number of contributions that may be lies"
@@ -140,7 +138,7 @@ def config_error(  # noqa: PLR0911  (a return for each kind)
     if kind == "value_error" and isinstance(of_section := error["ctx"]["error"], SettingError):
         return mistake(of_section.problem, of_section.fix[:1].upper() + of_section.fix[1:])
     field, found = _field(place, model), _found(error["input"])
-    example = "" if field.is_required() else f"Write for instance {place[-1]} = {_toml(field.default)}"
+    example = "" if field.is_required() else f"Write for instance {place[-1]} = {toml_of(field.default)}"
     if kind == "value_error":
         return mistake(f"{error['ctx']['error']}, found {found}", example)
     if kind == "missing":
@@ -210,13 +208,12 @@ def _found(value: object) -> str:
         case int() if value.bit_length() > 64:  # Python refuses to print thousands of digits
             return "a number beyond 64 bits"
         case bool() | str() | int() | Fraction() | Decimal():
-            return _toml(value)[:SHOWN_LENGTH_MAX]
+            return toml_of(value)[:SHOWN_LENGTH_MAX]
         case _:
             return "a date or a time"  # TOML's remaining types
 
 
-# ---------------------------------------------------------------------------------------------------
-# TOML
+# -- TOML -------------------------------------------------------------------------------------------
 
 
 def to_toml(config: BaseModel) -> str:
@@ -227,7 +224,7 @@ def to_toml(config: BaseModel) -> str:
             lines += ["", f"[{section}]"]
             current = section
         value = getattr(getattr(config, section) if section else config, key)
-        lines += [f"# {description(field)}", f"{key} = {_toml(value)}"]
+        lines += [f"# {description(field)}", f"{key} = {toml_of(value)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -240,18 +237,19 @@ def _escaped(character: str) -> str:
     return f"\\u{number:04x}" if number < 2**16 else f"\\U{number:08x}"
 
 
-def _toml(value: object) -> str:
+def toml_of(value: object) -> str:
+    """Writes a value as TOML does."""
     match value:
         case bool():
             return str(value).lower()
-        case int() | Decimal():
+        case int() | float() | Decimal():
             return str(value)
         case Fraction():
             return str(value) if value.denominator == 1 else f'"{value}"'
-        case tuple():
-            return f"[{', '.join(map(_toml, value))}]"
+        case tuple() | list():
+            return f"[{', '.join(map(toml_of, value))}]"
         case dict():
-            return f"{{ {', '.join(f'{name} = {_toml(each)}' for name, each in value.items())} }}" if value else "{}"
+            return f"{{ {', '.join(f'{name} = {toml_of(each)}' for name, each in value.items())} }}" if value else "{}"
         case _:  # JSON's strings are valid TOML, except for characters that TOML or a terminal needs escaped
             written = json.dumps(str(value), ensure_ascii=False)
             return "".join(each if each.isprintable() else _escaped(each) for each in written)

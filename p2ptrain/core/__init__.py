@@ -10,12 +10,13 @@ hands events to its `participant`, which joins the parts below; they share a `co
 messages to them.
 
 - The agreed state: `messages` and `wire` decode, `roster`, `state` and `manifest` are what all members share,
-  `agreement` is Tendermint for one round.
+  `agreement` is Tendermint for one round. `succession` is how members agree on the run that follows, `origin` how that
+  proves where it comes from.
 - One round as a node lives it: `round`, with `arrivals` (how long contributions take), `collecting` (whom to wait for,
   and until when), `newcomers` (how long a short round stays open for them), `pace` (local steps of a slow machine) and
   `sizing` (how large a contribution the line carries in time).
-- Getting what is missing: `pools` has what rounds share, such as `offers`, `payloads` (contributions) and `requests`
-  (joins, leaves, evidence, audits); `questions` asks for messages by name, `repair` for lost ones.
+- Getting what is missing: `pools` has what rounds share, such as `offers` and `payloads` (contributions); `questions`
+  asks for messages by name, `repair` for lost ones.
 - The past: `history` and `chain` keep certified rounds, `catchup` follows the history of peers that are ahead,
   `regroup` goes on without a quorum, `trust` waits for a head that a person vouches for.
 - This node: `voice` is what it has said and may not contradict, `local_work` decides when to train and apply, `overlap`
@@ -23,6 +24,6 @@ messages to them.
   records into a state to start from.
 - Others: `admission` (who comes and goes), `reputation` (misbehaviour), `audits` (who counts, by what members measured)
   and `auditing` (what this node measures); for display `tally` (what became of
-  contributions) and `claims` (what members report).
+  contributions, and what members report).
 - To the outside: `view` is what may be seen of a node, `complaints` are its problems as data.
 """

@@ -16,13 +16,13 @@ the views that may still matter are not kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum, IntEnum
+from enum import IntEnum
 from random import Random
 from typing import TypeAlias
 
 from msgspec import Struct
 
-from p2ptrain.core.messages import NOTHING, Ballot, Proposal, Received, Vote, read
+from p2ptrain.core.messages import NOTHING, Ballot, Heard, Proposal, Received, Vote, read
 from p2ptrain.core.roster import Roster
 
 VIEWS_AHEAD = 4  # views ahead of ours whose messages are kept; f + 1 members further ahead make us skip to them
@@ -38,14 +38,6 @@ class Judgement(IntEnum):
     HELD = 3  # correct, and every payload is here and valid
 
 
-class Heard(Enum):
-    """The result of taking in a proposal or a vote."""
-
-    NEW = "new"
-    USELESS = "useless"  # already known, or of a view that does not matter
-    CONFLICT = "conflict"  # the author has signed a different one for the same view
-
-
 class Stage(IntEnum):
     WAITING = 0  # for the availabilities
     PROPOSE = 1
@@ -54,8 +46,6 @@ class Stage(IntEnum):
 
 
 class CastVote(Struct, frozen=True):
-    """Cast this vote."""
-
     view: int
     ballot: Ballot
     manifest: bytes
@@ -84,8 +74,6 @@ Act: TypeAlias = CastVote | Propose | ViewEntered | Decided
 
 
 class View:
-    """The messages of one view."""
-
     __slots__ = ("has_quorum", "others", "precommits", "prevotes", "proposal", "tallies")
 
     def __init__(self) -> None:
@@ -101,8 +89,6 @@ class View:
 
 
 class Agreement:
-    """The votes of one round, as one node sees them."""
-
     def __init__(
         self,
         roster: Roster,
@@ -133,8 +119,7 @@ class Agreement:
         """Breaks the reference cycle with the round, so that its messages are freed without the garbage collector."""
         self.judge, self.may_propose = lambda _: Judgement.UNKNOWN, lambda: False
 
-    # -----------------------------------------------------------------------------------------------
-    # Incoming messages
+    # -- Incoming messages --------------------------------------------------------------------------
 
     def proposer(self, view: int) -> bytes:
         return self.order[view % len(self.order)]
@@ -160,7 +145,7 @@ class Agreement:
         view = self._at(number)
         if view is None:
             return Heard.USELESS
-        votes = view.prevotes if ballot is Ballot.PREVOTE else view.precommits
+        votes = view.votes(ballot)
         earlier = votes.get(author)
         if earlier is not None:
             if earlier.digest == received.digest or (ballot, author, vote.manifest) in view.others:
@@ -203,7 +188,6 @@ class Agreement:
         )
 
     def earlier(self, received: Received) -> Received:
-        """Returns the earlier message that this one conflicts with."""
         match received.message:
             case Proposal(view=number):
                 found = self.views[number].proposal
@@ -226,8 +210,7 @@ class Agreement:
             self.ahead[author] = number
             self.is_due = True
 
-    # -----------------------------------------------------------------------------------------------
-    # Next steps
+    # -- Next steps ---------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
         """Starts the view's timer: a quorum of availabilities is here, or a proposal implies it."""
@@ -240,11 +223,8 @@ class Agreement:
 
     @property
     def deadline(self) -> float | None:
-        if self.decided is not None:
-            return None
-        if self.timer is None or self.view_timer is None:
-            return self.view_timer if self.timer is None else self.timer
-        return min(self.timer, self.view_timer)
+        times = (self.timer, self.view_timer) if self.decided is None else ()
+        return min((time for time in times if time is not None), default=None)
 
     def advance(self, now: float) -> Act | None:
         """Returns the next action; the caller performs it, feeds its own message back, and calls again."""
@@ -358,8 +338,7 @@ class Agreement:
         self.ahead = {author: at for author, at in self.ahead.items() if at > number}
         return ViewEntered(number)
 
-    # -----------------------------------------------------------------------------------------------
-    # Queries
+    # -- Queries ------------------------------------------------------------------------------------
 
     def pass_by(self, number: int) -> list[CastVote]:
         """Returns nil votes for a view that we skipped, to help a member that is still in it.
@@ -390,7 +369,6 @@ class Agreement:
         return [vote for _, vote in sorted(votes, key=lambda pair: pair[0])]
 
     def restore(self, said: list[Received], backing: list[Received], now: float) -> None:
-        """Restores our votes and our lock after a restart."""
         for received in (*backing, *said):
             match received.message:
                 case Proposal(view=number, author=author) if author == self.proposer(number):

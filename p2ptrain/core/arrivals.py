@@ -18,6 +18,7 @@ faster pace steps fewer. The numbers of steps are claims: less than half of them
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from statistics import median, median_low
 
 from p2ptrain.core.messages import ADMITTED_MAX
@@ -28,13 +29,12 @@ SLACK = 0.25  # of the median, at least: identical arrivals would leave no room 
 GRACE = SLACK / 2  # of the time of a safe majority: members that take no longer are always waited for
 STRANGERS = 3.0  # medians to wait for a member never heard from; a guess
 STRETCH_MAX = 16  # times the time of a contribution for the steps that it lacks, however few it claims; a guess
+LENGTHS = 3  # rounds, the longest of which tells how long they take lately
 STARTS_MAX = 64  # rounds whose start is remembered: a machine 50 times slower still gets its true time
 SILENT = float("inf")
 
 
 class Arrivals:
-    """Arrival times of contributions, as one node observed them."""
-
     def __init__(self) -> None:
         self.starts: dict[int, float] = {}
         self.offsets: dict[bytes, float] = {}
@@ -43,7 +43,6 @@ class Arrivals:
         self.count = 0  # contributions noted
 
     def begin(self, number: int, now: float) -> None:
-        """Records the start of a round."""
         self.starts.setdefault(number, now)
         if len(self.starts) > STARTS_MAX:
             del self.starts[min(self.starts)]
@@ -62,9 +61,20 @@ class Arrivals:
         else:  # so old that its start is unknown: it is at least this late
             self.offsets[author] = now - min(self.starts.values())
 
+    @property
+    def round_seconds(self) -> float:
+        """The longest of the last few rounds that have ended here; 0 before the first."""
+        starts = [self.starts[number] for number in sorted(self.starts)[-LENGTHS - 1 :]]
+        return max((after - before for before, after in pairwise(starts)), default=0.0)
+
     def missed(self, author: bytes) -> None:
         """Records that a round waited for this author in vain."""
         self.offsets[author] = SILENT
+
+    def rewound(self, number: int) -> None:
+        """Forgets the rounds after this one, which come again on another branch."""
+        self.starts = {at: began for at, began in self.starts.items() if at <= number}
+        self.noted = {author: min(at, number) for author, at in self.noted.items()}
 
     def forget(self, authors: Iterable[bytes]) -> None:
         """Forgets all authors except these."""
@@ -130,7 +140,4 @@ class Arrivals:
         return {key for key in members if self.offsets.get(key, patience) <= patience}
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        return {
-            "round starts": (len(self.starts), STARTS_MAX + 1),
-            "arrivals": (len(self.offsets), 2 * ADMITTED_MAX),
-        }
+        return {"round starts": (len(self.starts), STARTS_MAX + 1), "arrivals": (len(self.offsets), 2 * ADMITTED_MAX)}

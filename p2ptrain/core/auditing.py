@@ -10,38 +10,43 @@ manifest, so that all who measure the same contribution read the same.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
 
+from blake3 import blake3
 from msgspec import Struct
 
 from p2ptrain.config import AUDIT_SEQUENCES, RunConfig
-from p2ptrain.core.audits import Measured, Tier, may_report
+from p2ptrain.core.audits import Conduct, Measured, Tier, may_report
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Audit, Audited
+from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import STRENGTH_MAX, AuditReport
 from p2ptrain.core.pools import Pools
-from p2ptrain.core.state import Taken
+from p2ptrain.core.state import AgreedState, Taken
 from p2ptrain.share import Share
 
 SEQUENCES_SHARE = 10  # at least a tenth of the author's sequences are read in an audit
-SUMMONED_SEQUENCES = 128  # in one that all members do
+# In one that all members do: all of most rounds. With 128 of 320 a proposer, who can choose from 153 manifests and so
+# from as many draws, could make an honest contribution fail early in a run.
+SUMMONED_SEQUENCES = 320
 OTHERS = 2  # times as many sequences are read: as many of others, to compare with
 SAID_KEPT = 16
 SAVED_ROUNDS = 8  # of the share, at most: a node that was busy does not audit for hours afterwards
 CHANCE = 0.5  # of an audit in a round in which the node has saved enough: a draw without memory
 ALLOWANCE = 1_100  # of strength: only whole, timely work of local steps always goes as far as the others'
+REFERENCES = 16  # other contributions that one is compared with, at most
 BACK_MAX = 32  # rounds that weights are computed back: each costs as much as applying it, and rounds a little
-TRIAL_CHANCE = 0.25  # that a key on trial is drawn, if there is one
+TRIAL_CHANCE = 0.5  # that a key on trial is drawn, if there is one
+RANKED_CHANCE = 0.75  # that of those the most promising are drawn
+NEW_ROUNDS = 64  # that a key is looked at more often after its trial
 
 
 class Doing(Struct, frozen=True):
-    """The audit that is being done."""
-
+    order: Audit
     branch: bytes
-    round: int
-    key: bytes
     is_summoned: bool
-    is_whole: bool
 
 
 def sequences_of(run: RunConfig, *, is_summoned: bool) -> int:
@@ -70,7 +75,17 @@ def is_whole(taken: Taken, number: int, run: RunConfig) -> bool:
     return run.recipe.spec.kind == "local" and taken.base_round >= usual and not is_short
 
 
-def audit_of(chain: Chain, run: RunConfig, number: int, key: bytes, *, is_summoned: bool) -> Audit | str:
+def beside(manifest: Manifest, taken: Taken, part_of: Callable[[int], int]) -> list[Taken]:
+    """Draws the contributions that one is compared with, of those to the same part of the model, as `part_of` a round
+    says."""
+    draw, part = manifest.digest + taken.author, part_of(taken.round)
+    others = [each for each in manifest.counted if each.author != taken.author and part_of(each.round) == part]
+    return sorted(others, key=lambda each: blake3(draw + each.author).digest())[:REFERENCES]
+
+
+def audit_of(
+    chain: Chain, run: RunConfig, number: int, key: bytes, *, is_summoned: bool, back_max: int = BACK_MAX
+) -> Audit | str:
     """Returns the order to measure a key's contribution that a round took, or why it cannot be measured."""
     entry = chain.entry(number)
     if not run.is_audited:
@@ -81,12 +96,45 @@ def audit_of(chain: Chain, run: RunConfig, number: int, key: bytes, *, is_summon
     if taken is None:
         return f"round {number} took no contribution of this key"
     since = tuple(each.manifest for each in chain.entries_after(taken.base_round))
-    if not 0 < len(since) <= BACK_MAX or len(since) != chain.state.round - taken.base_round:
+    if not 0 < len(since) <= back_max or len(since) != chain.state.round - taken.base_round:
         return f"the weights of round {taken.base_round} are too long ago"
     share = share_of(chain, entry.manifest.branch, key, taken.round, run)
     if share is None:
         return "the state from which its author began is not kept here"
     return Audit(entry.manifest, since, taken, share, sequences_of(run, is_summoned=is_summoned))
+
+
+def draw(state: AgreedState, me: bytes, keys: Sequence[bytes], ranges: Mapping[bytes, str], rng: Random) -> bytes:
+    """Draws which of these contributions a member measures: often one of a key on trial, or that was until lately, and
+    of those mostly one that others found working, or else that nobody has measured yet.
+
+    Keys cost nothing, and addresses something: all new keys in one range of addresses have the chance of one key, and
+    a crowd of them keeps nobody from looking at who counts.
+    """
+    conducts = {key: state.admitted[state.place[key]].conduct for key in keys}
+    ranks = {key: _rank(conduct) for key, conduct in conducts.items()}
+    new = [key for key in keys if _is_new(conducts[key], state.round) and me not in conducts[key].passed_by]
+    if not new or rng.random() >= TRIAL_CHANCE:
+        return rng.choice([key for key in keys if conducts[key].tier is not Tier.ON_TRIAL] or keys)
+    rng.shuffle(new)
+    is_ranked = rng.random() < RANKED_CHANCE  # not always, for one member can say that it found work
+    if is_ranked:
+        new.sort(key=lambda key: -ranks[key])
+    new = [*{ranges.get(key): key for key in new}.values()]  # the last of each range
+    best = min(ranks[key] for key in new)
+    return rng.choice([key for key in new if ranks[key] == best] if is_ranked else new)
+
+
+def _is_new(conduct: Conduct, number: int) -> bool:
+    if conduct.tier is Tier.COUNTED:
+        return 0 < conduct.since > number - NEW_ROUNDS
+    return conduct.tier is Tier.ON_TRIAL or bool(conduct.passed_by)  # suspended liars are not worth half of all audits
+
+
+def _rank(conduct: Conduct) -> int:
+    if conduct.passed_by or conduct.tier is Tier.COUNTED:
+        return 0
+    return 2 if conduct.doubt else 1
 
 
 class Auditing:
@@ -101,7 +149,6 @@ class Auditing:
         self.said: deque[tuple[bytes, int]] = deque(maxlen=SAID_KEPT)  # answered summonses: key and round
 
     def trained(self) -> None:
-        """Notes that the node has trained a round."""
         whole = self.context.run.recipe.round_sequences
         most = max(SAVED_ROUNDS * self.share * whole, OTHERS * sequences_of(self.context.run, is_summoned=False))
         self.saved = min(self.saved + self.share * whole, most)
@@ -127,34 +174,30 @@ class Auditing:
         keys = [
             key for key in keys if may_report(state, Measured(context.me, key, state.round, 0, 0, is_summoned=False))
         ]
-        new = [key for key in keys if state.admitted[state.place[key]].conduct.tier is not Tier.COUNTED]
-        if new and context.rng.random() < TRIAL_CHANCE:
-            keys = new
         if keys:
-            self._begin(state.round, context.rng.choice(keys), is_summoned=False)
+            self._begin(state.round, draw(state, context.me, keys, context.peers, context.rng), is_summoned=False)
 
     def _begin(self, number: int, key: bytes, *, is_summoned: bool) -> bool:
         order = audit_of(self.chain, self.context.run, number, key, is_summoned=is_summoned)
         if isinstance(order, str):
             return False
         self.saved -= 0 if is_summoned else OTHERS * order.sequences
-        self.doing = Doing(
-            self.chain.state.branch, number, key, is_summoned, is_whole(order.taken, number, self.context.run)
-        )
+        self.doing = Doing(order, self.chain.state.branch, is_summoned)
         self.context.emit(order)
         return True
 
     def done(self, event: Audited) -> None:
         """Says what an audit has found, if it still counts."""
         doing, context, state = self.doing, self.context, self.chain.state
-        if doing is None or (doing.round, doing.key) != (event.round, event.key):
+        if doing is None or (doing.order.manifest.round, doing.order.taken.author) != (event.round, event.key):
             return
         self.doing = None
         if event.why:
             context.counters["audits dropped"] += 1
             return
         context.counters["audits"] += 1
-        allowed = min(event.strength + (0 if doing.is_whole else ALLOWANCE), STRENGTH_MAX)
+        allowance = 0 if is_whole(doing.order.taken, event.round, context.run) else ALLOWANCE
+        allowed = min(event.strength + allowance, STRENGTH_MAX)
         found = event.z, allowed, doing.is_summoned
         if doing.branch == state.branch and may_report(state, Measured(context.me, event.key, event.round, *found)):
             report = context.signed(AuditReport(state.branch, event.round, event.key, *found, context.me))

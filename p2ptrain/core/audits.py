@@ -15,12 +15,14 @@ FAILED_ROUNDS suspend: after the first, all measure the next contribution, too, 
     on trial    in an open run, a newcomer: its contributions are applied to nothing, and it has no vote
     counted     PASSES members found work of its own, and all together found it again
     suspended   the members found no work of its own: as on trial, but it keeps its vote
-    expelled    nobody found enough work of its own for TRIAL_ROUNDS: it loses its seat, and its key is forgotten
+    expelled    nobody found enough work of its own for TRIAL_ROUNDS, or it had to be found working once before: it
+                loses its seat, and then its key is forgotten
 
 Nobody is summoned for a doubt about who counts for nothing anyway, so a crowd of new keys costs no summons.
 
 Passes also add to a credit, which fades with the audits. A seat in an open run needs half of the credit that members
-have, for the time since its key was admitted: keys that share one machine's work share one machine's credit.
+have in the median, for the time since its key was admitted: keys that share one machine's work share one machine's
+credit. Who works for one key until it has a seat, and then for the next, loses the first with its work.
 """
 
 from __future__ import annotations
@@ -48,11 +50,12 @@ PASSES = 4  # members that have to find work of its own before a key counts
 SUMMONS_MAX = 4  # open at a time: each costs every member an audit
 SUMMONS_ROUNDS = 8  # until a summons ends without an outcome, because a quorum did not measure
 TYPICAL_STEP = 32  # by which an audit moves the typical z up or down, towards the median: a third cannot move that far
-# From docs/explanation/matched-filter.md, for audits of 32 sequences and, where all measure, of 128.
-TYPICAL_LEAST = 800  # below it, at the beginning of a run, nobody is suspended for a low z
+TYPICAL_ROUNDS = 16  # in which one audit of a member moves it: who lies can say something in every round
+# From docs/explanation/matched-filter.md, for audits of 32 sequences and, where all measure, of all of them.
+TYPICAL_LEAST = 1_000  # below it, at the beginning of a run, nobody is suspended for a low z
 PASS = 700  # z of a pass at least: one in eight without work has it in one audit, one in fifty where all measure
 # z below which a contribution that all measured is no work: two thirds of those without work have less, and of honest
-# ones one in 5,000, or, early in a run with large batches, one in 40.
+# ones one in 5,000, or, early in a run with large batches, one in 100.
 FAIL = 150
 DOUBT = 1_000  # two audits in which z is zero, while it is typically one
 HARM = 800
@@ -60,7 +63,9 @@ STRENGTH_LEAST = 600  # of honest work; who adds harm to it has less
 MUTED_ROUNDS = 64  # in which a member's audits do not count after it was far off; doubled each time
 STRIKES_MAX = 16
 FAILED_ROUNDS = 256  # in which a second failure suspends
-PAUSED_ROUNDS = 16  # in which who accused an honest member does not audit, even if it was not far off
+# In which who accused a member that does not fail does not audit, even if it was not far off: where all found its work,
+# and where they found too little for a verdict. Honest members accuse rarely; the second is often a liar's luck.
+ACQUITTED_ROUNDS, PAUSED_ROUNDS = 128, 16
 FAR_OFF = 150  # from the median of those who measured the same with the same sequences; floats differ by far less
 FAR_OFF_ALONE = 1_500  # for the z of the audit that led to it, which read few sequences
 FAR_OFF_STRENGTH = 600  # and for its strength
@@ -89,7 +94,7 @@ class Conduct(Struct, frozen=True, array_like=True):
     passed_by: Annotated[tuple[Key, ...], Meta(max_length=PASSES)] = ()  # the members that found work of its own
     audited: Number = 0  # the last round of which an audit by this key counted
     muted: Number = 0  # the last round in which its audits do not count
-    strikes: Number = 0
+    strikes: Annotated[int, Meta(ge=0, le=STRIKES_MAX)] = 0
     since: Number = 0  # the round in which its tier began
     failed: Number = 0  # the last round in which it failed where all measured; 0: none
 
@@ -169,11 +174,8 @@ def has_earned_seat(state: AgreedState, key: bytes, run: RunConfig) -> bool:
     if run.admission.policy != "open" or not run.is_audited or state.counted < AUDITED_FROM:
         return True
     rounds = min(state.round - entry.since, CREDIT_ROUNDS)
-    return 2 * entry.conduct.credit * min(state.round, CREDIT_ROUNDS) >= _mean_credit(state) * rounds
-
-
-def _mean_credit(state: AgreedState) -> int:
-    return sum(state.admitted[state.place[key]].conduct.credit for key in state.members) // len(state.members)
+    usual = median_low(state.admitted[state.place[key]].conduct.credit for key in state.members)
+    return 2 * entry.conduct.credit * min(state.round, CREDIT_ROUNDS) >= usual * rounds
 
 
 class _Bench:
@@ -198,21 +200,23 @@ class _Bench:
                 self.open[measured.key, measured.round] = replace(summons, found=(*summons.found, measured))
         elif author.audited < measured.round:
             self.conduct[measured.author] = replace(author, audited=measured.round)
-            self._add(measured)
+            is_first = not author.audited or measured.round // TYPICAL_ROUNDS > author.audited // TYPICAL_ROUNDS
+            self._add(measured, moves_typical=is_first)
 
-    def _add(self, measured: Measured) -> None:
+    def _add(self, measured: Measured, *, moves_typical: bool) -> None:
         """Adds a member's audit to the sums of the key that it is about."""
         before, half = self.of(measured.key), self.typical // 2
         has_passed = measured.z >= max(half, PASS) and measured.strength >= STRENGTH_LEAST
         passed_by = before.passed_by
         if has_passed and before.tier is not Tier.COUNTED and measured.author not in passed_by:
             passed_by = (*passed_by, measured.author)[-PASSES:]
+        lost = min(before.credit, CREDIT) if before.tier is Tier.ON_TRIAL else 0  # or luck would count for ever
         strength = max(-STRENGTH_LEAST, min(measured.strength, 2 * STRENGTH_LEAST))
         after = self.conduct[measured.key] = replace(
             before,
             doubt=max(0, before.doubt + half - measured.z),
             harm=max(0, before.harm + min(STRENGTH_LEAST - strength, HARM_OF_ONE)),
-            credit=before.credit + CREDIT * has_passed,
+            credit=before.credit + CREDIT if has_passed else before.credit - lost,
             passed_by=passed_by,
         )
         is_proof = after.tier is not Tier.COUNTED and has_passed and len(passed_by) >= self.passes
@@ -221,7 +225,7 @@ class _Bench:
             self.conduct[measured.key] = replace(
                 after, doubt=min(after.doubt, DOUBT - 1), harm=min(after.harm, HARM - 1)
             )
-        if before.tier is Tier.COUNTED and measured.key in self.state.roster.seat:
+        if moves_typical and before.tier is Tier.COUNTED and measured.key in self.state.roster.seat:
             self.typical = max(0, self.typical + (TYPICAL_STEP if measured.z > self.typical else -TYPICAL_STEP))
 
     def _is_doubted(self, conduct: Conduct) -> bool:
@@ -275,13 +279,13 @@ class _Bench:
         if (z < FAIL and self.typical >= TYPICAL_LEAST) or strength < STRENGTH_LEAST:
             self._fail(summons.key)
             return
+        if conduct.tier is Tier.COUNTED and summons.by in self.state.place and summons.by != summons.key:
+            accuser, pause = self.of(summons.by), ACQUITTED_ROUNDS if z >= PASS else PAUSED_ROUNDS
+            self.conduct[summons.by] = replace(accuser, muted=max(accuser.muted, self.number + pause))
         if z < PASS:
             self._leave_open(summons.key)
             return
         self.conduct[summons.key] = replace(conduct, doubt=0, harm=0)
-        if conduct.tier is Tier.COUNTED and summons.by in self.state.place and summons.by != summons.key:
-            accuser = self.of(summons.by)
-            self.conduct[summons.by] = replace(accuser, muted=max(accuser.muted, self.number + PAUSED_ROUNDS))
         if len(conduct.passed_by) >= self.passes:
             self.conduct[summons.key] = replace(
                 self.of(summons.key), tier=Tier.COUNTED, passed_by=(), since=self.number
@@ -293,8 +297,9 @@ class _Bench:
         if conduct.tier is Tier.COUNTED and not has_failed:
             self.conduct[key] = replace(conduct, failed=self.number, doubt=max(conduct.doubt, DOUBT))
             return
-        is_new = conduct.tier is Tier.COUNTED
-        tier, since = (Tier.SUSPENDED, self.number) if is_new else (conduct.tier, conduct.since)
+        tier, since = conduct.tier, conduct.since
+        if tier is Tier.COUNTED:  # who had to be found working and stopped would vote for TRIAL_ROUNDS more
+            tier, since = Tier.EXPELLED if since else Tier.SUSPENDED, self.number
         self.conduct[key] = replace(conduct, tier=tier, since=since, doubt=0, harm=0, credit=0, passed_by=(), failed=0)
 
     def _leave_open(self, key: bytes) -> None:

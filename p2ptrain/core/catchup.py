@@ -36,7 +36,7 @@ from p2ptrain.core.history import (
 )
 from p2ptrain.core.regroup import Regrouping
 from p2ptrain.core.reputation import Reason
-from p2ptrain.core.roster import Roster, roster_of
+from p2ptrain.core.roster import Roster, changed, roster_of
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
 
@@ -82,14 +82,8 @@ class Verified:
 
 
 class CatchingUp:
-    """Tracks which peers are ahead, requests their history and checks it."""
-
     def __init__(
-        self,
-        context: Context,
-        chain: Chain,
-        regrouping: Callable[[], Regrouping],
-        proof_of_lies: Halted | None,
+        self, context: Context, chain: Chain, regrouping: Callable[[], Regrouping], proof_of_lies: Halted | None
     ) -> None:
         self.context, self.chain = context, chain
         self.regrouping = regrouping  # that of the current round
@@ -118,7 +112,7 @@ class CatchingUp:
     @property
     def counted(self) -> tuple[object, ...]:
         """Whatever may let the node advance and a message can change without an effect."""
-        return self.deadline, self.is_behind
+        return (self.deadline, self.is_behind) if self.ahead or self.asked is not None else ()
 
     @property
     def is_near(self) -> bool:
@@ -208,7 +202,6 @@ class CatchingUp:
         self.context.emit(AskHistory(peer, branch, number))
 
     def failed(self, peer: bytes) -> None:
-        """Handles a request that was not answered."""
         if self.asked is not None and self.asked.peer == peer:
             self._close()
             self._in_vain(peer, Reason.SILENT)
@@ -285,8 +278,7 @@ class CatchingUp:
         if len(self.splits) > SPLITS_MAX:
             del self.splits[next(iter(self.splits))]
 
-    # -----------------------------------------------------------------------------------------------
-    # Choosing between chains
+    # -- Choosing between chains --------------------------------------------------------------------
 
     def _weigh(self, asked: HistoryRequest, history: History) -> Verified | None:
         chain = self.chain
@@ -374,9 +366,7 @@ class CatchingUp:
         roster = state.roster
         for place, change in enumerate(changes):
             if isinstance(change, Entry):
-                gone = set(change.manifest.unseated)
-                seated = (*roster.members, *change.manifest.seated)
-                roster = roster_of(tuple(sorted({key for key in seated if key not in gone})))
+                roster = roster_of(changed(roster.members, change.manifest.seated, change.manifest.unseated))
                 continue
             at = state if place == 0 else None
             if (at is None or at is not settled) and not self._may_follow(change, roster, at):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 
 from p2ptrain.core.events import Certified, Saved, Trunk
 from p2ptrain.core.history import CHANGES_MAX, ENTRIES_MAX, STAGES_MAX, Beginning, BranchStart, Entry, History, Step
@@ -29,20 +29,20 @@ FORKS_MAX = 64  # states from which branches of the chain began: older forks cou
 class Chain:
     """The steps from `base` to `state`, and the agreed state after each."""
 
-    def __init__(self, base: AgreedState, run_id: bytes, kept: int) -> None:
+    def __init__(self, base: AgreedState, run_id: bytes, kept: int, start: int = 0) -> None:
+        """start: the round before the run's first one, which is not 0 if the run follows another"""
         self.run_id, self.kept = run_id, kept
         self.base = base
         self.steps: deque[Certified] = deque()
         self.forks: dict[bytes, AgreedState] = {}  # by branch: the state from which it began
         self.beginnings: dict[bytes, Beginning] = {}
         self.changes: list[Step] = []  # rounds that changed the roster, and beginnings, each with the round before it
-        self.lineage: list[BranchStart] = [BranchStart(run_id, 0)]
-        self.has_new_trunk = False  # the trunk has changed since the last call of `trunk`
+        self.lineage: list[BranchStart] = [BranchStart(run_id, start)]
+        self.has_new_trunk = False  # the trunk has changed since the last call of `trunk`, otherwise than by `grown`
 
     @classmethod
-    def restored(cls, saved: Saved, run_id: bytes, kept: int) -> Chain:
-        """Restores the chain that the node had before its restart."""
-        chain = cls(saved.base, run_id, kept)
+    def restored(cls, saved: Saved, run_id: bytes, kept: int, start: int = 0) -> Chain:
+        chain = cls(saved.base, run_id, kept, start)
         chain.steps.extend(saved.history)
         if saved.trunk is not None:
             chain.lineage, chain.changes = list(saved.trunk.lineage), list(saved.trunk.changes)
@@ -56,7 +56,6 @@ class Chain:
         return chain
 
     def trunk(self, base: AgreedState | None = None) -> Trunk:
-        """Returns the part that is kept forever."""
         self.has_new_trunk = False
         return Trunk(tuple(self.lineage), tuple(self.changes), tuple(self.forks.values()), base)
 
@@ -64,17 +63,16 @@ class Chain:
     def state(self) -> AgreedState:
         return self.steps[-1].state if self.steps else self.base
 
+    @property
+    def states(self) -> list[AgreedState]:
+        """All that are kept, the newest last."""
+        return [self.base, *(certified.state for certified in self.steps)]
+
     def append(self, step: Step, state: AgreedState) -> None:
         if isinstance(step, Beginning):
-            last = self.steps[-1].step if self.steps else None
-            if isinstance(last, Entry) and not last.manifest.changes_roster:
-                self.changes.append(last)  # it proves where the branch begins
             self._remember_fork(step)
-            self.lineage.append(BranchStart(step.branch, step.round))
-            del self.lineage[:-STAGES_MAX]
-        if isinstance(step, Beginning) or step.manifest.changes_roster:
-            self.changes.append(step)
-            del self.changes[:-CHANGES_MAX]
+        is_first = not self.changes  # whoever stores the steps has no trunk to add to
+        if _grow(self.lineage, self.changes, step, self.steps[-1].step if self.steps else None) and is_first:
             self.has_new_trunk = True
         self.steps.append(Certified(step, state))
         while len(self.steps) > self.kept:
@@ -97,20 +95,12 @@ class Chain:
 
     def successor_of(self, branch: bytes) -> BranchStart | None:
         """Returns the branch that follows another on this chain."""
-        for stage, following in pairwise(self.lineage):
-            if stage.branch == branch:
-                return following
-        return None
+        return next((following for stage, following in pairwise(self.lineage) if stage.branch == branch), None)
 
     def state_at(self, branch: bytes, number: int) -> AgreedState | None:
         """Returns the agreed state after a round of a branch, if it is kept."""
-        for candidate in (self.base, *self.forks.values()):
-            if (candidate.branch, candidate.round) == (branch, number):
-                return candidate
-        for certified in self.steps:
-            if (certified.state.branch, certified.state.round) == (branch, number):
-                return certified.state
-        return None
+        kept = (*self.states, *self.forks.values())
+        return next((state for state in kept if (state.branch, state.round) == (branch, number)), None)
 
     def recent(self, rounds: int) -> Iterator[Manifest]:
         """Yields the manifests of the last rounds, as far as they are kept, the newest first."""
@@ -120,28 +110,18 @@ class Chain:
 
     def entry(self, number: int) -> Entry | None:
         """Returns the entry of a round, if it is kept."""
-        for certified in reversed(self.steps):
-            step = certified.step
-            if isinstance(step, Entry):
-                if step.manifest.round == number:
-                    return step
-                if step.manifest.round < number:
-                    return None
-        return None
+        found = next((each for each in self._entries() if each.manifest.round <= number), None)
+        return found if found is not None and found.manifest.round == number else None
 
     def entries_after(self, number: int) -> list[Entry]:
         """Returns the kept entries of the rounds after one, in order."""
-        found: list[Entry] = []
-        for certified in reversed(self.steps):
-            step = certified.step
-            if isinstance(step, Entry):
-                if step.manifest.round <= number:
-                    break
-                found.append(step)
-        return found[::-1]
+        return [*takewhile(lambda entry: entry.manifest.round > number, self._entries())][::-1]
+
+    def _entries(self) -> Iterator[Entry]:
+        """Yields the kept entries, the newest first."""
+        return (each.step for each in reversed(self.steps) if isinstance(each.step, Entry))
 
     def rewind(self, state: AgreedState) -> None:
-        """Goes back to an earlier state of this chain."""
         while self.steps and self.state is not state:
             self.steps.pop()
         if self.state is not state:
@@ -163,7 +143,6 @@ class Chain:
         return end is not None and manifest.round <= (state.round if manifest.branch == state.branch else end)
 
     def rebase(self, changes: tuple[Step, ...], base: AgreedState) -> None:
-        """Jumps ahead to a state."""
         for change in changes:
             if isinstance(change, Beginning):
                 if change.parent == self.state.head:  # the states before later beginnings are unknown
@@ -176,15 +155,14 @@ class Chain:
         self.has_new_trunk = True
 
     def answer(self, branch: bytes, number: int) -> History:
-        """Returns the history after a round of a branch."""
         lineage = tuple(self.lineage)
         head = self.state.round
         end = self.end_of(branch)
         if end is None or number > end or (branch, number) == (self.state.branch, head):
             return History(lineage, head, (), None, ())
         steps = [certified.step for certified in self.steps]
-        after = self._place_after(branch, number)
-        if after is not None:
+        places = (place for place, state in enumerate(self.states) if (state.branch, state.round) == (branch, number))
+        if (after := next(places, None)) is not None:
             return History(lineage, head, (), None, tuple(steps[after : after + ENTRIES_MAX]))
         base, first = self.base, 0
         while first < len(self.steps) and isinstance(steps[first], Beginning):
@@ -199,18 +177,9 @@ class Chain:
         ]
         return History(lineage, head, tuple(changes), base, tuple(steps[first : first + ENTRIES_MAX]))
 
-    def _place_after(self, branch: bytes, number: int) -> int | None:
-        """Returns the index of the step after a round, or None if it is not kept."""
-        if (self.base.branch, self.base.round) == (branch, number):
-            return 0
-        for place, certified in enumerate(self.steps):
-            if (certified.state.branch, certified.state.round) == (branch, number):
-                return place + 1
-        return None
-
     def _position_of(self, branch: bytes, number: int) -> tuple[int, int]:
         order = [stage.branch for stage in self.lineage]
-        return order.index(branch), number
+        return order.index(branch) if branch in order else -1, number  # -1: it is no longer remembered
 
     def _position(self, step: Step) -> tuple[int, int]:
         if isinstance(step, Beginning):
@@ -226,8 +195,31 @@ class Chain:
         }
 
 
+def grown(trunk: Trunk, step: Step, before: AgreedState, last: Step | None) -> Trunk:
+    """Returns the part that is kept forever after one more step, which follows this state and step."""
+    lineage, changes, forks = [*trunk.lineage], [*trunk.changes], trunk.forks
+    if not _grow(lineage, changes, step, last):
+        return trunk
+    if isinstance(step, Beginning):
+        forks = (*forks, before)[-FORKS_MAX:]
+    return Trunk(tuple(lineage), tuple(changes), forks)
+
+
+def _grow(lineage: list[BranchStart], changes: list[Step], step: Step, last: Step | None) -> bool:
+    """Adds a step that changes the roster or begins a branch; returns whether it does."""
+    if isinstance(step, Beginning):
+        if isinstance(last, Entry) and not last.manifest.changes_roster:
+            changes.append(last)  # it proves where the branch begins
+        lineage.append(BranchStart(step.branch, step.round))
+        del lineage[:-STAGES_MAX]
+    elif not step.manifest.changes_roster:
+        return False
+    changes.append(step)
+    del changes[:-CHANGES_MAX]
+    return True
+
+
 def common_branch(mine: list[BranchStart], theirs: tuple[BranchStart, ...]) -> BranchStart | None:
-    """Returns the last branch that two chains share."""
     theirs_too = set(theirs)  # a branch's id covers all that came before it
     return next((stage for stage in reversed(mine) if stage in theirs_too), None)
 

@@ -13,6 +13,8 @@ make every round a quarter longer, and brings one contribution. Only newcomers h
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from p2ptrain.core.arrivals import GRACE, SILENT, SLACK
 from p2ptrain.core.context import Context
 from p2ptrain.core.pools import Pools
@@ -20,11 +22,17 @@ from p2ptrain.core.state import AgreedState
 
 
 class Collecting:
-    """The waiting of one round for contributions."""
-
-    def __init__(self, context: Context, pools: Pools, state: AgreedState) -> None:
+    def __init__(
+        self, context: Context, pools: Pools, state: AgreedState, looks_at: Callable[[bytes, int], bool]
+    ) -> None:
+        """looks_at: whether a contribution of this key to a round is taken in; nobody else is waited for"""
         self.context, self.pools, self.state, self.began = context, pools, state, context.now
         self.roster = state.roster
+        self.others = [
+            entry.key
+            for entry in state.admitted
+            if entry.key not in self.roster.seat and looks_at(entry.key, state.round + 1)
+        ]
         self.enough = 2 * self.roster.tolerated + 1  # members that liars are a minority of
         offers = self.pools.offers
         self.has_any = any(offers.has_from(author, state) for author in offers.by_author)
@@ -39,6 +47,7 @@ class Collecting:
         self.longest_at = self.began  # the deadline while fewer than needed have contributed
         self.is_blind = False  # after a restart: a contribution of ours is on offer, and no arrivals are known
         self.is_new = True  # members are expected that were never heard from
+        self.is_first = not self.pools.arrivals.offsets  # nobody was ever heard from: all members are waited for
         self.over_since: float | None = None  # when it would have ended without newcomers
         self.newcomers_at = self._await_newcomers()  # when they are no longer waited for
         self._expect()
@@ -54,8 +63,10 @@ class Collecting:
             self.usual_at = context.now + stall if self.has_any else None
             self.waiting = set(members) - self.seats_in
             return
-        others = [entry.key for entry in self.state.admitted if entry.key not in self.roster.seat]
-        self.patience = arrivals.worthwhile(members, others, usual, self.enough)
+        if self.is_first and not arrivals.are_enough(members):
+            self.usual_at, self.longest_at = self.began + strangers, self.began + max(strangers, stall)
+            return
+        self.patience = arrivals.worthwhile(members, self.others, usual, self.enough)
         expected = arrivals.expected(members, self.patience[0])
         self.needed = min(self.enough, len(expected))
         self.is_new = any(key not in arrivals.offsets for key in members if key != context.me)
@@ -63,14 +74,16 @@ class Collecting:
         self.longest_at = self.began + (strangers if arrivals.are_enough(members) else max(strangers, stall))
         self.waiting = expected - self.seats_in
         self.unseated_at = min(self.usual_at, self.began + (1.0 + GRACE) * self.patience[1])
-        late = {key for key in others if arrivals.offsets.get(key, SILENT) <= self.patience[1]}
+        late = {key for key in self.others if arrivals.offsets.get(key, SILENT) <= self.patience[1]}
         self.unseated = {key for key in late if not self.pools.offers.has_from(key, self.state)}
 
     def _await_newcomers(self) -> float:
         context, state = self.context, self.state
         probation = context.run.admission.probation_rounds
         awaited = self.pools.newcomers.awaited(state, probation, context.peers)
-        self.newcomers = {key for key in awaited if not self.pools.offers.has_from(key, state)}
+        self.newcomers = {
+            key for key in awaited.intersection(self.others) if not self.pools.offers.has_from(key, state)
+        }
         return self.began + self.pools.newcomers.seconds(context.now) if self.newcomers else self.began
 
     @property
@@ -113,9 +126,10 @@ class Collecting:
         """Waits for an author's next contribution if its last one missed its round only narrowly."""
         if self.usual_at is None or self.pools.offers.has_from(author, self.state):
             return
-        waiting, patience = (
-            (self.waiting, self.patience[0]) if author in self.roster.seat else (self.unseated, self.patience[1])
-        )
+        is_seated = author in self.roster.seat
+        if not is_seated and author not in self.others:
+            return
+        waiting, patience = (self.waiting, self.patience[0]) if is_seated else (self.unseated, self.patience[1])
         if self.pools.arrivals.offsets.get(author, SILENT) <= patience:
             waiting.add(author)
 
@@ -128,13 +142,13 @@ class Collecting:
         self.waiting.discard(author)
         self.unseated.discard(author)
         self.newcomers.discard(author)
-        if self.usual_at is None or (self.is_new and not was_enough and not self.is_blind):
+        is_told = author in self.roster.seat or not self.is_first  # others do not change how long a first round lasts
+        if self.usual_at is None or (self.is_new and not was_enough and not self.is_blind and is_told):
             self._expect()
         if not was_enough and self.usual_at is not None:  # if our estimates are too short, leave the others some time
             self.usual_at = max(self.usual_at, self.began + (1.0 + SLACK) * (self.context.now - self.began))
 
     def let_pass(self, authors: set[bytes]) -> None:
-        """Does not wait for these members any more."""
         self.waiting -= authors
 
     def hurry(self, at: float) -> None:

@@ -21,8 +21,6 @@ class Signer(Verifier, Protocol):
 
 
 class Context:
-    """State and helpers shared by the parts of one node."""
-
     def __init__(self, run: RunConfig, run_id: bytes, me: bytes, signer: Signer, rng: Random) -> None:
         self.run, self.run_id, self.me, self.signer, self.rng = run, run_id, me, signer, rng
         self.now = 0.0
@@ -30,7 +28,7 @@ class Context:
         self.counters: Counter[str] = Counter()
         self.reputation = Reputation()
         self.voice = Voice(run.agreement.overlap_rounds_max, self.emit, self.publish)
-        self.peers: dict[bytes, None] = {}  # connected, in the order in which they came
+        self.peers: dict[bytes, str] = {}  # connected, in the order in which they came, with their ranges of addresses
         self.heard_at: dict[bytes, float] = {}  # by member: its last message about the current round
         self.published_at = 0.0
         self.is_stopping = self.has_stopped = False  # asked to, and done
@@ -47,7 +45,6 @@ class Context:
         return member == self.me or self.heard_at.get(member, -1.0) >= since
 
     def signed(self, message: Authored, attachment: bytes = b"") -> Received:
-        """Signs a message as this node."""
         signature = self.signer.sign(signed_bytes(self.run_id, message))
         return Received(message, message_digest(message), encode(message, signature, attachment), attachment)
 

@@ -20,8 +20,7 @@ from p2ptrain.core.messages import Received
 from p2ptrain.core.state import AgreedState, Taken
 from p2ptrain.share import PassSlots, Share
 
-# ---------------------------------------------------------------------------------------------------
-# Records: state that survives a restart
+# -- Records: state that survives a restart ---------------------------------------------------------
 
 
 class Said(Struct, frozen=True, tag=True):
@@ -51,7 +50,7 @@ class Certified(Struct, frozen=True, tag=True):
 
     step: Step
     state: AgreedState
-    trunk: Trunk | None = None  # only if it has changed; the newest counts
+    trunk: Trunk | None = None  # only if it has changed otherwise than by this step (chain.py, `grown`)
 
 
 class Silence(Struct, frozen=True, tag=True):
@@ -99,8 +98,7 @@ class Saved(Struct, frozen=True):
         return self.history[-1].state if self.history else self.base
 
 
-# ---------------------------------------------------------------------------------------------------
-# Events
+# -- Events -----------------------------------------------------------------------------------------
 
 
 class Started(Struct, frozen=True, tag=True):
@@ -128,9 +126,10 @@ class MalformedReceived(Struct, frozen=True, tag=True):
 
 
 class PeerSeen(Struct, frozen=True, tag=True):
-    """A connection to this peer was opened."""
+    """A connection to this peer was opened, from this range of addresses; empty: not known."""
 
     peer: bytes
+    range: str = ""
 
 
 class PeerLost(Struct, frozen=True, tag=True):
@@ -215,8 +214,6 @@ class Asked(Struct, frozen=True, tag=True):
 
 
 class HistoryAsked(Struct, frozen=True, tag=True):
-    """A peer asked for the history after this round of this branch."""
-
     peer: bytes
     branch: bytes
     round: int
@@ -232,6 +229,21 @@ class HistoryFailed(Struct, frozen=True, tag=True):
     why: str = ""
 
 
+class MoveRequested(Struct, frozen=True, tag=True):
+    """The user moves that the run go on as another (succession.py)."""
+
+    last: int
+    weights: int
+    root: bytes
+    change: bytes
+
+
+class AssentRequested(Struct, frozen=True, tag=True):
+    """The user, or a standing rule, assents to a motion; NOTHING: to none any more."""
+
+    motion: bytes
+
+
 class StopRequested(Struct, frozen=True, tag=True):
     """The user asked the node to leave the run, or (`keeps_place`) to stop and come back later."""
 
@@ -245,11 +257,10 @@ class Tick(Struct, frozen=True, tag=True):
 Event: TypeAlias = (
     Started | MessageReceived | MalformedReceived | PeerSeen | PeerLost | TrainingFinished | TrainingFailed
     | PayloadArrived | FetchFailed | Applied | CaughtUp | CatchUpFailed | Asked | HistoryAsked | HistoryArrived
-    | HistoryFailed | StopRequested | Tick | Audited
+    | HistoryFailed | StopRequested | Tick | Audited | MoveRequested | AssentRequested
 )  # fmt: skip
 
-# ---------------------------------------------------------------------------------------------------
-# Effects
+# -- Effects ----------------------------------------------------------------------------------------
 
 
 class Publish(Struct, frozen=True, tag=True):
@@ -347,8 +358,6 @@ class CatchUp(Struct, frozen=True, tag=True):
 
 
 class AskHistory(Struct, frozen=True, tag=True):
-    """Ask a peer for the history after this round of this branch."""
-
     peer: bytes
     branch: bytes
     round: int
@@ -365,8 +374,6 @@ class Disconnect(Struct, frozen=True, tag=True):
 
 
 class Stop(Struct, frozen=True, tag=True):
-    """Stop the node."""
-
     why: str
 
 

@@ -19,23 +19,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2ptrain.config import RunConfig
+from p2ptrain.core import messages as msg
 from p2ptrain.core import wire
 from p2ptrain.core.manifest import Manifest
-from p2ptrain.core.messages import (
-    SEATS_MAX,
-    Ballot,
-    Certificate,
-    Digest,
-    Key,
-    Number,
-    Regroup,
-    Signature,
-    Verifier,
-    Vote,
-    signed_bytes,
-)
-from p2ptrain.core.roster import Roster, quorum_of, roster_of
+from p2ptrain.core.roster import Roster, changed, quorum_of, roster_of
 from p2ptrain.core.state import AgreedState
+from p2ptrain.core.succession import is_over
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
@@ -47,22 +36,22 @@ HISTORY_BYTES_MAX = 64 * 2**20  # of an encoded answer, checked before it is dec
 
 
 class Entry(Struct, frozen=True, array_like=True, tag="round"):
-    """A decided round: its manifest and the certificate."""
-
     manifest: Manifest
-    certificate: Certificate
+    certificate: msg.Certificate
 
 
 class Beginning(Struct, frozen=True, array_like=True, tag="branch"):
     """The beginning of a branch, from the state after `round` of the branch `parent_branch`."""
 
-    parent_branch: Digest
-    round: Number
-    parent: Digest
-    attempt: Number
-    members: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # ascending
-    signers: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # ascending
-    signatures: Annotated[tuple[Signature, ...], Meta(min_length=1, max_length=SEATS_MAX)]  # in the signers' order
+    parent_branch: msg.Digest
+    round: msg.Number
+    parent: msg.Digest
+    attempt: msg.Number
+    members: Annotated[tuple[msg.Key, ...], Meta(min_length=1, max_length=msg.SEATS_MAX)]  # ascending
+    signers: Annotated[tuple[msg.Key, ...], Meta(min_length=1, max_length=msg.SEATS_MAX)]  # ascending
+    signatures: Annotated[
+        tuple[msg.Signature, ...], Meta(min_length=1, max_length=msg.SEATS_MAX)
+    ]  # in the signers' order
 
     @property
     def branch(self) -> bytes:
@@ -75,15 +64,15 @@ Step: TypeAlias = Entry | Beginning
 class BranchStart(Struct, frozen=True, array_like=True):
     """A branch of a history, and the round after which it began."""
 
-    branch: Digest
-    start: Number
+    branch: msg.Digest
+    start: msg.Number
 
 
 class History(Struct, frozen=True, array_like=True):
     """An answer to a request for the history after one round of one branch."""
 
     lineage: Annotated[tuple[BranchStart, ...], Meta(min_length=1, max_length=STAGES_MAX)]  # all branches of the sender
-    round: Number  # of the sender's head
+    round: msg.Number  # of the sender's head
     changes: Annotated[tuple[Step, ...], Meta(max_length=CHANGES_MAX)]  # the steps that lead to the base
     base: AgreedState | None  # the state before `steps`, if there is a gap
     steps: Annotated[tuple[Step, ...], Meta(max_length=ENTRIES_MAX)]
@@ -94,7 +83,7 @@ class _Pieces(Struct, frozen=True, array_like=True):
     long history takes it up to half a second, but a step no more than a few milliseconds."""
 
     lineage: Annotated[tuple[BranchStart, ...], Meta(min_length=1, max_length=STAGES_MAX)]
-    round: Number
+    round: msg.Number
     changes: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=CHANGES_MAX)]
     base: AgreedState | None
     steps: Annotated[tuple[msgspec.Raw, ...], Meta(max_length=ENTRIES_MAX)]
@@ -144,31 +133,31 @@ def decode_history(data: bytes) -> History:
     return History(pieces.lineage, pieces.round, changes, pieces.base, steps)
 
 
-def follow(state: AgreedState, step: Step, run: RunConfig, verifier: Verifier) -> AgreedState:
+def name_of(step: Step) -> bytes:
+    """Returns what the next step names as its parent."""
+    return step.branch if isinstance(step, Beginning) else step.manifest.digest
+
+
+def follow(state: AgreedState, step: Step, run: RunConfig, verifier: msg.Verifier) -> AgreedState:
     """Returns the state after a step; raises RemoteProtocolError if the step does not follow or is not proved."""
     if isinstance(step, Beginning):
         check_beginning(step, state, verifier)
         return state.regrouped(step.branch, step.members)
     manifest = step.manifest
-    if (manifest.branch, manifest.round, manifest.parent, manifest.state) != (
-        state.branch,
-        state.round + 1,
-        state.head,
-        state.digest,
-    ):
+    if is_over(state):
+        raise RemoteProtocolError(f"the run has ended with round {state.round}")
+    next_place = state.branch, state.round + 1, state.head, state.digest
+    if (manifest.branch, manifest.round, manifest.parent, manifest.state) != next_place:
         raise RemoteProtocolError(f"the manifest of round {manifest.round} does not follow round {state.round}")
     check_certificate(step, state.roster, verifier)
     return state.after(manifest, run)
 
 
-def check_certificate(entry: Entry, roster: Roster, verifier: Verifier) -> None:
+def check_certificate(entry: Entry, roster: Roster, verifier: msg.Verifier) -> None:
     """Raises RemoteProtocolError unless a quorum of the roster signed this manifest."""
     certificate, manifest = entry.certificate, entry.manifest
-    if (certificate.branch, certificate.round, certificate.manifest) != (
-        manifest.branch,
-        manifest.round,
-        manifest.digest,
-    ):
+    certified = certificate.branch, certificate.round, certificate.manifest
+    if certified != (manifest.branch, manifest.round, manifest.digest):
         raise RemoteProtocolError("the certificate is for another manifest")
     signers = roster.in_seats(certificate.seats)
     if signers is None or len(signers) != len(certificate.signatures):
@@ -176,21 +165,21 @@ def check_certificate(entry: Entry, roster: Roster, verifier: Verifier) -> None:
     if len(signers) < roster.quorum:
         raise RemoteProtocolError(f"the certificate has {len(signers)} signatures; the quorum is {roster.quorum}")
     for key, signature in zip(signers, certificate.signatures, strict=True):
-        vote = Vote(
-            certificate.branch, certificate.round, certificate.view, Ballot.PRECOMMIT, certificate.manifest, key
+        vote = msg.Vote(
+            certificate.branch, certificate.round, certificate.view, msg.Ballot.PRECOMMIT, certificate.manifest, key
         )
-        if not verifier(key, signed_bytes(verifier.run_id, vote), signature):
+        if not verifier(key, msg.signed_bytes(verifier.run_id, vote), signature):
             raise RemoteProtocolError("the certificate has an invalid signature")
 
 
-def check_beginning(beginning: Beginning, state: AgreedState, verifier: Verifier) -> None:
+def check_beginning(beginning: Beginning, state: AgreedState, verifier: msg.Verifier) -> None:
     """Raises RemoteProtocolError unless a quorum of these roster members agreed to go on from this state."""
     if (beginning.parent_branch, beginning.round, beginning.parent) != (state.branch, state.round, state.head):
         raise RemoteProtocolError("the branch begins elsewhere")
     check_regroup(beginning, state.roster, verifier)
 
 
-def check_regroup(beginning: Beginning, roster: Roster, verifier: Verifier) -> None:
+def check_regroup(beginning: Beginning, roster: Roster, verifier: msg.Verifier) -> None:
     members, signers = beginning.members, beginning.signers
     if any(first >= second for keys in (members, signers) for first, second in pairwise(keys)):
         raise RemoteProtocolError("the branch's members or signers are not in ascending order")
@@ -200,12 +189,12 @@ def check_regroup(beginning: Beginning, roster: Roster, verifier: Verifier) -> N
     if len(signers) < quorum_of(len(members)) or len(signers) != len(beginning.signatures):
         raise RemoteProtocolError(f"the branch has {len(members)} members, and {len(signers)} signed it")
     for key, signature in zip(signers, beginning.signatures, strict=True):
-        message = Regroup(beginning.parent_branch, beginning.parent, beginning.attempt, members, key)
-        if not verifier(key, signed_bytes(verifier.run_id, message), signature):
+        message = msg.Regroup(beginning.parent_branch, beginning.parent, beginning.attempt, members, key)
+        if not verifier(key, msg.signed_bytes(verifier.run_id, message), signature):
             raise RemoteProtocolError("the branch has an invalid signature")
 
 
-def jump(state: AgreedState, changes: tuple[Step, ...], base: AgreedState, verifier: Verifier) -> None:
+def jump(state: AgreedState, changes: tuple[Step, ...], base: AgreedState, verifier: msg.Verifier) -> None:
     """Raises RemoteProtocolError unless the changes lead from `state` to the roster of `base`.
 
     The rest of `base` is proved by the entry that follows it, which names its digest.
@@ -222,7 +211,6 @@ def jump(state: AgreedState, changes: tuple[Step, ...], base: AgreedState, verif
             raise RemoteProtocolError("the roster changes do not follow one another")
         check_certificate(change, roster, verifier)
         number, head = change.manifest.round, change.manifest.digest
-        added, dropped = set(change.manifest.seated), set(change.manifest.unseated)
-        roster = roster_of(tuple(sorted((set(roster.members) | added) - dropped)))
+        roster = roster_of(changed(roster.members, change.manifest.seated, change.manifest.unseated))
     if (base.branch, base.members) != (branch, roster.members) or base.round < number:
         raise RemoteProtocolError("the roster changes do not lead to the base")

@@ -9,48 +9,28 @@ the protocol already bounds how many a member can send in a round.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import get_args
 
+from p2ptrain.core import messages as msg
 from p2ptrain.core.admission import Asking
-from p2ptrain.core.agreement import Heard
 from p2ptrain.core.catchup import CatchingUp
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Disconnect, MessageReceived
-from p2ptrain.core.messages import (
-    Announcement,
-    AuditReport,
-    Availability,
-    Call,
-    Certificate,
-    Evidence,
-    Hello,
-    JoinRequest,
-    Leave,
-    Proposal,
-    Received,
-    Regroup,
-    Vote,
-    encode,
-    message_digest,
-    read,
-)
-from p2ptrain.core.offers import Verdict
 from p2ptrain.core.pools import Pools
 from p2ptrain.core.regroup import Regrouping
 from p2ptrain.core.repair import Repair
 from p2ptrain.core.reputation import Reason, prove
 from p2ptrain.core.round import Round
+from p2ptrain.core.succession import is_over
 from p2ptrain.core.tally import Refusal
 from p2ptrain.errors import RemoteProtocolError
 
-OF_A_ROUND = (Availability, Proposal, Vote)
 EARLY_OF_AUTHOR_MAX = 6  # messages for the next round: an availability, a proposal, two votes, and conflicting ones
 LATE_SECONDS = 0.25  # after a round began: messages of the last one may be in flight, and their author is not behind
 
 
 class Inbox:
-    """Dispatches incoming messages by kind, branch and round."""
-
     def __init__(
         self,
         context: Context,
@@ -67,51 +47,51 @@ class Inbox:
         self.early: dict[bytes, list[MessageReceived]] = {}
         self.accused: set[bytes] = set()
         self._kinds: dict[type, Callable[[MessageReceived], None]] = {
-            Announcement: self._announcement,
-            Hello: self._hello,
-            JoinRequest: self._request,
-            Leave: self._request,
-            Evidence: self._request,
-            AuditReport: self._request,
-            Call: self._of_regroup,
-            Regroup: self._of_regroup,
-            Certificate: lambda event: self._useless(event.sender),  # never gossiped: they come with history
+            **dict.fromkeys((msg.Availability, msg.Proposal, msg.Vote), self._of_round),
+            msg.Announcement: self._announcement,
+            msg.Hello: self._hello,
+            **dict.fromkeys(get_args(Asking), self._request),
+            **dict.fromkeys((msg.Call, msg.Regroup), self._of_regroup),
+            msg.Certificate: lambda event: self._useless(event.sender),  # never gossiped: they come with history
         }
 
     def take(self, event: MessageReceived) -> None:
-        """Routes a message to its handler. Who has left follows the run no further."""
-        message = event.received.message
-        if self.context.is_out(self.chain.state):
+        """Routes a message to its handler. Who has left follows the run no further, and after its end only those matter
+        who lag behind."""
+        message, state = event.received.message, self.chain.state
+        if self.context.is_out(state) or (is_over(state) and not isinstance(message, msg.Hello)):
             return
-        if isinstance(message, OF_A_ROUND):
-            self._of_round(event, message)
-        else:
-            self._kinds[type(message)](event)
+        self._kinds[type(message)](event)
 
     def enter(self, here: Round, regrouping: Regrouping) -> None:
-        """Turns to the next round."""
         self.here, self.regrouping = here, regrouping
 
     def take_early(self) -> None:
-        """Takes in the messages that were held for the round that begins."""
+        """Takes in the messages that were held for the round that begins, and fetches what it is first to look at."""
         early, self.early = self.early, {}
         self.accused &= self.chain.state.place.keys()
         for events in early.values():
             for event in events:
                 self.take(event)
+        payloads = self.pools.payloads
+        for offer in self.pools.offers.by_name.values():
+            said = offer.announcement
+            if payloads.checked(said) is None and self.here.looks_at(said.author, said.round):
+                payloads.want(said.payload, said.payload_bytes, said.author)
 
-    # -----------------------------------------------------------------------------------------------
-    # Availabilities, proposals, votes
+    # -- Availabilities, proposals, votes -----------------------------------------------------------
 
-    def _of_round(self, event: MessageReceived, message: Availability | Proposal | Vote) -> None:
+    def _of_round(self, event: MessageReceived) -> None:
+        message = event.received.message
+        assert isinstance(message, msg.Vote | msg.Availability | msg.Proposal), "messages are dispatched by kind"
         here, author = self.here, message.author
         if message.round != here.number or message.branch != here.branch:
             self._elsewhere(event, message)
         elif author not in here.roster.seat:
             self._useless(event.sender)
-        elif type(message) is Vote:
+        elif type(message) is msg.Vote:
             self._vote(event.sender, event.received, message)
-        elif type(message) is Availability:
+        elif type(message) is msg.Availability:
             if event.received.digest not in here.availabilities:
                 self.context.heard_at[author] = self.context.now
             if not here.hear_availability(event.received):
@@ -119,24 +99,24 @@ class Inbox:
         else:
             self._heard(here.hear_proposal(event.received), author, event.sender, event.received)
 
-    def _vote(self, sender: bytes, received: Received, vote: Vote) -> None:
+    def _vote(self, sender: bytes, received: msg.Received, vote: msg.Vote) -> None:
         here = self.here
         heard = here.agreement.hear_vote(received)
         self._heard(heard, vote.author, sender, received)
-        if heard is Heard.NEW and not here.agreement.is_due and vote.manifest not in here.manifests:
+        if heard is msg.Heard.NEW and not here.agreement.is_due and vote.manifest not in here.manifests:
             self._chase(vote)
 
-    def _heard(self, heard: Heard, author: bytes, sender: bytes, received: Received) -> None:
+    def _heard(self, heard: msg.Heard, author: bytes, sender: bytes, received: msg.Received) -> None:
         """Acts on the outcome of a proposal or vote.
 
         A new one shows that its author is alive, a conflicting one becomes evidence, and any other is useless.
         """
-        if heard is Heard.NEW:
+        if heard is msg.Heard.NEW:
             self.context.heard_at[author] = self.context.now
-        elif heard is not Heard.CONFLICT or not self._accuse(self.here.agreement.earlier(received), received):
+        elif heard is not msg.Heard.CONFLICT or not self._accuse(self.here.agreement.earlier(received), received):
             self._useless(sender)
 
-    def _chase(self, vote: Vote) -> None:
+    def _chase(self, vote: msg.Vote) -> None:
         """Asks a voter for a proposal that we have not seen, once enough members have voted for it."""
         here = self.here
         view = here.agreement.views.get(vote.view)
@@ -145,8 +125,7 @@ class Inbox:
         if is_unknown and any(vote.manifest) and count == here.roster.attesting:
             self.repair.greet(here, vote.author)
 
-    def _elsewhere(self, event: MessageReceived, message: Availability | Proposal | Vote) -> None:
-        """Handles a message of another round or another branch."""
+    def _elsewhere(self, event: MessageReceived, message: msg.Availability | msg.Proposal | msg.Vote) -> None:
         branch, number, author = message.branch, message.round, message.author
         if author not in self.chain.state.place:
             self._useless(event.sender)
@@ -186,18 +165,17 @@ class Inbox:
         if peer in self.context.peers and self.repair.may_answer(peer):
             self.repair.greet(self.here, peer)
 
-    # -----------------------------------------------------------------------------------------------
-    # Announcements
+    # -- Announcements ------------------------------------------------------------------------------
 
     def _announcement(self, event: MessageReceived) -> None:
         asked_for = event.received.name in self.here.questions.open
         self.announcement(event.sender, event.received, asked_for, event.payload_good)
 
     def announcement(
-        self, sender: bytes, received: Received, asked_for: bool = False, payload_good: bool | None = None
+        self, sender: bytes, received: msg.Received, asked_for: bool = False, payload_good: bool | None = None
     ) -> None:
         """Takes in an announcement, if its contribution may be taken now or soon."""
-        message = read(received, Announcement)
+        message = msg.read(received, msg.Announcement)
         author, state = message.author, self.here.state
         overlap = self.context.run.agreement.overlap_rounds_max
         if author not in state.place:
@@ -222,22 +200,24 @@ class Inbox:
             return
         self._offer(sender, received, asked_for, payload_good)
 
-    def _offer(self, sender: bytes, received: Received, asked_for: bool, payload_good: bool | None) -> None:
-        message = read(received, Announcement)
+    def _offer(self, sender: bytes, received: msg.Received, asked_for: bool, payload_good: bool | None) -> None:
+        message = msg.read(received, msg.Announcement)
         payloads = self.pools.payloads
         verdict = self.pools.offers.add(received, asked_for)
         if sender != self.context.me:  # our own were counted before the restart
             self._tally(message.author, verdict)
-        if verdict in (Verdict.USELESS, Verdict.FULL):
+        if verdict in (msg.Heard.USELESS, msg.Heard.FULL):
             self._useless(sender)
             return
         if message.author in self.here.roster.seat:
             self.context.heard_at[message.author] = self.context.now
-        if verdict is Verdict.CONFLICT:
+        if verdict is msg.Heard.CONFLICT:
             self._accuse(self.pools.offers.conflicting(received), received)
         is_ripe = message.round <= self.here.number
-        if is_ripe and verdict is Verdict.NEW:
+        if is_ripe and verdict is msg.Heard.NEW:
             self.here.offer_announced(message.author)
+        if not self.here.looks_at(message.author, message.round):
+            return  # fetched only if enough others attest it
         if payload_good is not None and payloads.came_along(message, payload_good):
             self.payload_came(message.payload, received.name)
         known = payloads.checked(message)
@@ -246,13 +226,13 @@ class Inbox:
         else:
             self.payload_checked(message, known, is_ripe)
 
-    def _tally(self, author: bytes, verdict: Verdict) -> None:
+    def _tally(self, author: bytes, verdict: msg.Heard) -> None:
         tallies = self.pools.tallies
-        if verdict in (Verdict.NEW, Verdict.CONFLICT):
+        if verdict in (msg.Heard.NEW, msg.Heard.CONFLICT):
             tallies.of(author).offered += 1
-        if verdict is Verdict.CONFLICT:
+        if verdict is msg.Heard.CONFLICT:
             tallies.refuse(author, Refusal.TWO_FOR_ONE_ROUND)
-        elif verdict is Verdict.FULL:
+        elif verdict is msg.Heard.FULL:
             tallies.refuse(author, Refusal.TOO_MANY)
 
     def payload_came(self, payload: bytes, but: bytes = b"") -> None:
@@ -261,7 +241,7 @@ class Inbox:
             if offer.name != but:
                 self.payload_checked(offer.announcement, self.pools.offers.is_good(offer.announcement))
 
-    def payload_checked(self, message: Announcement, good: bool, is_ripe: bool = False) -> None:
+    def payload_checked(self, message: msg.Announcement, good: bool, is_ripe: bool = False) -> None:
         """Handles an announcement whose payload was found good or bad. `is_ripe`: this round may take it."""
         context = self.context
         if not good:
@@ -273,11 +253,10 @@ class Inbox:
         if is_ripe or self.chain.state.may_take(message, self.pools.offers.staleness):
             self.here.offer_held(message.author)
 
-    # -----------------------------------------------------------------------------------------------
-    # Other kinds
+    # -- Other kinds --------------------------------------------------------------------------------
 
     def _hello(self, event: MessageReceived) -> None:
-        hello = read(event.received, Hello)
+        hello = msg.read(event.received, msg.Hello)
         author, here = hello.author, self.here
         if event.sender != author or author == self.context.me:
             self._useless(event.sender)
@@ -299,7 +278,7 @@ class Inbox:
                     here.help_in(hello.view)
                 self.repair.hand_over(here, hello)
 
-    def _standing_elsewhere(self, hello: Hello) -> None:
+    def _standing_elsewhere(self, hello: msg.Hello) -> None:
         here = self.here
         if hello.branch != here.branch:
             self._on_another_branch(hello.author, hello.branch, hello.round)
@@ -312,8 +291,8 @@ class Inbox:
         asked_for = event.received.name in self.here.questions.open
         message = event.received.message
         assert isinstance(message, Asking)
-        is_second_hand = isinstance(message, JoinRequest) and event.sender != message.author and not asked_for
-        if is_second_hand or (not isinstance(message, Evidence) and message.branch != self.here.branch):
+        is_second_hand = isinstance(message, msg.JoinRequest) and event.sender != message.author and not asked_for
+        if is_second_hand or (not isinstance(message, msg.Evidence) and message.branch != self.here.branch):
             self._useless(event.sender)  # each newcomer needs a connection of its own, or a member that vouches for it
             return
         try:
@@ -327,12 +306,12 @@ class Inbox:
 
     def _of_regroup(self, event: MessageReceived) -> None:
         message = event.received.message
-        assert isinstance(message, Call | Regroup)
+        assert isinstance(message, msg.Call | msg.Regroup)
         state = self.chain.state
         if message.author not in state.place:
             self._useless(event.sender)
         elif (message.branch, message.parent) == (state.branch, state.head):
-            hear = self.regrouping.hear_call if isinstance(message, Call) else self.regrouping.hear_regroup
+            hear = self.regrouping.hear_call if isinstance(message, msg.Call) else self.regrouping.hear_regroup
             if hear(event.received):
                 self.context.heard_at[message.author] = self.context.now
             else:
@@ -344,16 +323,16 @@ class Inbox:
         else:
             self._behind(message.author)
 
-    def _accuse(self, first: Received, second: Received) -> bool:
+    def _accuse(self, first: msg.Received, second: msg.Received) -> bool:
         """Publishes evidence that an author signed two conflicting messages; returns False if that is not news."""
         context = self.context
-        assert isinstance(second.message, Announcement | Proposal | Vote)
+        assert isinstance(second.message, msg.Announcement | msg.Proposal | msg.Vote)
         guilty = second.message.author
         if guilty in self.accused or guilty not in self.chain.state.place or guilty == context.me:
             return False
         context.counters["lies proved"] += 1
         evidence = prove(first.envelope, second.envelope)
-        received = Received(evidence, message_digest(evidence), encode(evidence), b"")
+        received = msg.Received(evidence, msg.message_digest(evidence), msg.encode(evidence), b"")
         if self.pools.requests.add(received, self.chain.state):  # otherwise the next lie is proved
             self.accused.add(guilty)
         context.publish(received)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
+from p2ptrain.core.chain import grown
 from p2ptrain.core.events import Certified, Halted, Observed, Record, Said, Saved, Silence, Trunk
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.messages import Announcement, Message, Regroup
@@ -50,8 +51,6 @@ class HistoryVerdict:
 
 @dataclass(slots=True)
 class Journal:
-    """The records of one node, folded."""
-
     base: AgreedState  # the state before the history
     kept: int  # rounds of history
     staleness: int = 0  # of the run: non-empty manifests that may lie between a contribution's base and its round
@@ -74,14 +73,9 @@ class Journal:
         """Returns a copy, to try records on."""
         return replace(self, history=[*self.history], said=[*self.said], silences=[*self.silences])
 
-    @property
-    def payloads(self) -> set[bytes]:
-        """The payloads that the history and the node's own messages need on the disk."""
-        return self.payloads_after(-1)
-
-    def payloads_after(self, number: int) -> set[bytes]:
-        """Returns those payloads that are still needed once the trainer has applied round `number`."""
-        steps = [each.step for each in self.history if each.state.round > number]
+    def payloads(self, after: int = -1) -> set[bytes]:
+        """Returns the payloads that the history after a round and the node's own messages need on the disk."""
+        steps = [each.step for each in self.history if each.state.round > after]
         taken = {taken.payload for step in steps if isinstance(step, Entry) for taken in step.manifest.taken}
         return taken | {payload for _, said in self.said for payload in said.payloads}
 
@@ -125,23 +119,22 @@ class Journal:
         while self.history and self.history[-1].state.head != parent:
             self.history.pop()
         assert self.state.head == parent, "a certified step follows a saved state"
+        if record.trunk is None and self.trunk is not None:
+            self.trunk = grown(self.trunk, step, self.state, self.history[-1].step if self.history else None)
         self.history.append(record)
         if len(self.history) > self.kept:
             self.base = self.history.pop(0).state
         number = record.state.round
         regroups = [pair for pair in self.said if isinstance(pair[0], Regroup)][-REGROUPS_KEPT:]
         later = [pair for pair in self.said if getattr(pair[0], "round", -1) > number]
-        self.said = regroups + self._on_offer(record.state) + later
-
-    def _on_offer(self, state: AgreedState) -> list[tuple[Message, Said]]:
-        """Returns own announcements of past rounds that the next round may still take, with their payloads."""
-        return [
-            (message, said)
-            for message, said in self.said
-            if isinstance(message, Announcement)
-            and message.round <= state.round
-            and state.may_take(message, self.staleness)
+        on_offer = [
+            pair
+            for pair in self.said
+            if isinstance(said := pair[0], Announcement)
+            and said.round <= number
+            and record.state.may_take(said, self.staleness)
         ]
+        self.said = regroups + on_offer + later
 
     def saved_at(self, applied_round: int, applied_root: bytes) -> Saved:
         """Returns the state for a startup, with the trainer's state of this round and root."""

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from p2ptrain.core import events as ev
 from p2ptrain.core.auditing import Auditing, share_of
 from p2ptrain.core.chain import Chain
-from p2ptrain.core.claims import drawn
 from p2ptrain.core.context import Context
-from p2ptrain.core.events import Apply, CatchUp, NoteWrongState, Pace, Return, Train, TrainingFailed, TrainingFinished
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import SHORT_BYTES, Announcement, Received, read
@@ -28,6 +27,8 @@ from p2ptrain.core.pace import pace_of
 from p2ptrain.core.pools import Pools
 from p2ptrain.core.round import Round
 from p2ptrain.core.sizing import Sizing
+from p2ptrain.core.succession import is_closing
+from p2ptrain.core.tally import drawn
 
 REPLAY_ROUNDS_MAX = 32  # above this, fetching the state is cheaper than fetching every round's payloads; a guess
 FETCH_TRIES_MAX = 5  # for a certified payload; then the state itself is fetched
@@ -42,8 +43,6 @@ PASSED_TIMES = 2.0  # times a round's usual length without any contribution: the
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A training in progress."""
-
     round: int
     base_round: int
     base_root: bytes
@@ -55,22 +54,11 @@ class Training:
 
 
 class LocalWork:
-    """This node's training and applying."""
-
-    def __init__(
-        self,
-        context: Context,
-        pools: Pools,
-        chain: Chain,
-        applied_round: int,
-        applied_root: bytes,
-        can_overlap: bool = True,
-        audit_share: float = 0.0,
-    ) -> None:
+    def __init__(self, context: Context, pools: Pools, chain: Chain, started: ev.Started) -> None:
         self.context, self.pools, self.chain = context, pools, chain
-        self.overlap = Overlap(context.run.agreement.overlap_rounds, can_overlap)
-        self.applied_round = applied_round
-        self.roots = {applied_round: applied_root} if applied_root else {}  # our own, by round
+        self.overlap = Overlap(context.run.agreement.overlap_rounds, started.can_overlap)
+        self.applied_round, applied_root = started.saved.applied_round, started.saved.applied_root
+        self.roots = {self.applied_round: applied_root} if applied_root else {}  # our own, by round
         self.applying: Manifest | None = None
         self.training: Training | None = None
         self.training_seconds = 0.0  # of our last training, or of its least steps if it might have taken fewer
@@ -81,7 +69,7 @@ class LocalWork:
         self.again_at = self.again_seconds = 0.0  # when it is tried again, and how long that is after it failed
         self.outstanding: dict[int, Received] = {}  # our announcements that may still be taken
         self.sizing = Sizing(context.run.recipe.ks)
-        self.auditing = Auditing(context, pools, chain, audit_share)
+        self.auditing = Auditing(context, pools, chain, started.audit_share)
         self.announced: dict[bytes, int] = {}  # by branch: the last round that we announced for
         self.is_astray = not applied_root  # the applied state is not on our chain, or there is none
         self.is_quarantined = False  # our root is not the certified one
@@ -106,10 +94,12 @@ class LocalWork:
         """Returns the newest root that we attest, with its round: our own, unless we know that it is wrong."""
         if self.is_astray or self.is_quarantined:
             return self.chain.state.root_round, self.chain.state.root
+        decided = self.chain.state.succession.decided
+        if decided is not None and decided.last in self.roots:  # rounds after it change nothing, and its root is whole
+            return decided.last, self.roots[decided.last]
         return self.applied_round, self.roots[self.applied_round]
 
-    # -----------------------------------------------------------------------------------------------
-    # Progress of the chain
+    # -- Progress of the chain ----------------------------------------------------------------------
 
     def advanced(self, manifest: Manifest | None) -> None:
         """Settles our contributions after the chain advanced by a manifest, or by the beginning of a branch (None)."""
@@ -122,11 +112,13 @@ class LocalWork:
             if number in taken:
                 self.context.counters["contributions taken"] += 1
                 del self.outstanding[number]
-            elif announcement.branch != state.branch or (
-                number <= state.round + 1 and not state.may_take(announcement, self.pools.offers.staleness)
+            elif (
+                announcement.branch != state.branch
+                or is_closing(state)
+                or (number <= state.round + 1 and not state.may_take(announcement, self.pools.offers.staleness))
             ):
                 self.context.counters["contributions expired"] += 1
-                self.context.emit(Return(number))
+                self.context.emit(ev.Return(number))
                 del self.outstanding[number]
         if manifest is None:
             self._give_up_ahead(state.round)
@@ -153,11 +145,11 @@ class LocalWork:
             self.is_quarantined = True
             self.applying = None
             self.context.counters["root mismatches"] += 1
-            self.context.emit(NoteWrongState(self.applied_round))
+            self.context.emit(ev.NoteWrongState(self.applied_round))
 
     def rewound(self, number: int) -> None:
         """Drops work that was based on later rounds, after the chain went back to this one."""
-        if self.applied_round > number or self.applying is not None:  # the trainer may have begun already
+        if self.applied_round > number or self.applying or self.catching:  # the replica may have begun
             self.is_astray = True
         self.applying = None
         self.catching = None
@@ -166,8 +158,7 @@ class LocalWork:
             self.training = replace(self.training, is_useful=False)
         self._give_up_ahead(number)
 
-    # -----------------------------------------------------------------------------------------------
-    # Applying
+    # -- Applying -----------------------------------------------------------------------------------
 
     def go_on(self) -> None:
         """Applies the next certified round if possible, and trains if it is time."""
@@ -189,24 +180,19 @@ class LocalWork:
             return
         payloads, tries = self.pools.payloads, 0
         missing = [taken for taken in entry.manifest.taken if not payloads.is_good(taken.payload)]
-        holders = self._holders() if missing else []
+        peers, place = self.context.peers, state.place
+        holders = [key for key in peers if key in place] or state.members  # likely to have what is certified
         for taken in missing:
             payloads.want(taken.payload, taken.payload_bytes, taken.author, holders, is_old=True)
             want = payloads.wanted.get(taken.payload)
             tries = max(tries, want.tries if want else FETCH_TRIES_MAX)
         if not missing:
             self.applying = entry.manifest
-            self.context.emit(Apply(entry.manifest))
+            self.context.emit(ev.Apply(entry.manifest))
         elif can_jump and tries >= FETCH_TRIES_MAX:
             self._catch_up()
 
-    def _holders(self) -> list[bytes]:
-        """Returns connected peers that are likely to hold certified payloads."""
-        state, peers = self.chain.state, self.context.peers
-        return [key for key in peers if key in state.place] or list(state.members)
-
     def applied(self, branch: bytes, number: int, root: bytes) -> None:
-        """Notes that the trainer has applied a manifest."""
         manifest = self.applying
         if manifest is None or (manifest.branch, manifest.round) != (branch, number):
             return  # our chain has changed meanwhile
@@ -247,7 +233,7 @@ class LocalWork:
         self.catching = dict(roots)
         context.counters["states fetched"] += 1
         self.attempt += 1
-        context.emit(CatchUp(tuple(roots), tuple(sources), self.attempt))
+        context.emit(ev.CatchUp(tuple(roots), tuple(sources), self.attempt))
 
     def _certified_roots(self) -> list[tuple[int, bytes]]:
         """Returns certified (round, root) pairs, the newest first, from which the kept rounds continue."""
@@ -280,8 +266,7 @@ class LocalWork:
         self.retry_at = self.context.now + min(RETRY_SECONDS * 2.0 ** min(self.tries, 16), RETRY_SECONDS_MAX)
         self.tries += 1
 
-    # -----------------------------------------------------------------------------------------------
-    # Training
+    # -- Training -----------------------------------------------------------------------------------
 
     def _train(self) -> None:
         self.look_at = None
@@ -293,6 +278,8 @@ class LocalWork:
         free = state.round + 1 + len(self.outstanding)  # a round takes one contribution of ours, the oldest
         number = max(free, self.announced.get(state.branch, 0) + 1)
         if number > state.round + 1 + overlap or not context.voice.may_speak(state.branch, number):
+            return
+        if (decided := state.succession.decided) is not None and number > decided.last:
             return
         if self.failed_for == (state.branch, number) and context.now < self.again_at:
             self.look_at = self.again_at
@@ -306,7 +293,7 @@ class LocalWork:
         share = share_of(self.chain, state.branch, context.me, number, context.run)
         assert share is not None, "a node that is admitted has one, at the latest by this state"
         _, place, places, slots = share
-        context.emit(Train(number, self.applied_round, place, places, unsettled, *looks, self.sizing.k, slots))
+        context.emit(ev.Train(number, self.applied_round, place, places, unsettled, *looks, self.sizing.k, slots))
 
     def _lets_pass(self, number: int) -> bool:
         """Whether to skip a round, because a training that begins now would end too late; never twice in a row."""
@@ -342,7 +329,7 @@ class LocalWork:
         number, state = training.round, self.chain.state
         if not training.is_useful or number <= state.round:
             self.training = replace(training, is_over=True)
-            context.emit(Pace(number))
+            context.emit(ev.Pace(number))
         elif not training.is_paced and number in arrivals.starts:
             others = [key for key in state.members if key != context.me]
             if (seconds := arrivals.pace(others, recipe.local_steps)) is not None:
@@ -355,7 +342,7 @@ class LocalWork:
         is_waiting = self.training is not None and not self.training.is_paced
         return self.pools.arrivals.count if is_waiting and self.context.run.recipe.local_steps_min else 0
 
-    def finished(self, event: TrainingFinished, here: Round) -> None:
+    def finished(self, event: ev.TrainingFinished, here: Round) -> None:
         """Announces the trained contribution, if it may still be taken."""
         training = self.training
         if training is None or training.round != event.round:
@@ -384,22 +371,28 @@ class LocalWork:
         )
         if is_mine_to_say:
             self.pools.claims.hear(announcement)
-        may = is_mine_to_say and (
-            state.may_take(announcement, self.pools.offers.staleness)
-            or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds_max
+        may = (
+            is_mine_to_say
+            and not is_closing(state)
+            and (
+                state.may_take(announcement, self.pools.offers.staleness)
+                or state.round + 1 < event.round <= state.round + 1 + context.run.agreement.overlap_rounds_max
+            )
         )
         if not may:
             context.counters["contributions too late"] += 1
             self.pools.tallies.of(context.me).late += 1
-            context.emit(Return(event.round))
-            if is_mine_to_say and event.round <= state.round:  # too late, but the others learn how long to wait
+            context.emit(ev.Return(event.round))
+            if (
+                is_mine_to_say and event.round <= state.round and not is_closing(state)
+            ):  # too late, but the others learn how long to wait
                 self.announced[state.branch] = event.round
                 context.voice.publish_once(context.signed(announcement))
             return
         received = context.signed(announcement, event.attachment)
         self.announced[state.branch] = event.round
         self.outstanding[event.round] = received
-        self.pools.payloads.mine(announcement)
+        self.pools.payloads.came_along(announcement, good=True)
         self.pools.offers.add(received)
         self.pools.tallies.of(context.me).offered += 1
         self.pools.arrivals.note(context.me, event.round, context.now, event.steps)
@@ -408,7 +401,7 @@ class LocalWork:
         context.voice.publish_once(received, payloads=(event.payload,))
         here.offer_held(context.me)
 
-    def failed(self, event: TrainingFailed) -> None:
+    def failed(self, event: ev.TrainingFailed) -> None:
         """Tries again after a while, if the round is still open then: it may wait for a contribution of ours alone."""
         if self.training is None or self.training.round != event.round:
             return
@@ -420,7 +413,6 @@ class LocalWork:
         context.counters["rounds let pass" if event.has_passed else "trainings failed"] += 1
 
     def restore(self, announcements: list[Received]) -> None:
-        """Restores our announcements after a restart."""
         state = self.chain.state
         for received in announcements:
             announcement = read(received, Announcement)
@@ -429,7 +421,7 @@ class LocalWork:
             may = announcement.round > state.round + 1 or state.may_take(announcement, self.pools.offers.staleness)
             if announcement.branch == state.branch and may and self.context.me in state.place:
                 self.outstanding[announcement.round] = received
-                self.pools.payloads.mine(announcement)
+                self.pools.payloads.came_along(announcement, good=True)
                 self.pools.offers.add(received)
 
     @property
@@ -437,9 +429,6 @@ class LocalWork:
         if self.catching is None and (self.is_astray or self.is_quarantined):
             return self.retry_at
         return self.look_at
-
-    def say_again(self) -> list[Received]:
-        return list(self.outstanding.values())
 
     def payloads_needed(self) -> set[bytes]:
         """Returns the payloads of rounds that were agreed on and are not applied yet."""

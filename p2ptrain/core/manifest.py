@@ -21,43 +21,31 @@ import msgspec
 from blake3 import blake3
 from msgspec import Meta, Struct
 
+from p2ptrain.core import messages as msg
 from p2ptrain.core.audits import Measured, Tier, counts, has_earned_seat, may_report
-from p2ptrain.core.messages import (
-    ADMITTED_MAX,
-    HELD_MAX,
-    KEY_BYTES,
-    REQUESTS_MAX,
-    SEATS_MAX,
-    Announcement,
-    Availability,
-    Digest,
-    Key,
-    Number,
-    SeatBits,
-    Short,
-)
 from p2ptrain.core.roster import bitmap, roster_of, seats_in
 from p2ptrain.core.state import SPENT_MAX, AgreedState, Taken, Uses
+from p2ptrain.core.succession import Assented, Motion, assents_of, is_closing, motions_of
 from p2ptrain.digest import digest
 
 if TYPE_CHECKING:
     from p2ptrain.config import RunConfig
 
-NO_BEARER = bytes(KEY_BYTES)
+NO_BEARER = bytes(msg.KEY_BYTES)
 JOINS_MIN = 4  # that a manifest may grant, however small the roster
 # Members may attest different names, so a manifest can hold more than one availability does. But q availabilities hold
 # at most q times as many names, each of which has to occur q - f times, and q < 2 (q - f) for every N.
-REFUSED_MAX = 2 * HELD_MAX
-ASKED_MAX = 2 * REQUESTS_MAX
+REFUSED_MAX = 2 * msg.HELD_MAX
+ASKED_MAX = 2 * msg.REQUESTS_MAX
 
 
 class Join(Struct, frozen=True, array_like=True):
     """A key to admit, and the invitation that it used, if the run requires one."""
 
-    key: Key
-    bearer: Key
+    key: msg.Key
+    bearer: msg.Key
     uses: Uses  # for how many keys the invitation is good
-    last_round: Number  # of the invitation; 0 if none was needed
+    last_round: msg.Number  # of the invitation; 0 if none was needed
 
 
 class Request(Struct, frozen=True):
@@ -68,27 +56,29 @@ class Request(Struct, frozen=True):
     leave_round: int = 0
     guilty: bytes = b""  # the key that evidence convicts
     measured: Measured | None = None  # by a member's audit
+    motion: Motion | None = None
+    assent: Assented | None = None
 
 
 class Manifest(Struct, frozen=True, array_like=True, dict=True):
-    """Everything that round `round` applies."""
-
-    branch: Digest
-    round: Number
-    parent: Digest  # the previous manifest, or the branch
-    state: Digest  # the agreed state before this round
-    root_round: Number
-    root: Digest
-    taken: Annotated[tuple[Taken, ...], Meta(max_length=ADMITTED_MAX)]  # by author, ascending
-    refused: Annotated[tuple[Short, ...], Meta(max_length=REFUSED_MAX)]  # announcements of bad payloads
-    evidence: Annotated[tuple[Short, ...], Meta(max_length=ASKED_MAX)]
+    branch: msg.Digest
+    round: msg.Number
+    parent: msg.Digest  # the previous manifest, or the branch
+    state: msg.Digest  # the agreed state before this round
+    root_round: msg.Number
+    root: msg.Digest
+    taken: Annotated[tuple[Taken, ...], Meta(max_length=msg.ADMITTED_MAX)]  # by author, ascending
+    refused: Annotated[tuple[msg.Short, ...], Meta(max_length=REFUSED_MAX)]  # announcements of bad payloads
+    evidence: Annotated[tuple[msg.Short, ...], Meta(max_length=ASKED_MAX)]
     joins: Annotated[tuple[Join, ...], Meta(max_length=ASKED_MAX)]  # by key, ascending
-    leaves: Annotated[tuple[Key, ...], Meta(max_length=ASKED_MAX)]
-    banned: Annotated[tuple[Key, ...], Meta(max_length=ADMITTED_MAX)]
-    absent: SeatBits  # members that fewer than q - f of the named authors heard
-    seated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # have a seat from the next round on
-    unseated: Annotated[tuple[Key, ...], Meta(max_length=SEATS_MAX)]  # lose their seat
+    leaves: Annotated[tuple[msg.Key, ...], Meta(max_length=ASKED_MAX)]
+    banned: Annotated[tuple[msg.Key, ...], Meta(max_length=msg.ADMITTED_MAX)]
+    absent: msg.SeatBits  # members that fewer than q - f of the named authors heard
+    seated: Annotated[tuple[msg.Key, ...], Meta(max_length=msg.SEATS_MAX)]  # have a seat from the next round on
+    unseated: Annotated[tuple[msg.Key, ...], Meta(max_length=msg.SEATS_MAX)]  # lose their seat
     audits: Annotated[tuple[Measured, ...], Meta(max_length=ASKED_MAX)] = ()  # ascending
+    motions: Annotated[tuple[Motion, ...], Meta(max_length=msg.SEATS_MAX)] = ()  # by author, ascending
+    assents: Annotated[tuple[Assented, ...], Meta(max_length=msg.SEATS_MAX)] = ()  # by member, ascending
 
     @cached_property
     def digest(self) -> bytes:
@@ -112,7 +102,7 @@ def joins_max(members: int) -> int:
     return max(JOINS_MIN, members // 4)
 
 
-Offers = Callable[[bytes], Announcement | None]
+Offers = Callable[[bytes], msg.Announcement | None]
 Requests = Callable[[bytes], Request | None]
 
 
@@ -132,11 +122,7 @@ def attested(fields: Iterable[tuple[bytes, ...]], least: int) -> list[bytes]:
 
 
 def manifest_of(
-    state: AgreedState,
-    run: RunConfig,
-    named: list[Availability],
-    offer_of: Offers,
-    request_of: Requests,
+    state: AgreedState, run: RunConfig, named: list[msg.Availability], offer_of: Offers, request_of: Requests
 ) -> Manifest | Missing:
     """Computes the manifest of the next round from these availabilities."""
     roster = state.roster
@@ -152,7 +138,9 @@ def manifest_of(
 
     staleness = run.agreement.staleness_rounds_max
     candidates = [offer for name in held if (offer := offers[name]) and state.may_take(offer, staleness)]
-    liars = _conflicting(candidates)
+    candidates = [] if is_closing(state) else candidates
+    places = Counter((offer.author, offer.round) for offer in candidates)
+    liars = {author for (author, _), times in places.items() if times > 1}  # two contributions for one round
     refused = [name for name in refused if (offer := offers[name]) and state.may_take(offer, staleness)]
     guilty = {name: request.guilty for name, request in requests.items() if request and request.guilty in state.place}
     authors = {offer.author for name in refused if (offer := offers[name])}
@@ -190,6 +178,8 @@ def manifest_of(
         seated=seated,
         unseated=tuple(sorted(unseated)),
         audits=_audits([request.measured for request in wanted if request.measured], state),
+        motions=motions_of((request.motion for request in wanted if request.motion), state, run),
+        assents=assents_of((request.assent for request in wanted if request.assent), state),
     )
 
 
@@ -204,6 +194,8 @@ def contradiction(manifest: Manifest, state: AgreedState, run: RunConfig) -> str
 
 def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig) -> Iterator[str]:
     """Yields contradictions. Only the first counts: the checks after it may rely on it."""
+    if not state.members:
+        yield "the state before has no members"
     if not set(state.members) <= set(state.place):
         yield "the state before has members that were never admitted"
     gone, unseated = {*manifest.banned, *manifest.leaves}, set(manifest.unseated)
@@ -212,15 +204,13 @@ def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig) -> I
         yield "it reports absent members that do not exist"
     if unseated and unseated != _unseated(state, run, gone, seats):
         yield "the wrong members lose their seats"
-    if manifest.seated != _seated(
-        state, run, {taken.author for taken in manifest.taken}, gone | unseated, len(unseated)
-    ):
+    authors = [taken.author for taken in manifest.taken]
+    taken_of = set(authors)
+    if manifest.seated != _seated(state, run, taken_of, gone | unseated, len(unseated)):
         yield "keys get seats that have not earned them"
-    taken_of = {taken.author for taken in manifest.taken}
     if not gone <= set(state.place) or gone & taken_of or not taken_of <= set(state.place):
         yield "it takes contributions of keys that it removes, or names keys that were not admitted"
-    kept = {taken.author for taken in manifest.taken} | set(manifest.seated)
-    if manifest.joins != _joins(state, run, list(manifest.joins), gone, kept):
+    if manifest.joins != _joins(state, run, list(manifest.joins), gone, taken_of | set(manifest.seated)):
         yield "it admits keys that cannot be admitted"
     if (manifest.root_round, manifest.root) != (state.root_round, state.root) and not (
         state.root_round < manifest.root_round <= state.round
@@ -228,7 +218,10 @@ def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig) -> I
         yield "its state root is of a round that cannot be next"
     if manifest.audits != _audits(manifest.audits, state):
         yield "its audits are out of order, or by keys that may not audit"
-    authors = [taken.author for taken in manifest.taken]
+    if manifest.motions != motions_of(manifest.motions, state, run):
+        yield "it carries motions that cannot be made"
+    if manifest.assents != assents_of(manifest.assents, state):
+        yield "it carries assents that change nothing"
     rising = (authors, manifest.refused, manifest.evidence, manifest.leaves, manifest.banned)
     if any(first >= second for names in rising for first, second in pairwise(names)):
         yield "its lists are not in ascending order"
@@ -236,6 +229,8 @@ def _contradictions(manifest: Manifest, state: AgreedState, run: RunConfig) -> I
 
 
 def _contradictions_of_taken(manifest: Manifest, state: AgreedState, run: RunConfig) -> Iterator[str]:
+    if manifest.taken and is_closing(state):
+        yield "it takes contributions after the last round"
     if manifest.taken != _of_one_author_each(state, manifest.taken):
         yield "it takes the same content of two authors"
     if manifest.taken != _drawn(state, run, manifest.taken):
@@ -244,27 +239,8 @@ def _contradictions_of_taken(manifest: Manifest, state: AgreedState, run: RunCon
         yield "it applies contributions that do not count, or the other way round"
     staleness = run.agreement.staleness_rounds_max
     for taken in manifest.taken:
-        offer = Announcement(
-            state.branch,
-            taken.round,
-            taken.base_round,
-            state.root,
-            taken.payload,
-            taken.payload_bytes,
-            taken.content,
-            0,
-            0,
-            0,
-            taken.author,
-        )
-        if not state.may_take(offer, staleness) or taken.base_round > taken.round:
+        if not state.is_open_to(taken, staleness) or taken.base_round > taken.round:
             yield f"it takes a contribution of round {taken.round} that cannot be taken"
-
-
-def _conflicting(candidates: list[Announcement]) -> set[bytes]:
-    """Returns the authors with two attested contributions for one round."""
-    places = Counter((offer.author, offer.round) for offer in candidates)
-    return {author for (author, _), times in places.items() if times > 1}
 
 
 def _audits(measured: Iterable[Measured], state: AgreedState) -> tuple[Measured, ...]:
@@ -274,8 +250,8 @@ def _audits(measured: Iterable[Measured], state: AgreedState) -> tuple[Measured,
     return tuple(each for each in order if may_report(state, each))
 
 
-def _oldest_of_each(state: AgreedState, candidates: Iterable[Announcement]) -> tuple[Taken, ...]:
-    oldest: dict[bytes, Announcement] = {}
+def _oldest_of_each(state: AgreedState, candidates: Iterable[msg.Announcement]) -> tuple[Taken, ...]:
+    oldest: dict[bytes, msg.Announcement] = {}
     for offer in candidates:
         if offer.author not in oldest or offer.round < oldest[offer.author].round:
             oldest[offer.author] = offer
@@ -304,7 +280,7 @@ def _of_one_author_each(state: AgreedState, taken: tuple[Taken, ...]) -> tuple[T
     return taken if len(first) == len(taken) else tuple(entry for entry in taken if first[entry.content] is entry)
 
 
-def _unheard(named: list[Availability], size: int, least: int) -> list[int]:
+def _unheard(named: list[msg.Availability], size: int, least: int) -> list[int]:
     heard = [0] * size
     for seats, times in Counter(availability.heard for availability in named).items():
         for seat in seats_in(seats):
@@ -386,7 +362,7 @@ def _joins(
     return tuple(chosen[key] for key in sorted(chosen))
 
 
-def _newest_root(state: AgreedState, named: list[Availability], least: int) -> tuple[int, bytes]:
+def _newest_root(state: AgreedState, named: list[msg.Availability], least: int) -> tuple[int, bytes]:
     carried = Counter((availability.root_round, availability.root) for availability in named)
     certified = [place for place, times in carried.items() if times >= least and place[0] > state.root_round]
     return max(certified, default=(state.root_round, state.root))

@@ -18,7 +18,7 @@ formed; whether it matters in the current round is for the core to decide.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Protocol, TypeAlias, TypeVar
@@ -27,6 +27,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2ptrain.config import PAYLOAD_BYTES_MAX, PROTOCOL_VERSION
+from p2ptrain.config.succession import CHANGE_BYTES_MAX
 from p2ptrain.core import wire
 from p2ptrain.core.wire import decode_strictly
 from p2ptrain.digest import DIGEST_BYTES, digest, leaf_digests, merkle_root
@@ -69,13 +70,21 @@ class Verifier(Protocol):
     def __call__(self, key: bytes, signed: bytes, signature: bytes) -> bool: ...
 
 
+class Heard(Enum):
+    """The result of taking in an announcement, a proposal or a vote."""
+
+    NEW = "new"
+    USELESS = "useless"  # already known, or of a view or round that does not matter
+    CONFLICT = "conflict"  # the author has signed a different one for the same view, or the same round
+    FULL = "full"  # too many of this author's are waiting already
+
+
 class Ballot(IntEnum):
     PREVOTE = 1
     PRECOMMIT = 2
 
 
-# ---------------------------------------------------------------------------------------------------
-# The kinds of messages
+# -- The kinds of messages --------------------------------------------------------------------------
 
 
 class Announcement(Struct, frozen=True, array_like=True, tag="announcement"):
@@ -205,9 +214,31 @@ class AuditReport(Struct, frozen=True, array_like=True, tag="audit"):
     author: Key
 
 
+class Moving(Struct, frozen=True, array_like=True, tag="motion"):
+    """Moves that the run go on as another (succession.py has the fields' meaning)."""
+
+    branch: Digest
+    round: Number
+    last: Number
+    weights: Number
+    root: Digest
+    change: Annotated[bytes, Meta(max_length=CHANGE_BYTES_MAX)]
+    author: Key
+
+
+class Assent(Struct, frozen=True, array_like=True, tag="assent"):
+    """Assents to a motion, or to none any more."""
+
+    branch: Digest
+    round: Number
+    motion: Digest  # its name, or NOTHING
+    author: Key
+
+
 Authored: TypeAlias = (
-    Announcement | Availability | Proposal | Vote | Hello | JoinRequest | Leave | Call | Regroup | AuditReport
-)
+    Announcement | Availability | Proposal | Vote | Hello | JoinRequest | Leave | Call | Regroup | AuditReport | Moving
+    | Assent
+)  # fmt: skip
 Message: TypeAlias = Authored | Certificate | Evidence
 
 
@@ -252,31 +283,23 @@ def kind_of(message: Message) -> str:
 
 
 def encode(message: Message, signature: bytes = b"", attachment: bytes = b"") -> bytes:
-    """Encodes a message into its envelope."""
     encoded = wire.encode(Envelope(wire.encode(message), signature, attachment))
     assert len(encoded) <= ENVELOPE_BYTES_MAX, "the bounds of the fields keep every message below the limit"
     return encoded
 
 
-def open_envelope(envelope: bytes) -> tuple[bytes, bytes, bytes]:
-    """Returns body, signature and attachment of an envelope that was decoded before."""
+def without_attachment(envelope: bytes) -> bytes:
+    """Returns an envelope that was decoded before, without its attachment."""
     opened = _ENVELOPE.decode(envelope)
-    return opened.body, opened.signature, opened.attachment
-
-
-def seal_envelope(body: bytes, signature: bytes) -> bytes:
-    """Encodes an envelope without an attachment."""
-    return wire.encode(Envelope(body, signature, b""))
+    return wire.encode(Envelope(opened.body, opened.signature, b""))
 
 
 def bare(received: Received) -> Received:
     """Returns a message without its attachment."""
-    body, signature, _ = open_envelope(received.envelope)
-    return Received(received.message, received.digest, seal_envelope(body, signature), b"")
+    return Received(received.message, received.digest, without_attachment(received.envelope), b"")
 
 
 def signature_of(received: Received) -> bytes:
-    """Returns the author's signature from the envelope."""
     return _ENVELOPE.decode(received.envelope).signature
 
 
@@ -314,7 +337,6 @@ def payload_digest(payload: bytes) -> bytes:
 
 
 def signed_bytes(run_id: bytes, message: Message) -> bytes:
-    """Returns the bytes that the author signs."""
     domain = f"p2ptrain {PROTOCOL_VERSION} {kind_of(message)}".encode()
     return domain + b"\0" + run_id + message_digest(message)
 

@@ -1,4 +1,10 @@
-"""Newcomers: how long a short round stays open for keys that were admitted lately, so that they can catch up.
+"""Newcomers: whose contributions a node takes in, and how long a short round stays open for keys admitted lately.
+
+In an open run one person can have a thousand keys, and each can offer another payload in every round. Keys cost
+nothing, and addresses something: so a node fetches and attests, of the keys without a seat that come from one range of
+addresses, only as many a round as may join in one, first those whose work audits have found, and attests as many
+joins. Who comes from elsewhere waits behind no crowd. Ranges are a node's own observation, and nothing of this has to
+be agreed: a manifest takes what enough members attest.
 
 Where a round takes a few hundredths of a second, a newcomer is never there before its end: while it applies what came
 since its state and trains, the others are rounds ahead. So until it has had its probation, a round that has all else
@@ -12,8 +18,12 @@ to be agreed.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator, Mapping
 
+from blake3 import blake3
+
+from p2ptrain.config import RunConfig
+from p2ptrain.core.manifest import joins_max
 from p2ptrain.core.state import AgreedState
 
 LEAST_SECONDS = 1.0  # of a round, for a newcomer: two ways through a relay, a few rounds to apply and a training
@@ -22,9 +32,35 @@ SAVED_SECONDS_MAX = 32.0  # what one newcomer can take
 SHARE = 0.1  # of the time that newcomers may take in the long run
 
 
-class NewcomerTime:
-    """The time that rounds may stay open for newcomers."""
+def looked_at(state: AgreedState, run: RunConfig, ranges: Mapping[bytes, str], number: int) -> Container[bytes]:
+    """Returns the keys whose contributions to a round this node takes in. `ranges`: of addresses, of those connected"""
+    seat, most = state.roster.seat, joins_max(state.roster.size)
+    others = [entry for entry in state.admitted if entry.key not in seat]
+    if run.admission.policy != "open" or len(others) <= most:
+        return state.place
 
+    lately = run.admission.absence_rounds_max  # who has offered nothing for longer may have gone
+    found = {entry.key for entry in others if entry.conduct.credit and entry.absent < lately}
+    return {*seat, *few_of_each_range((entry.key for entry in others), ranges, number, most, found)}
+
+
+def few_of_each_range(
+    keys: Iterable[bytes], ranges: Mapping[bytes, str], draw: int, most: int, first: Container[bytes] = ()
+) -> Iterator[bytes]:
+    """Draws at most `most` keys of each range; at most half of them because they are in `first`.
+
+    Keys that are not connected make a range of their own. Otherwise those that have gone would take the places of
+    those behind relays, whose ranges are unknown.
+    """
+    of_range: dict[str | None, list[bytes]] = {}
+    for key in sorted(keys, key=lambda key: blake3(draw.to_bytes(8, "little") + key).digest()):
+        of_range.setdefault(ranges.get(key), []).append(key)
+    for each in of_range.values():
+        preferred = [key for key in each if key in first][: -(-most // 2)]
+        yield from [*preferred, *(key for key in each if key not in preferred)][:most]
+
+
+class NewcomerTime:
     def __init__(self) -> None:
         self._saved, self._saved_at = SAVED_SECONDS_MAX, 0.0
 

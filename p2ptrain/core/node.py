@@ -36,7 +36,6 @@ class Node:
         self._rested: tuple[object, ...] | None = None  # what was counted after the last advance; None: must not rest
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
-        """Processes an event and returns the effects to carry out."""
         context, before, node = self.context, self._shift, self.participant
         if now < self._last:
             self._shift += self._last - now
@@ -73,6 +72,5 @@ class Node:
         return self._view
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of every buffer."""
         assert self.participant is not None, "a node starts first"
         return self.participant.limits()

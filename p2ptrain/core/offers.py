@@ -8,24 +8,17 @@ announced length, and were found good by the strict decoder.
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Callable
 
 from msgspec import Struct
 
-from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, Announcement, Availability, Received, read
+from p2ptrain.core.messages import ADMITTED_MAX, SEATS_MAX, Announcement, Availability, Heard, Received, read
 from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.state import AgreedState
 
 ROUNDS_KEPT = 3  # per author; an honest one has two on offer at most
 OFFERS_OF_AUTHOR_MAX = 2 * ROUNDS_KEPT + 2 * SEATS_MAX  # two more per member that attests them: we need those
 OFFERS_MAX = 2 * ROUNDS_KEPT * ADMITTED_MAX + 4 * SEATS_MAX * SEATS_MAX
-
-
-class Verdict(Enum):
-    NEW = "new"
-    USELESS = "useless"
-    CONFLICT = "conflict"  # the author has announced a different one for this round
-    FULL = "full"  # too many of this author's are waiting already
 
 
 class Offer(Struct):
@@ -35,45 +28,43 @@ class Offer(Struct):
 
 
 class Offers:
-    """The pool of announcements, by name, author and payload."""
-
     def __init__(self, staleness: int, payloads: Payloads) -> None:
         self.staleness, self.payloads = staleness, payloads
         self.by_name: dict[bytes, Offer] = {}
         self.by_author: dict[bytes, list[Offer]] = {}
         self.by_payload: dict[bytes, list[Offer]] = {}
 
-    def add(self, received: Received, asked_for: bool = False) -> Verdict:
+    def add(self, received: Received, asked_for: bool = False) -> Heard:
         """Adds an announcement by an admitted author for a round that may still count."""
         announcement = read(received, Announcement)
         name = received.name
         if name in self.by_name:
-            return Verdict.USELESS
+            return Heard.USELESS
         offer = Offer(name, announcement, received)
         mine = self.by_author.get(announcement.author)
         if mine is None:
             self.by_author[announcement.author] = [offer]
-            verdict = Verdict.NEW
+            verdict = Heard.NEW
         else:
             verdict = self._verdict(mine, announcement.round, asked_for)
-            if verdict not in (Verdict.NEW, Verdict.CONFLICT):
+            if verdict not in (Heard.NEW, Heard.CONFLICT):
                 return verdict
             mine.append(offer)
         self.by_name[name] = offer
         self.by_payload.setdefault(announcement.payload, []).append(offer)
         return verdict
 
-    def _verdict(self, mine: list[Offer], number: int, asked_for: bool) -> Verdict:
+    def _verdict(self, mine: list[Offer], number: int, asked_for: bool) -> Heard:
         """Decides about another announcement for a round, given those of its author."""
         same = sum(offer.announcement.round == number for offer in mine)
         if asked_for:
             if len(mine) >= OFFERS_OF_AUTHOR_MAX:
-                return Verdict.FULL
+                return Heard.FULL
         elif same >= 2:
-            return Verdict.USELESS
+            return Heard.USELESS
         elif not same and len({offer.announcement.round for offer in mine}) >= ROUNDS_KEPT:
-            return Verdict.FULL
-        return Verdict.CONFLICT if same else Verdict.NEW
+            return Heard.FULL
+        return Heard.CONFLICT if same else Heard.NEW
 
     def conflicting(self, received: Received) -> Received:
         """Returns the first announcement of the same author for the same round."""
@@ -104,7 +95,9 @@ class Offers:
         known = [self.by_name.get(name) for name in names]
         return all(offer is not None and offer.announcement.author != author for offer in known)
 
-    def attestable(self, state: AgreedState) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    def attestable(
+        self, state: AgreedState, looks_at: Callable[[bytes, int], bool] = lambda author, number: True
+    ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Returns the names that our availability lists as held and as refused: the oldest round of each author."""
         held: list[bytes] = []
         refused: list[bytes] = []
@@ -115,7 +108,9 @@ class Offers:
             known = [
                 offer
                 for offer in offers
-                if offer.announcement.payload in here and state.may_take(offer.announcement, self.staleness)
+                if offer.announcement.payload in here
+                and state.may_take(offer.announcement, self.staleness)
+                and looks_at(author, offer.announcement.round)
             ]
             if not known:
                 continue
@@ -136,7 +131,6 @@ class Offers:
         ]
 
     def prune(self, state: AgreedState) -> None:
-        """Forgets announcements that can no longer be taken."""
         for author in list(self.by_author):
             kept = [
                 offer

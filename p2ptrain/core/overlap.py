@@ -32,8 +32,6 @@ class Exchanged:
 
 
 class Exchange:
-    """Times the exchange of rounds."""
-
     def __init__(self) -> None:
         self._heard: dict[int, float] = {}  # by round: when the last contribution that it waited for was announced
         self._applied: tuple[int, float] | None = None  # the last round, and when

@@ -1,9 +1,7 @@
 """The participant: a node from its start on, with all its parts.
 
 `take` passes an event to the part that it concerns, and `go_on` lets the node advance as far as it can: a decided round
-leads to the next one, a certified round is applied, training begins. The parts are the round (round.py), the pools that
-outlive it (pools.py), the chain and catching up with others (chain.py, catchup.py), training and applying
-(local_work.py), and recovery from lost messages and lost members (repair.py, regroup.py).
+leads to the next one, a certified round is applied, training begins.
 """
 
 from __future__ import annotations
@@ -20,57 +18,42 @@ from p2ptrain.core.history import Beginning, Step, follow
 from p2ptrain.core.inbox import Inbox
 from p2ptrain.core.local_work import LocalWork
 from p2ptrain.core.membership import Membership
-from p2ptrain.core.messages import (
-    Announcement,
-    Availability,
-    Proposal,
-    Regroup,
-    Vote,
-    decode,
-)
+from p2ptrain.core.messages import Announcement, Assent, Availability, Moving, Proposal, Regroup, Vote, decode
 from p2ptrain.core.pools import Pools
 from p2ptrain.core.regroup import Regrouping
 from p2ptrain.core.repair import Repair
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.round import Round
 from p2ptrain.core.state import AgreedState
+from p2ptrain.core.succession import is_over
 from p2ptrain.core.trust import Trust
-from p2ptrain.errors import DataError
+from p2ptrain.errors import DataError, RemoteProtocolError
 
 PEERS_MAX = 1_024  # connections that the core tracks; the network layer keeps far fewer
 SAVE_SCORES_SECONDS = 60.0  # a restart may lose the observations of the last minute
 
 
 class Participant:
-    """The parts of a node that has started."""
-
     def __init__(self, context: Context, event: ev.Started) -> None:
         saved = event.saved
-        self.context = context
+        self.context, self.began = context, context.now
         if saved.scores:
             try:
                 context.reputation.restore(saved.scores, context.now)
             except DataError:  # scores are only a help: the node starts without them
                 context.counters["saved scores damaged"] += 1
         self.pools = Pools(context)
-        self.chain = Chain.restored(saved, context.run_id, context.run.agreement.history_rounds)
+        run = context.run
+        self.chain = Chain.restored(saved, context.run_id, run.agreement.history_rounds, run.predecessor.round)
         is_forgetful = event.forgetful and self.chain.state.members != (context.me,)
         said = context.voice.restore(saved, context.signer, is_forgetful)
-        self.work = LocalWork(
-            context,
-            self.pools,
-            self.chain,
-            saved.applied_round,
-            saved.applied_root,
-            event.can_overlap,
-            event.audit_share,
-        )
+        self.work = LocalWork(context, self.pools, self.chain, event)
         self.repair = Repair(context)
         self.catching_up = CatchingUp(context, self.chain, lambda: self.regrouping, saved.halted)
         self.membership = Membership(context, self.pools.requests, event.claim)
         self.trust = Trust(context, self.chain, event.trust) if event.trust else None  # until it finds the trusted head
         self._saved_scores, self._saved_scores_at = b"", 0.0
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], object]] = {
             ev.MessageReceived: self._message_received,
             ev.MalformedReceived: self._malformed_received,
             ev.PeerSeen: self._peer_seen,
@@ -87,6 +70,8 @@ class Participant:
             ev.HistoryAsked: self._history_asked,
             ev.HistoryArrived: self._history_arrived,
             ev.HistoryFailed: self._history_failed,
+            ev.MoveRequested: self._move_requested,
+            ev.AssentRequested: self._assent_requested,
             ev.StopRequested: self._stop_requested,
             ev.Tick: lambda event: None,  # `go_on` does everything that is due
         }
@@ -96,8 +81,8 @@ class Participant:
         self.here = self._round(heard_since=0.0)
         self.inbox = Inbox(context, self.pools, self.chain, self.catching_up, self.repair, self.here, self.regrouping)
         self._enter()
-        if again := self.work.say_again():
-            context.publish(*again)
+        if self.work.outstanding:
+            context.publish(*self.work.outstanding.values())
 
     def _stand_by(self, records: list[ev.Said]) -> None:
         """Restores our own messages of a round that we were in before, and the messages that back them."""
@@ -119,11 +104,9 @@ class Participant:
         if votes:
             context.publish(*votes)
 
-    # -----------------------------------------------------------------------------------------------
-    # Events
+    # -- Events -------------------------------------------------------------------------------------
 
     def take(self, event: ev.Event) -> None:
-        """Passes an event to the part that it concerns."""
         self._handlers[type(event)](event)
 
     def _message_received(self, event: ev.MessageReceived) -> None:
@@ -140,8 +123,9 @@ class Participant:
         peers = self.context.peers
         if not peers:
             self.regrouping.restart_clock()
+        peers.pop(event.peer, None)  # its range may be another now
         if len(peers) < PEERS_MAX and event.peer != self.context.me:
-            peers[event.peer] = None
+            peers[event.peer] = event.range
             if self.trust is None:
                 self.repair.greet(self.here, event.peer)
             self.work.peer_seen()
@@ -184,12 +168,33 @@ class Participant:
             self.trust.failed(event.peer)
         self.catching_up.failed(event.peer)
 
+    def _move_requested(self, event: ev.MoveRequested) -> None:
+        state = self.chain.state
+        what = event.last, event.weights, event.root, event.change
+        self._ask_for(Moving(state.branch, state.round + 1, *what, self.context.me))
+
+    def _assent_requested(self, event: ev.AssentRequested) -> None:
+        state = self.chain.state
+        self._ask_for(Assent(state.branch, state.round + 1, event.motion, self.context.me))
+
+    def _ask_for(self, message: Moving | Assent) -> None:
+        """Publishes a request of our own, and attests it; one that is refused was made impossible meanwhile."""
+        received = self.context.signed(message)
+        try:
+            is_new = self.pools.requests.add(received, self.chain.state)
+        except RemoteProtocolError:
+            is_new = False
+        if is_new:
+            self.context.publish(received)
+        else:
+            self.context.counters["requests without effect"] += 1
+
     def _stop_requested(self, event: ev.StopRequested) -> None:
         self.context.is_stopping = True
         if event.keeps_place:
             self.membership.go_away()
         else:
-            self.membership.leave(self.chain.state)
+            self.membership.leave(self.chain.state, self.pools.arrivals.round_seconds)
 
     def wake(self) -> None:
         """Looks around after a sleep: its time does not count, and messages have been missed."""
@@ -197,8 +202,7 @@ class Participant:
         self.regrouping.restart_clock()
         self.repair.greet(self.here, *self.context.some_peers(3))
 
-    # -----------------------------------------------------------------------------------------------
-    # Advancing
+    # -- Advancing ----------------------------------------------------------------------------------
 
     @property
     def may_rest(self) -> bool:
@@ -221,7 +225,9 @@ class Participant:
 
     def go_on(self) -> float:
         """Does everything that can be done now, and returns when there is more to do."""
-        state = self.chain.state
+        context, state = self.context, self.chain.state
+        if is_over(state):
+            return self._after_the_end(state)
         if self.trust is not None:  # until then, it only looks for a history, or leaves
             self.trust.tick()
             self.membership.tick(state, self.work, is_near=False)
@@ -232,12 +238,14 @@ class Participant:
             if self.here.closed_at is not None:
                 self.regrouping.start_clock()
             self.regrouping.tick()
-            if not (self._decide() or self._regroup()):
+            if is_over(self.chain.state) or not (self._decide() or self._regroup()):
                 break
-            self.here.tick()
+            if not is_over(self.chain.state):
+                self.here.tick()
         self.catching_up.tick()
         self.work.go_on()
-        self.repair.tick(self.here, self._is_waiting)
+        is_waiting = self.here.closed_at is not None or self.catching_up.is_behind  # and not only for our own device
+        self.repair.tick(self.here, is_waiting or context.me not in self.chain.state.place)
         self.membership.tick(self.chain.state, self.work, self.catching_up.is_near)
         return self._earliest(
             self.here.deadline,
@@ -249,14 +257,17 @@ class Participant:
             self.repair.deadline,
         )
 
+    def _after_the_end(self, state: AgreedState) -> float:
+        """Applies what is left, and tells those who lag behind, until the node ends."""
+        self.pools.payloads.tick()
+        self.work.go_on()
+        self.repair.tick(self.here, False)
+        self.membership.end(self.work)
+        times = self.pools.payloads.deadline, self.work.deadline, self.repair.deadline
+        return self._earliest(*times, self.membership.deadline(state))
+
     def _earliest(self, *times: float | None) -> float:
         return max(self.context.now, min(time for time in times if time is not None))
-
-    @property
-    def _is_waiting(self) -> bool:
-        """Whether we are waiting for others, and not only for our own device."""
-        is_outside = self.context.me not in self.chain.state.place
-        return self.here.closed_at is not None or self.catching_up.is_behind or is_outside
 
     def _decide(self) -> bool:
         """Enters the next round if this one was decided."""
@@ -313,7 +324,6 @@ class Participant:
         self._enter()
 
     def _enter(self) -> None:
-        """Enters the current round."""
         if records := self.context.voice.remembered(self.here.branch, self.here.number):
             self._stand_by(records)
         self.inbox.take_early()
@@ -342,6 +352,7 @@ class Participant:
             context.counters["branches left"] += 1
             chain.rewind(point)
             self.work.rewound(point.round)
+            self.pools.arrivals.rewound(point.round)
         base = verified.base
         if base is not None:
             chain.rebase(verified.changes, base)
@@ -355,7 +366,6 @@ class Participant:
         self._next_round()
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of every buffer."""
         context = self.context
         owners: tuple[Any, ...] = (
             self.pools, self.chain, self.here, context.voice, self.work, self.repair, self.catching_up,

@@ -35,40 +35,35 @@ class WantedPayload(Struct):
     tries: int = 0
     next_at: float = 0.0
 
-    @property
-    def is_contested(self) -> bool:
-        """Whether authors disagree about the length: then a source that does not have it is not to blame."""
-        return len(set(self.claims.values())) > 1
+
+class HeldPayload(Struct, frozen=True):
+    """A payload that is here: whether it was found good, and the fields that its digest covers."""
+
+    is_good: bool
+    author: bytes
+    payload_bytes: int
+    content: bytes
 
 
 class Payloads:
-    """The payloads that are held or wanted, and the fetches under way."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.held: dict[bytes, bool] = {}  # True if it was found good
-        self.known: dict[bytes, tuple[bytes, int, bytes]] = {}  # author, length in bytes and content, where known
+        self.held: dict[bytes, HeldPayload] = {}
         self.wanted: dict[bytes, WantedPayload] = {}
         self.deadline: float | None = None
 
     def is_good(self, payload: bytes) -> bool:
-        """Whether a good payload is here."""
-        return self.held.get(payload) is True
+        held = self.held.get(payload)
+        return held is not None and held.is_good
 
     def checked(self, offer: Announcement) -> bool | None:
         """Whether an announced payload is good, and has the announced author, length and content; None if it is not
         here."""
-        claimed = offer.author, offer.payload_bytes, offer.content
-        is_false = self.known.get(offer.payload, claimed) != claimed
-        return False if is_false else self.held.get(offer.payload)
+        held = self.held.get(offer.payload)
+        return None if held is None else held == HeldPayload(True, offer.author, offer.payload_bytes, offer.content)
 
     def want(
-        self,
-        payload: bytes,
-        payload_bytes: int,
-        author: bytes,
-        sources: Iterable[bytes] = (),
-        is_old: bool = False,
+        self, payload: bytes, payload_bytes: int, author: bytes, sources: Iterable[bytes] = (), is_old: bool = False
     ) -> None:
         """Fetches a payload that is not here. The driver looks into its own store first."""
         if payload in self.held:
@@ -83,10 +78,7 @@ class Payloads:
             want.claims[author] = payload_bytes
         want.is_old = want.is_old or is_old
         for source in sources:
-            if len(want.sources) >= 4 * SOURCES_MAX:
-                break
-            if source != self.context.me:
-                want.sources.setdefault(source)
+            self.add_source(payload, source)
         if want.asked == 0 and want.next_at <= self.context.now:
             self._fetch(payload, want)
         elif is_new:  # in parallel, as the claim under way may be false; the retry stays scheduled
@@ -120,28 +112,21 @@ class Payloads:
         """Records a payload that was fetched; returns False if it was not wanted."""
         if self.wanted.pop(payload, None) is None:
             return False
-        self._hold(payload, good, (author, payload_bytes, content or payload[:SHORT_BYTES]))
+        self.held[payload] = HeldPayload(good, author, payload_bytes, content or payload[:SHORT_BYTES])
         self._reschedule()
         return True
 
     def came_along(self, offer: Announcement, good: bool) -> bool:
         """Records a payload that was attached to its announcement; returns False if it was not wanted."""
-        want = self.wanted.pop(offer.payload, None)
-        self._hold(offer.payload, good, (offer.author, offer.payload_bytes, offer.content))
-        return want is not None
-
-    def mine(self, offer: Announcement) -> None:
-        self._hold(offer.payload, True, (offer.author, offer.payload_bytes, offer.content))
-
-    def _hold(self, payload: bytes, good: bool, known: tuple[bytes, int, bytes]) -> None:
-        self.held[payload], self.known[payload] = good, known
+        self.held[offer.payload] = HeldPayload(good, offer.author, offer.payload_bytes, offer.content)
+        return self.wanted.pop(offer.payload, None) is not None
 
     def failed(self, payload: bytes, peer: bytes) -> None:
         """Records that a source does not have a payload or cannot be reached."""
         want = self.wanted.get(payload)
         if want is None:
             return
-        if not want.is_contested:
+        if len(set(want.claims.values())) <= 1:  # if authors disagree about the length, the source is not to blame
             self.context.reputation.note(peer, Reason.UNFETCHABLE, self.context.now)
         want.asked = max(0, want.asked - 1)
         if want.asked == 0:
@@ -161,16 +146,13 @@ class Payloads:
         self.deadline = min((want.next_at for want in self.wanted.values()), default=None)
 
     def keep(self, payloads: Collection[bytes]) -> None:
-        """Forgets all payloads but these."""
-        self.held = {payload: good for payload, good in self.held.items() if payload in payloads}
-        self.known = {payload: known for payload, known in self.known.items() if payload in payloads}
+        self.held = {payload: held for payload, held in self.held.items() if payload in payloads}
         self.wanted = {payload: want for payload, want in self.wanted.items() if payload in payloads}
         self._reschedule()
 
     def limits(self) -> dict[str, tuple[int, int]]:
         return {
             "payloads held": (len(self.held), PAYLOADS_MAX),
-            "payloads whose author is known": (len(self.known), PAYLOADS_MAX),
             "payloads wanted": (len(self.wanted), PAYLOADS_MAX),
             "sources of a payload": (
                 max((len(want.sources) for want in self.wanted.values()), default=0),

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from p2ptrain.core.admission import Requests
 from p2ptrain.core.arrivals import Arrivals
-from p2ptrain.core.claims import Claims
 from p2ptrain.core.context import Context
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.newcomers import NewcomerTime
 from p2ptrain.core.offers import Offers
 from p2ptrain.core.overlap import Exchange
 from p2ptrain.core.payloads import Payloads
-from p2ptrain.core.requests import Requests
 from p2ptrain.core.state import AgreedState
-from p2ptrain.core.tally import Tallies
+from p2ptrain.core.tally import Claims, Tallies
 
 
 class Pools:
-    """Contributions, requests, and figures of their authors."""
-
     def __init__(self, context: Context) -> None:
         self.payloads = Payloads(context)
         self.offers = Offers(context.run.agreement.staleness_rounds_max, self.payloads)
@@ -31,7 +28,6 @@ class Pools:
         self.claims = Claims(context.run)  # only shown, too
 
     def take(self, manifest: Manifest) -> None:
-        """Counts the contributions that a manifest takes."""
         self.tallies.take(manifest)
         if manifest.banned:
             proofs = [self.requests.request(name) for name in manifest.evidence]
@@ -54,6 +50,5 @@ class Pools:
         return len(self.requests.by_name), self.payloads.deadline
 
     def limits(self) -> dict[str, tuple[int, int]]:
-        """Returns the size and bound of each buffer."""
         pools = (self.offers, self.payloads, self.requests, self.arrivals, self.exchange, self.tallies, self.claims)
         return {name: limit for pool in pools for name, limit in pool.limits().items()}

@@ -34,7 +34,6 @@ class MissingMessage:
     in_vain: int = 0  # sources at the end of the list that were asked in vain
 
     def next_source(self) -> bytes:
-        """Moves on to the next source and returns it."""
         self.sources.append(self.sources.pop(0))
         self.in_vain = min(self.in_vain + 1, len(self.sources) - 1)
         return self.sources[0]
@@ -55,8 +54,6 @@ class MissingMessage:
 
 
 class Questions:
-    """The open questions of one round."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
         self.open: dict[bytes, MissingMessage] = {}
@@ -104,7 +101,6 @@ class Questions:
             self.unneeded -= not question.is_needed
 
     def tick(self, is_known: Callable[[bytes], bool]) -> None:
-        """Asks again for messages that are still unknown."""
         now = self.context.now
         by_peer: dict[bytes, list[bytes]] = {}
         for name, question in list(self.open.items()):

@@ -74,8 +74,7 @@ class Regrouping:
         """Whatever may let the node advance and a message can change without an effect."""
         return len(self.calls), len(self.signed)
 
-    # -----------------------------------------------------------------------------------------------
-    # The clock
+    # -- The clock ----------------------------------------------------------------------------------
 
     def start_clock(self) -> None:
         if self.since is None and self.is_member and self.state.roster.size > 1:
@@ -151,8 +150,7 @@ class Regrouping:
     def _mine_signed(self) -> set[int]:
         return {attempt for attempt, signed in self.signed.items() if self.context.me in signed}
 
-    # -----------------------------------------------------------------------------------------------
-    # Calls and signatures
+    # -- Calls and signatures -----------------------------------------------------------------------
 
     def _call(self, attempt: int) -> None:
         context, state = self.context, self.state
@@ -179,33 +177,26 @@ class Regrouping:
     def hear_call(self, received: Received) -> bool:
         """Takes in a member's call after the same certificate; returns False if it is useless."""
         call = read(received, Call)
-        if call.author not in self.state.roster.seat or not self._is_kept(call.attempt):
-            return False
-        calls = self.calls.setdefault(call.attempt, {})
-        if call.author in calls:
-            return False
-        calls[call.author] = received
-        if call.attempt == self.attempt:
+        is_new = call.author in self.state.roster.seat and self._keep(self.calls, call, received)
+        if is_new and call.attempt == self.attempt:
             self.last_new_at = self.context.now
-        return True
+        return is_new
 
     def hear_regroup(self, received: Received) -> bool:
         """Takes in a member's signature of a set; returns False if it is useless."""
-        regroup = read(received, Regroup)
-        seat = self.state.roster.seat
-        if any(key not in seat for key in regroup.members) or not self._is_kept(regroup.attempt):
-            return False
-        signed = self.signed.setdefault(regroup.attempt, {})
-        if regroup.author in signed:
-            return False
-        signed[regroup.author] = received
-        return True
+        regroup, seat = read(received, Regroup), self.state.roster.seat
+        return all(key in seat for key in regroup.members) and self._keep(self.signed, regroup, received)
 
-    def _is_kept(self, attempt: int) -> bool:
-        for kept in (self.calls, self.signed):
-            for old in [each for each in kept if each <= self.attempt - ATTEMPTS_KEPT]:
-                del kept[old]
-        return self.attempt - ATTEMPTS_KEPT < attempt <= max(self.attempt, 0) + ATTEMPTS_AHEAD
+    def _keep(self, kept: dict[int, dict[bytes, Received]], said: Call | Regroup, received: Received) -> bool:
+        """Keeps a member's first word in an attempt near ours; returns False for any other."""
+        for each in (self.calls, self.signed):
+            for old in [attempt for attempt in each if attempt <= self.attempt - ATTEMPTS_KEPT]:
+                del each[old]
+        is_near = self.attempt - ATTEMPTS_KEPT < said.attempt <= max(self.attempt, 0) + ATTEMPTS_AHEAD
+        if not is_near or said.author in kept.setdefault(said.attempt, {}):
+            return False
+        kept[said.attempt][said.author] = received
+        return True
 
     def beginning(self) -> Beginning | None:
         """Returns the beginning of a branch that a quorum of its own members has signed, if there is one."""
@@ -245,16 +236,9 @@ class Regrouping:
         return not self.is_member and self.context.now - self.began >= self.context.run.agreement.stall_seconds
 
     def _begun(self, attempt: int, members: tuple[bytes, ...], signed: list[Received]) -> Beginning:
-        by_author = sorted((read(received, Regroup).author, signature_of(received)) for received in signed)
-        return Beginning(
-            self.state.branch,
-            self.state.round,
-            self.state.head,
-            attempt,
-            members,
-            tuple(author for author, _ in by_author),
-            tuple(signature for _, signature in by_author),
-        )
+        state, by_author = self.state, sorted((read(each, Regroup).author, signature_of(each)) for each in signed)
+        signers, signatures = zip(*by_author, strict=True)
+        return Beginning(state.branch, state.round, state.head, attempt, members, signers, signatures)
 
     def restore(self, said: list[Received]) -> None:
         """Restores our signatures after a restart: a signed set stays signed."""

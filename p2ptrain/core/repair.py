@@ -8,6 +8,8 @@ so that nobody can make us send forever.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec import Struct
 
 from p2ptrain.core.context import Context
@@ -38,8 +40,6 @@ class Budget(Struct):
 
 
 class Repair:
-    """Sends hellos, and answers those of others within each peer's budget."""
-
     def __init__(self, context: Context) -> None:
         self.context = context
         self.next_at: float | None = None  # the next hello while waiting
@@ -47,7 +47,6 @@ class Repair:
         self.budgets: dict[bytes, Budget] = {}  # ordered by last use
 
     def hello(self, here: Round) -> Received:
-        """Builds a hello with our position and the messages that we hold."""
         seat = here.roster.seat
         view = here.agreement.views[here.agreement.view]
         offers = here.pools.offers.by_author
@@ -66,7 +65,6 @@ class Repair:
         )
 
     def greet(self, here: Round, *peers: bytes) -> None:
-        """Sends a hello to these peers."""
         if peers:
             hello = self.hello(here)
             for peer in peers:
@@ -110,15 +108,19 @@ class Repair:
 
     def hand_over(self, here: Round, hello: Hello) -> None:
         """Sends a peer in the same round the messages that it lacks and we hold."""
-        lacking = [] if self._is_level(here, hello) else self._lacking(here, hello)
+        if not self._is_level(here, hello):
+            self._send(hello.author, self._lacking(here, hello)[:HANDED_MAX])
+
+    def _send(self, peer: bytes, messages: Iterable[Received]) -> None:
+        """Sends messages as far as the bound of an answer and the peer's budget allow."""
         chosen, size = [], 0
-        for received in lacking[:HANDED_MAX]:
+        for received in messages:
             size += len(received.envelope)
-            if size > HANDED_BYTES_MAX or not self.may_send(hello.author, len(received.envelope)):
+            if size > HANDED_BYTES_MAX or not self.may_send(peer, len(received.envelope)):
                 break
             chosen.append(received)
         if chosen:
-            self.context.send(hello.author, *chosen)
+            self.context.send(peer, *chosen)
 
     def _is_level(self, here: Round, hello: Hello) -> bool:
         """Whether a peer obviously lacks nothing, so that the search can be skipped."""
@@ -199,18 +201,12 @@ class Repair:
         if peer not in self.context.peers or not self.may_send(peer, QUESTION_BYTES):
             return
         known = {received.name: received for received in here.availabilities.values()}
-        found: list[Received] = []
-        size = 0
-        for name in dict.fromkeys(names[:HANDED_MAX]):
-            offer = here.pools.offers.by_name.get(name)
-            received = offer.received if offer else known.get(name) or here.pools.requests.received(name)
-            if received is not None:
-                size += len(received.envelope)
-                if size > HANDED_BYTES_MAX or not self.may_send(peer, len(received.envelope)):
-                    break
-                found.append(received)
-        if found:
-            self.context.send(peer, *found)
+        offers, requests = here.pools.offers.by_name, here.pools.requests
+        found = (
+            offers[name].received if name in offers else known.get(name) or requests.received(name)
+            for name in dict.fromkeys(names[:HANDED_MAX])
+        )
+        self._send(peer, filter(None, found))
 
     def limits(self) -> dict[str, tuple[int, int]]:
         return {

@@ -20,18 +20,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from p2ptrain.core.messages import (
-    Announcement,
-    Evidence,
-    Key,
-    Message,
-    Proposal,
-    Verifier,
-    Vote,
-    decode,
-    open_envelope,
-    seal_envelope,
-)
+from p2ptrain.core import messages as msg
 from p2ptrain.errors import DataError, RemoteProtocolError
 
 HALF_LIFE_SECONDS = 3_600.0  # a laptop that slept overnight should not be shunned in the morning; a guess
@@ -55,69 +44,50 @@ class Reason(Enum):
     FLOODING = "flooding"
 
 
-POINTS = {
-    Reason.LATE: 0.05,
-    Reason.SILENT: 0.05,
-    Reason.UNFETCHABLE: 0.1,
-    Reason.MALFORMED: 1.0,
-    Reason.FLOODING: 2.0,
-}
+POINTS = {Reason.LATE: 0.05, Reason.SILENT: 0.05, Reason.UNFETCHABLE: 0.1, Reason.MALFORMED: 1.0, Reason.FLOODING: 2.0}
 REASONS = tuple(Reason)
 
-# ---------------------------------------------------------------------------------------------------
-# Proof
+# -- Proof ------------------------------------------------------------------------------------------
 
 
-def conflict(first: Message, second: Message) -> bool:
+def conflict(first: msg.Message, second: msg.Message) -> bool:
     """Whether no honest author would have signed both."""
-    match first, second:
-        case (Announcement(), Announcement()) | (Vote(), Vote()) | (Proposal(), Proposal()):
-            return _place(first) == _place(second) and first != second
-        case _:
-            return False
+    place = _place(first)
+    return place is not None and place == _place(second) and first != second
 
 
-def _place(message: Message) -> tuple[object, ...]:
+def _place(message: msg.Message) -> tuple[object, ...] | None:
+    """Returns the place in the protocol for which an author signs one message; None for any other kind."""
     match message:
-        case Announcement(branch=branch, round=number, author=author):
-            return branch, number, author
-        case Proposal(branch=branch, round=number, view=view, author=author):
-            return branch, number, view, author
-        case Vote(branch=branch, round=number, view=view, ballot=ballot, author=author):
-            return branch, number, view, ballot, author
-        case _:
-            raise AssertionError("only announcements, proposals and votes have a place")
+        case msg.Announcement(branch=branch, round=number, author=author):
+            return msg.Announcement, branch, number, author
+        case msg.Proposal(branch=branch, round=number, view=view, author=author):
+            return msg.Proposal, branch, number, view, author
+        case msg.Vote(branch=branch, round=number, view=view, ballot=ballot, author=author):
+            return msg.Vote, branch, number, view, ballot, author
+    return None
 
 
-def prove(first: bytes, second: bytes) -> Evidence:
+def prove(first: bytes, second: bytes) -> msg.Evidence:
     """Builds evidence from two envelopes, without their attachments, which prove nothing."""
-    lower, higher = sorted((_without_attachment(first), _without_attachment(second)))
-    return Evidence(lower, higher)
+    return msg.Evidence(*sorted(map(msg.without_attachment, (first, second))))
 
 
-def _without_attachment(envelope: bytes) -> bytes:
-    body, signature, _ = open_envelope(envelope)
-    return seal_envelope(body, signature)
-
-
-def convict(evidence: Evidence, verifier: Verifier) -> bytes:
+def convict(evidence: msg.Evidence, verifier: msg.Verifier) -> bytes:
     """Returns the key that evidence proves guilty; raises RemoteProtocolError if it proves nothing."""
-    first, second = decode(evidence.first, verifier), decode(evidence.second, verifier)
+    first, second = msg.decode(evidence.first, verifier), msg.decode(evidence.second, verifier)
     if first.attachment or second.attachment:
         raise RemoteProtocolError("the evidence contains an attachment")
     if not conflict(first.message, second.message):
         raise RemoteProtocolError("an honest author may have signed both messages of the evidence")
-    assert isinstance(first.message, Announcement | Proposal | Vote)
+    assert isinstance(first.message, msg.Announcement | msg.Proposal | msg.Vote)
     return first.message.author
 
 
-# ---------------------------------------------------------------------------------------------------
-# Observation
+# -- Observation ------------------------------------------------------------------------------------
 
 
 class Observations(Struct):
-    """Our observations of one peer."""
-
     score: float = 0.0
     at: float = 0.0  # when the score was computed
     is_greylisted: bool = False
@@ -131,7 +101,7 @@ class Observations(Struct):
 class SavedRecord(Struct, frozen=True, array_like=True):
     """A record on disk, with ages instead of times, because the clock restarts with the process."""
 
-    key: Key
+    key: msg.Key
     score: Annotated[float, Meta(ge=0, le=SCORE_MAX)]
     age: Annotated[float, Meta(ge=0, le=1e12)]
     is_greylisted: bool
@@ -142,19 +112,16 @@ _SAVED = msgspec.msgpack.Decoder(Annotated[tuple[SavedRecord, ...], Meta(max_len
 
 
 class Reputation:
-    """One node's observations of its peers."""
-
     def __init__(self) -> None:
         self.records: dict[bytes, Observations] = {}
-        self._noted: Counter[str] = Counter()  # since the start, including peers that were forgotten
+        self.noted: Counter[str] = Counter()  # since the start, including peers that were forgotten
 
     def note(self, peer: bytes, reason: Reason, now: float) -> None:
-        """Records an observation against a peer."""
         record = self._record(peer, now)
         was_greylisted = self._is_greylisted(record, now)
         record.score, record.at = min(self._decayed(record, now) + POINTS[reason], SCORE_MAX), now
         record.counters[reason] = record.counters.get(reason, 0) + 1
-        self._noted[reason.value] += 1
+        self.noted[reason.value] += 1
         record.is_greylisted = was_greylisted or record.score >= GREYLISTED_FROM
 
     def score(self, peer: bytes, now: float) -> float:
@@ -163,7 +130,6 @@ class Reputation:
         return self._decayed(record, now) if record else 0.0
 
     def is_greylisted(self, peer: bytes, now: float) -> bool:
-        """Whether to keep a peer away."""
         record = self.records.get(peer)
         return record is not None and self._is_greylisted(record, now)
 
@@ -195,10 +161,6 @@ class Reputation:
         """Sorts peers, the best first; equals keep their order."""
         return sorted(peers, key=lambda peer: (self.is_greylisted(peer, now), round(self.score(peer, now), 3)))
 
-    def counters(self) -> Counter[str]:
-        """Returns how often each reason was noted since the start."""
-        return Counter(self._noted)
-
     def _is_greylisted(self, record: Observations, now: float) -> bool:
         return record.is_greylisted and self._decayed(record, now) >= PARDONED_BELOW
 
@@ -220,7 +182,6 @@ class Reputation:
             del self.records[peer]
 
     def saved(self, now: float) -> bytes:
-        """Encodes scores and counters for the store."""
         records = tuple(
             SavedRecord(
                 key,

@@ -16,16 +16,15 @@ from functools import cached_property, lru_cache
 
 from blake3 import blake3
 
+Keys = tuple[bytes, ...]
 TOLERANT_FROM = 4  # members; with fewer, not even one liar can be outvoted
 
 
 def quorum_of(size: int) -> int:
-    """Returns how many of `size` members decide."""
     return 2 * size // 3 + 1 if size >= TOLERANT_FROM else size // 2 + 1
 
 
 def tolerated_by(size: int) -> int:
-    """Returns how many of `size` members may lie."""
     return (size - 1) // 3 if size >= TOLERANT_FROM else 0
 
 
@@ -64,6 +63,13 @@ def proposers(run_id: bytes, branch: bytes, number: int, members: tuple[bytes, .
     """Returns the members in the order in which they propose in round `number`; view v is member v mod N's turn."""
     prefix = run_id + branch + number.to_bytes(8, "little")
     return tuple(sorted(members, key=lambda member: blake3(prefix + member).digest()))
+
+
+def changed(members: Keys, seated: Keys, unseated: Keys) -> Keys:
+    """Returns the members after a round: the same object if none has changed, so that its roster is in the cache."""
+    if not seated and not unseated:
+        return members
+    return tuple(sorted({*members, *seated} - {*unseated}))
 
 
 def bitmap(seats: Iterable[int]) -> bytes:

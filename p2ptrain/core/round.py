@@ -8,32 +8,22 @@ that a proposal names and we lack are requested, first from its proposer, then f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from p2ptrain.core.agreement import Agreement, CastVote, Decided, Heard, Judgement, Propose, Stage, ViewEntered
+from p2ptrain.core import messages as msg
+from p2ptrain.core.agreement import Agreement, CastVote, Decided, Judgement, Propose, Stage, ViewEntered
 from p2ptrain.core.collecting import Collecting
 from p2ptrain.core.context import Context
 from p2ptrain.core.history import Entry
 from p2ptrain.core.manifest import Manifest, Missing, joins_max, manifest_of
-from p2ptrain.core.messages import (
-    HELD_MAX,
-    NOTHING,
-    SHORT_BYTES,
-    Availability,
-    Ballot,
-    Certificate,
-    Proposal,
-    Received,
-    Vote,
-    read,
-    signature_of,
-)
+from p2ptrain.core.newcomers import looked_at
 from p2ptrain.core.pools import Pools
 from p2ptrain.core.questions import NAMES_MAX, Questions
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.roster import bitmap, proposers
 from p2ptrain.core.state import AgreedState
+from p2ptrain.core.succession import is_closing
 
 JUDGED_MAX = 128  # checked proposals kept per round: one per view
 MANIFESTS_MAX = 2 * JUDGED_MAX  # per round: those of proposals, and our drafts, which change with each availability
@@ -44,8 +34,6 @@ WAIT_SHARE = 0.25  # of the first view, at most: the others' timers run, and mes
 
 @dataclass(slots=True)
 class ProposalCheck:
-    """The result so far of checking a proposal."""
-
     manifest: Manifest | None = None
     is_bad: bool = False
     is_held: bool = False
@@ -70,10 +58,13 @@ class Round:
         self.heard_since = heard_since  # the start of the round before: who was heard since then is present
         self.own_root = own_root  # the newest root that we attest, and its round
         self.closed_at: float | None = None  # when collecting ended
-        self.mine: Received | None = None  # our availability
+        self.mine: msg.Received | None = None  # our availability
         self.mine_held = 0  # how many contributions it names
-        self.availabilities: dict[bytes, Received] = {}  # by digest
-        self.available: dict[bytes, list[Received]] = {}  # by member
+        # by the round of a contribution, with the peers at that time
+        self._looked_at: dict[int, tuple[dict[bytes, str], Container[bytes]]] = {}
+        self.availabilities: dict[bytes, msg.Received] = {}  # by digest
+        self.available: dict[bytes, list[msg.Received]] = {}  # by member
+        self.known_held: tuple[bytes, ...] | None = None  # of an availability; all that it names is here
         self.first_available_at: float | None = None
         self.propose_at: float | None = None
         self.judged: dict[bytes, ProposalCheck] = {}  # by the digest of the proposal
@@ -91,15 +82,22 @@ class Round:
         )
         self.pools.arrivals.begin(self.number, context.now)
         self.pools.exchange.heard(self.number, context.now)
-        self.collecting = Collecting(context, pools, state)
+        self.collecting = Collecting(context, pools, state, self.looks_at)
 
-    # -----------------------------------------------------------------------------------------------
-    # Collect
+    # -- Collect ------------------------------------------------------------------------------------
 
     def heard_late(self, author: bytes) -> None:
-        """Waits for an author's next contribution if its last one missed its round only narrowly."""
         if self.closed_at is None:
             self.collecting.heard_late(author)
+
+    def looks_at(self, author: bytes, number: int) -> bool:
+        """Whether we take in an author's contribution to this or a later round; an earlier one counts as this."""
+        peers, number = self.context.peers, max(number, self.number)
+        before, keys = self._looked_at.get(number, (None, ()))
+        if before != peers:
+            keys = looked_at(self.state, self.context.run, peers, number)
+            self._looked_at[number] = {**peers}, keys
+        return author == self.context.me or author in keys
 
     def offer_announced(self, author: bytes) -> None:
         """Notes that a contribution is announced that this round may take."""
@@ -113,8 +111,12 @@ class Round:
             self.collect()
 
     def collect(self) -> None:
-        """Ends collecting if it is time."""
         if self.closed_at is not None:
+            return
+        decided = self.state.succession.decided
+        if decided and is_closing(self.state):  # it takes nothing: it certifies the root that the run ends with
+            if self.own_root()[0] >= decided.last or self.context.now >= self._closing_at:
+                self._close()
             return
         collecting = self.collecting
         if collecting.is_blind:
@@ -127,7 +129,11 @@ class Round:
 
     def _lets_pass(self, author: bytes) -> bool:
         """Whether a member's availability shows that it has no contribution of its own."""
-        return self.pools.offers.are_of_others(read(self.available[author][0], Availability).held, author)
+        return self.pools.offers.are_of_others(msg.read(self.available[author][0], msg.Availability).held, author)
+
+    @property
+    def _closing_at(self) -> float:
+        return self.began + self.context.run.agreement.avail_seconds
 
     def _idle_at(self) -> float:
         return self.began + self.context.run.agreement.idle_round_seconds
@@ -143,13 +149,13 @@ class Round:
                 is_silent = author in self.roster.seat and not context.has_heard(author, self.began)
                 context.reputation.note(author, Reason.SILENT if is_silent else Reason.LATE, context.now)
         if self.is_member and self.mine is None and context.voice.may_speak(self.branch, self.number):
-            held, refused = self.pools.offers.attestable(self.state)
-            message = Availability(
+            held, refused = self.pools.offers.attestable(self.state, self.looks_at)
+            message = msg.Availability(
                 self.branch,
                 self.number,
                 *self.own_root(),
-                held[:HELD_MAX],
-                refused[:HELD_MAX],
+                held[: msg.HELD_MAX],
+                refused[: msg.HELD_MAX],
                 self.pools.requests.names(self.state),
                 bitmap(at for at, key in enumerate(self.roster.members) if context.has_heard(key, self.heard_since)),
                 context.me,
@@ -159,12 +165,11 @@ class Round:
             self.hear_availability(self.mine)
         self.advance()
 
-    # -----------------------------------------------------------------------------------------------
-    # Availabilities
+    # -- Availabilities -----------------------------------------------------------------------------
 
-    def hear_availability(self, received: Received) -> bool:
+    def hear_availability(self, received: msg.Received) -> bool:
         """Takes in a member's availability; returns False if it is useless."""
-        message = read(received, Availability)
+        message = msg.read(received, msg.Availability)
         digest, author = received.digest, message.author
         if digest in self.availabilities:
             return False
@@ -183,7 +188,7 @@ class Round:
             self.advance()
         return True
 
-    def _has_room(self, mine: list[Received]) -> bool:
+    def _has_room(self, mine: list[msg.Received]) -> bool:
         """Whether there is room for another availability of a member; drops the oldest unused one if needed.
 
         Availabilities named by a proposal that may still be voted on stay: our lock and others' precommits need them.
@@ -192,7 +197,7 @@ class Round:
             return True
         at = self.agreement
         kept = [view.proposal for number, view in at.views.items() if number >= at.view or number == at.valid_view]
-        named = {name for each in kept if each is not None for name in read(each, Proposal).availabilities}
+        named = {name for each in kept if each is not None for name in msg.read(each, msg.Proposal).availabilities}
         old = next((each for each in mine[2:] if each.digest not in named), None)
         if old is not None:
             mine.remove(old)
@@ -217,7 +222,7 @@ class Round:
         if self.closed_at is not None and (count == self.roster.quorum or (count > self.roster.quorum and is_mine)):
             self.advance()  # others wait for our proposal
 
-    def _ask_for_what_it_holds(self, message: Availability) -> None:
+    def _ask_for_what_it_holds(self, message: msg.Availability) -> None:
         by_name, payloads = self.pools.offers.by_name, self.pools.payloads
         if (
             self.mine is not None
@@ -226,7 +231,10 @@ class Round:
             and not message.requests
         ):
             return  # we hold as many; if they differ, the proposal will show it
-        unknown = [name for name in message.held if name not in by_name]
+        unknown: list[bytes] = []
+        if message.held is not self.known_held:  # the same object: as others' in a simulation
+            unknown = [name for name in message.held if name not in by_name]
+            self.known_held = self.known_held if unknown else message.held
         if payloads.wanted:
             for name in message.held:
                 if name in by_name:
@@ -238,8 +246,7 @@ class Round:
         if unknown and message.author != self.context.me:
             self.questions.ask(unknown[:NAMES_MAX], [message.author])
 
-    # -----------------------------------------------------------------------------------------------
-    # Proposals and votes
+    # -- Proposals and votes ------------------------------------------------------------------------
 
     def _may_propose(self) -> bool:
         if not self.context.voice.may_speak(self.branch, self.number):
@@ -265,8 +272,8 @@ class Round:
         by_name, requests = self.pools.offers.by_name, self.pools.requests.by_name
         lacking: dict[tuple[bytes, ...], int] = {}
 
-        def rank(received: Received) -> tuple[int, int, bytes]:
-            message = read(received, Availability)
+        def rank(received: msg.Received) -> tuple[int, int, bytes]:
+            message = msg.read(received, msg.Availability)
             if message.held not in lacking:
                 lacking[message.held] = sum(
                     (offer := by_name.get(name)) is None or not self.pools.offers.is_good(offer.announcement)
@@ -289,7 +296,7 @@ class Round:
     def _manifest(self, names: tuple[bytes, ...]) -> Manifest | None:
         """Computes the manifest of these availabilities; if messages are missing, asks for them and returns None."""
         context = self.context
-        named = [read(self.availabilities[name], Availability) for name in names]
+        named = [msg.read(self.availabilities[name], msg.Availability) for name in names]
         found = manifest_of(self.state, context.run, named, self.pools.offers.announcement, self.pools.requests.request)
         if isinstance(found, Missing):
             self.questions.ask(found.names, [each.author for each in named], is_needed=True)
@@ -306,7 +313,7 @@ class Round:
             payloads.want(taken.payload, taken.payload_bytes, taken.author, holders(taken.payload, self.available))
         return not missing
 
-    def _judge(self, received: Received) -> Judgement:
+    def _judge(self, received: msg.Received) -> Judgement:
         judged = self.judged.get(received.digest)
         if judged is None:
             while len(self.judged) >= JUDGED_MAX:
@@ -323,33 +330,32 @@ class Round:
         judged.is_held = self._payloads_are_here(judged.manifest)
         return Judgement.HELD if judged.is_held else Judgement.KNOWN
 
-    def _work_out(self, received: Received, judged: ProposalCheck) -> None:
-        proposal = read(received, Proposal)
+    def _work_out(self, received: msg.Received, judged: ProposalCheck) -> None:
+        proposal = msg.read(received, msg.Proposal)
         if len(proposal.availabilities) != self.roster.quorum:
             judged.is_bad = True
             return
         missing = [name for name in proposal.availabilities if name not in self.availabilities]
         if missing:
-            voters = self.agreement.voted(proposal.view, Ballot.PREVOTE, proposal.manifest)
-            sources = [proposal.author, *(read(vote, Vote).author for vote in voters)]
-            self.questions.ask([name[:SHORT_BYTES] for name in missing], sources, is_needed=True)
+            voters = self.agreement.voted(proposal.view, msg.Ballot.PREVOTE, proposal.manifest)
+            sources = [proposal.author, *(msg.read(vote, msg.Vote).author for vote in voters)]
+            self.questions.ask([name[: msg.SHORT_BYTES] for name in missing], sources, is_needed=True)
             return
-        authors = {read(self.availabilities[name], Availability).author for name in proposal.availabilities}
+        authors = {msg.read(self.availabilities[name], msg.Availability).author for name in proposal.availabilities}
         manifest = self._manifest(proposal.availabilities) if len(authors) == self.roster.quorum else None
         if len(authors) != self.roster.quorum or (manifest is not None and manifest.digest != proposal.manifest):
             judged.is_bad = True
             return
         judged.manifest = manifest
 
-    def hear_proposal(self, received: Received) -> Heard:
+    def hear_proposal(self, received: msg.Received) -> msg.Heard:
         heard = self.agreement.hear_proposal(received)
-        if heard is Heard.NEW:
+        if heard is msg.Heard.NEW:
             self.agreement.start(self.context.now)
             self.advance()
         return heard
 
     def advance(self) -> None:
-        """Carries out the agreement's actions until there are none left."""
         agreement, context = self.agreement, self.context
         while True:
             match agreement.advance(context.now):
@@ -368,20 +374,20 @@ class Round:
             self._vote(vote.view, vote.ballot, vote.manifest)
         self.advance()
 
-    def _vote(self, view: int, ballot: Ballot, manifest: bytes) -> None:
+    def _vote(self, view: int, ballot: msg.Ballot, manifest: bytes) -> None:
         if not self.context.voice.may_speak(self.branch, self.number):
             return
-        vote = self.context.signed(Vote(self.branch, self.number, view, ballot, manifest, self.context.me))
+        vote = self.context.signed(msg.Vote(self.branch, self.number, view, ballot, manifest, self.context.me))
         backing: tuple[bytes, ...] = ()
         payloads: tuple[bytes, ...] = ()
-        if manifest != NOTHING:
-            if ballot is Ballot.PRECOMMIT:
+        if manifest != msg.NOTHING:
+            if ballot is msg.Ballot.PRECOMMIT:
                 backing = self._backing(view, manifest)
             else:
                 payloads = tuple(taken.payload for taken in self.manifests[manifest].taken)
         self.context.voice.publish_once(vote, backing, payloads)
         self.agreement.hear_vote(vote)
-        for peer in self.context.some_peers(1) if ballot is Ballot.PRECOMMIT else ():
+        for peer in self.context.some_peers(1) if ballot is msg.Ballot.PRECOMMIT else ():
             if shown := self.agreement.some_prevote(view, peer, self.context.rng):
                 self.context.send(peer, shown)
 
@@ -389,9 +395,9 @@ class Round:
         """Returns the envelopes that we need after a restart to propose our locked manifest again."""
         received = self.agreement.views[view].proposal
         assert received is not None, "a precommit follows a proposal"
-        proposal = read(received, Proposal)
+        proposal = msg.read(received, msg.Proposal)
         named = [self.availabilities[name] for name in proposal.availabilities]
-        contents = [read(each, Availability) for each in named]
+        contents = [msg.read(each, msg.Availability) for each in named]
         lists = dict.fromkeys(names for each in contents for names in (each.held, each.refused))  # few differ
         wanted = sorted({name for names in lists for name in names})
         asked = sorted({name for names in dict.fromkeys(each.requests for each in contents) for name in names})
@@ -399,10 +405,10 @@ class Round:
         backing = [received, *named]
         backing += [offers[name].received for name in wanted if name in offers]
         backing += [requests[name].received for name in asked if name in requests]
-        backing += self.agreement.voted(view, Ballot.PREVOTE, manifest)
+        backing += self.agreement.voted(view, msg.Ballot.PREVOTE, manifest)
         return tuple(each.envelope for each in backing)
 
-    def _propose(self, view: int, valid_view: int, valid: Proposal | None) -> None:
+    def _propose(self, view: int, valid_view: int, valid: msg.Proposal | None) -> None:
         context = self.context
         if valid is None:
             assert self.draft is not None, "a proposal needs a draft"
@@ -410,15 +416,12 @@ class Round:
         else:
             names, manifest = valid.availabilities, valid.manifest
         proposal = context.signed(
-            Proposal(self.branch, self.number, view, valid_view if valid else -1, names, manifest, context.me)
+            msg.Proposal(self.branch, self.number, view, valid_view if valid else -1, names, manifest, context.me)
         )
         context.voice.publish_once(proposal)
         if valid is not None:
-            context.publish(*self.agreement.voted(valid_view, Ballot.PREVOTE, manifest))
+            context.publish(*self.agreement.voted(valid_view, msg.Ballot.PREVOTE, manifest))
         self.agreement.hear_proposal(proposal)
-
-    # -----------------------------------------------------------------------------------------------
-    # Repeating
 
     def say_again(self) -> None:
         """Publishes our messages of this round again, as far as they still hold, because gossip may have lost them."""
@@ -433,8 +436,7 @@ class Round:
         if again:
             self.context.publish(*again)
 
-    # -----------------------------------------------------------------------------------------------
-    # Deciding
+    # -- Deciding -----------------------------------------------------------------------------------
 
     def decision(self) -> Entry | None:
         """Returns the manifest with its certificate, once both are here."""
@@ -443,21 +445,23 @@ class Round:
             return None
         if decided.manifest not in self.manifests:  # it may be in a proposal that we have not checked
             for view in self.agreement.views.values():
-                if view.proposal and read(view.proposal, Proposal).manifest == decided.manifest:
+                if view.proposal and msg.read(view.proposal, msg.Proposal).manifest == decided.manifest:
                     self._judge(view.proposal)
         manifest = self.manifests.get(decided.manifest)
         if manifest is None:
             return None
-        votes = self.agreement.voted(decided.view, Ballot.PRECOMMIT, decided.manifest)[: self.roster.quorum]
-        seats = bitmap(self.roster.seat[read(vote, Vote).author] for vote in votes)
-        signatures = tuple(signature_of(vote) for vote in votes)
-        return Entry(manifest, Certificate(self.branch, self.number, decided.view, manifest.digest, seats, signatures))
+        votes = self.agreement.voted(decided.view, msg.Ballot.PRECOMMIT, decided.manifest)[: self.roster.quorum]
+        seats = bitmap(self.roster.seat[msg.read(vote, msg.Vote).author] for vote in votes)
+        signatures = tuple(msg.signature_of(vote) for vote in votes)
+        return Entry(
+            manifest, msg.Certificate(self.branch, self.number, decided.view, manifest.digest, seats, signatures)
+        )
 
     @property
     def deadline(self) -> float | None:
         times = [self.agreement.deadline]
         if self.closed_at is None:
-            times.append(self.collecting.deadline)
+            times.append(self._closing_at if is_closing(self.state) else self.collecting.deadline)
             if self.pools.requests.by_name:
                 times.append(self._idle_at())
         elif self.propose_at is not None and self.propose_at > self.context.now:
@@ -492,9 +496,7 @@ class Round:
         """Whatever may let the node advance and a message can change without an effect."""
         agreement = self.agreement
         return (
-            self.closed_at,
-            self.collecting.deadline,
-            self.collecting.has_any,
+            (self.collecting.deadline, self.collecting.has_any) if self.closed_at is None else self.closed_at,
             self.propose_at,
             len(self.questions.open),
             agreement.is_due,

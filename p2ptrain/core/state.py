@@ -1,9 +1,9 @@
 """The agreed state: the replicated state that all members share after a round, and its transition by a manifest.
 
 It holds the roster, admitted keys with what audits have found of them, bans, the window of contributions taken,
-absences and spent invitations. A manifest
-names the digest of the state before it, so that a certificate also proves the state. Everything here is a function of
-the state and the manifest alone, without lookups, randomness or time.
+absences, spent invitations, and what members have moved. A manifest names the digest of the state before it, so that a
+certificate also proves the state. Everything here is a function of the state and the manifest alone, without lookups,
+randomness or time.
 
 A contribution is taken at most once: the window remembers (author, round) for as long as a contribution of that round
 could be taken. Its base may be at most `staleness_rounds_max` non-empty manifests old, and is never later than its
@@ -19,19 +19,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2ptrain.config import RunConfig
-from p2ptrain.core.audits import (
-    AUDIT_ROUNDS,
-    CLEAN,
-    SUMMONS_MAX,
-    TRIAL_ROUNDS,
-    Conduct,
-    Summons,
-    Tier,
-    begins_as,
-    settle,
-)
+from p2ptrain.core import audits
 from p2ptrain.core.messages import ADMITTED_MAX, NUMBER_MAX, SEATS_MAX, Announcement, Digest, Key, Number, Short
-from p2ptrain.core.roster import Roster, roster_of
+from p2ptrain.core.roster import Roster, changed, roster_of
+from p2ptrain.core.succession import UNMOVED, Succession, succession_after
 from p2ptrain.digest import digest
 from p2ptrain.share import PassSlots
 
@@ -45,22 +36,19 @@ WINDOW_MAX = 65 * ADMITTED_MAX  # staleness_rounds_max is 64 at most
 # Times absence_rounds_max: how long an open run keeps a key that has no seat and offers nothing. Long enough for a
 # machine fifty times slower than the rest; a guess beyond that.
 UNSEATED_ABSENCES = 64
+AFTER_MAX = 16  # transitions remembered: in a simulation a thousand nodes take the same one
 
 
 class Admitted(Struct, frozen=True, array_like=True):
-    """A key that may contribute."""
-
     key: Key
     since: Number  # the round that admitted it
     taken: Number  # contributions taken since it was last without a seat
     absent: Number  # rounds in a row unheard (members), or with nothing taken (others)
     steps: Number = 0  # by capability: of its last contributions, the most of them fading; 0: none known, so all
-    conduct: Conduct = CLEAN  # by the audits
+    conduct: audits.Conduct = audits.CLEAN  # by the audits
 
 
 class Taken(Struct, frozen=True, array_like=True):
-    """A contribution that a manifest applies."""
-
     author: Key
     round: Number
     base_round: Number
@@ -91,9 +79,10 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
     root: Digest
     assigned: Number  # by capability: local steps that all rounds so far have given out data for
     # (author, round that took it) of what may be audited, by round
-    taken_lately: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=AUDIT_ROUNDS * ADMITTED_MAX)] = ()
+    taken_lately: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=audits.AUDIT_ROUNDS * ADMITTED_MAX)] = ()
     typical: Number = 0  # z of a member's contribution
-    summons: Annotated[tuple[Summons, ...], Meta(max_length=SUMMONS_MAX)] = ()
+    summons: Annotated[tuple[audits.Summons, ...], Meta(max_length=audits.SUMMONS_MAX)] = ()
+    succession: Succession = UNMOVED
 
     @cached_property
     def digest(self) -> bytes:
@@ -110,7 +99,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def taken(self) -> frozenset[tuple[bytes, int]]:
-        return _as_set(tuple([entry[:2] for entry in self.window]))
+        return frozenset(entry[:2] for entry in self.window)
 
     @cached_property
     def contents(self) -> frozenset[bytes]:
@@ -124,7 +113,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def counted(self) -> int:
         """How many admitted keys' contributions are applied."""
-        return sum(entry.conduct.tier is Tier.COUNTED for entry in self.admitted)
+        return sum(entry.conduct.tier is audits.Tier.COUNTED for entry in self.admitted)
 
     @cached_property
     def roster(self) -> Roster:
@@ -143,9 +132,12 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
 
     def may_take(self, offer: Announcement, staleness: int) -> bool:
         """Whether the next round may take this contribution."""
+        return offer.branch == self.branch and self.is_open_to(offer, staleness)
+
+    def is_open_to(self, offer: Announcement | Taken, staleness: int) -> bool:
+        """The same for a contribution to this branch."""
         return (
             offer.author in self.place
-            and offer.branch == self.branch
             and offer.round <= self.round + 1
             and self.oldest_base(staleness) <= offer.base_round <= self.round
             and (offer.author, offer.round) not in self.taken
@@ -162,17 +154,27 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         return PassSlots(start * each, sum(steps) * each, sum(steps[:place]) * each, steps[place] * each)
 
     def after(self, manifest: Manifest, run: RunConfig) -> AgreedState:
-        """Returns the state after a manifest."""
+        """Returns the state after a manifest: the same object for all nodes of one process."""
         assert manifest.state == self.digest, "a manifest applies to the state that it names"
-        members = _changed(self.members, add=manifest.seated, drop=manifest.unseated)
+        known = _AFTER.get((self.digest, manifest.digest))
+        if known is not None and known[0] is run:
+            return known[1]
+        found = self._after(manifest, run)
+        _AFTER[self.digest, manifest.digest] = run, found
+        for old in list(_AFTER)[:-AFTER_MAX]:  # a copy: another thread, which checks an origin, may add one
+            _AFTER.pop(old, None)
+        return found
+
+    def _after(self, manifest: Manifest, run: RunConfig) -> AgreedState:
+        members = changed(self.members, manifest.seated, manifest.unseated)
         filled = (*self.filled, manifest.round) if manifest.taken else self.filled
         filled = filled[-run.agreement.staleness_rounds_max - 1 :]
         window = (*self.window, *((taken.author, taken.round, taken.content) for taken in manifest.taken))
         if len(filled) > run.agreement.staleness_rounds_max:
             window = tuple(entry for entry in window if entry[1] >= filled[0])
-        oldest = manifest.round - AUDIT_ROUNDS
+        oldest = manifest.round - audits.AUDIT_ROUNDS
         taken_lately = (*self.taken_lately, *((taken.author, manifest.round) for taken in manifest.taken))
-        settled = settle(self, manifest)
+        settled, is_by_capability = audits.settle(self, manifest), run.data.assignment == "capability"
         spent = (*self.spent, *((join.bearer, join.last_round) for join in manifest.joins if join.last_round))
         return AgreedState(
             branch=self.branch,
@@ -186,23 +188,19 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             spent=tuple(sorted(entry for entry in spent if entry[1] > manifest.round)),
             root_round=manifest.root_round,
             root=manifest.root,
-            assigned=self._assigned_after(run),
+            assigned=(self.assigned + sum(self._steps(run))) % NUMBER_MAX if is_by_capability else 0,
             taken_lately=tuple([entry for entry in taken_lately if entry[1] > oldest]),
             typical=settled.typical,
             summons=settled.summons,
+            succession=succession_after(self, manifest, members, run),
         )
-
-    def _assigned_after(self, run: RunConfig) -> int:
-        if run.data.assignment != "capability":
-            return 0
-        return (self.assigned + sum(self._steps(run))) % NUMBER_MAX
 
     def _steps(self, run: RunConfig) -> list[int]:
         """The steps that a round has data for, by place."""
         return [entry.steps or run.recipe.local_steps for entry in self.admitted]
 
     def _admitted_after(
-        self, manifest: Manifest, members: tuple[bytes, ...], run: RunConfig, conducts: dict[bytes, Conduct]
+        self, manifest: Manifest, members: tuple[bytes, ...], run: RunConfig, conducts: dict[bytes, audits.Conduct]
     ) -> tuple[Admitted, ...]:
         taken = {taken.author: taken.steps for taken in manifest.taken}
         unheard = set(self.roster.in_seats(manifest.absent) or ())
@@ -211,7 +209,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         seated = set(members)
         patience = UNSEATED_ABSENCES * run.admission.absence_rounds_max
         joined = [join.key for join in manifest.joins if join.key not in self.place]
-        conduct = begins_as(self, run) if joined else CLEAN
+        conduct = audits.begins_as(self, run) if joined else audits.CLEAN
         entries = [Admitted(key, manifest.round, 0, 0, 0, conduct) for key in joined]
         for entry in self.admitted:
             key = entry.key
@@ -225,10 +223,10 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             count = 0 if key in unseated else entry.taken + (key in taken)
             steps = _steps_after(entry.steps, taken.get(key, 0), run)
             conduct = conducts.get(key, entry.conduct)
-            if conduct.tier is not Tier.COUNTED and manifest.round > conduct.since + TRIAL_ROUNDS:
+            if conduct.tier is not audits.Tier.COUNTED and manifest.round > conduct.since + audits.TRIAL_ROUNDS:
                 if not member:
                     continue
-                conduct = msgspec.structs.replace(conduct, tier=Tier.EXPELLED)
+                conduct = msgspec.structs.replace(conduct, tier=audits.Tier.EXPELLED)
             if (count, absent, steps, conduct) != (entry.taken, entry.absent, entry.steps, entry.conduct):
                 entry = Admitted(key, entry.since, count, absent, steps, conduct)  # noqa: PLW2901
             entries.append(entry)
@@ -249,6 +247,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             branch=branch,
             head=branch,
             members=members,
+            succession=Succession(since=self.round),  # two thirds of those who are left have to want it
             admitted=tuple(
                 Admitted(entry.key, entry.since, entry.taken if entry.key in kept else 0, 0, entry.steps, entry.conduct)
                 for entry in self.admitted
@@ -257,6 +256,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
+_AFTER: dict[tuple[bytes, bytes], tuple[RunConfig, AgreedState]] = {}  # by the digests of a state and a manifest
 
 
 @lru_cache(maxsize=16)
@@ -265,13 +265,7 @@ def _places(keys: tuple[bytes, ...]) -> dict[bytes, int]:
     return {key: place for place, key in enumerate(keys)}
 
 
-@lru_cache(maxsize=16)
-def _as_set(window: tuple[tuple[bytes, int], ...]) -> frozenset[tuple[bytes, int]]:
-    return frozenset(window)
-
-
 def genesis(run_id: bytes, members: tuple[bytes, ...], root: bytes) -> AgreedState:
-    """Returns the state before the first round."""
     ordered = tuple(sorted(members))
     return AgreedState(
         branch=run_id,
@@ -299,9 +293,3 @@ def _steps_after(before: int, taken: int, run: RunConfig) -> int:
     recipe = run.recipe
     least, faded = recipe.local_steps_min or recipe.local_steps, 3 * (before or recipe.local_steps) // 4
     return max(min(taken, recipe.local_steps), faded, least)
-
-
-def _changed(keys: tuple[bytes, ...], add: tuple[bytes, ...], drop: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    if not add and not drop:
-        return keys  # the same object, so that its roster is found in the cache
-    return tuple(sorted((set(keys) | set(add)) - set(drop)))

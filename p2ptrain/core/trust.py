@@ -89,7 +89,8 @@ class Trust:
             peer = self.context.rng.choice(good or ready)
             longer = 2.0 ** min(self.turns_lost.get(peer, 0), 16)
             self.turn_until = now + min(PEER_SECONDS * longer, PEER_SECONDS_MAX)
-            self.trial = Chain(self.mine, self.context.run_id, self.context.run.agreement.history_rounds)
+            run = self.context.run
+            self.trial = Chain(self.mine, self.context.run_id, run.agreement.history_rounds, run.predecessor.round)
             self.rounds = 0
             self._ask(peer)
 

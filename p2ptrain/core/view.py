@@ -9,14 +9,15 @@ from msgspec import Struct
 from p2ptrain.core.arrivals import SILENT
 from p2ptrain.core.auditing import audit_of
 from p2ptrain.core.audits import CLEAN, Tier, passes_needed
-from p2ptrain.core.claims import UNKNOWN, HeldOut, TrainingClaims
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Audit
 from p2ptrain.core.history import Entry
+from p2ptrain.core.origin import Descent, origin_of
 from p2ptrain.core.participant import Participant
+from p2ptrain.core.regroup import HEARD_SECONDS
 from p2ptrain.core.state import AgreedState
-from p2ptrain.core.tally import Tally
+from p2ptrain.core.tally import UNKNOWN, HeldOut, Tally, TrainingClaims
 
 
 class PeerView(Struct, frozen=True):
@@ -63,15 +64,18 @@ class NodeView:
         context = self._context
         return self.is_in(peer) and not context.reputation.is_greylisted(peer, context.now)
 
-    # -----------------------------------------------------------------------------------------------
-    # The current round, and the agreed state before it
+    # -- The current round, and the agreed state before it ------------------------------------------
 
     @property
     def state(self) -> AgreedState:
         return self._node.chain.state
 
+    @property
+    def origin(self) -> Descent | None:
+        """How the run has ended, for its successor; None before that."""
+        return origin_of(self._node.chain, self.run)
+
     def entry(self, number: int) -> Entry | None:
-        """Returns the entry of a round, if it is kept."""
         return self._node.chain.entry(number)
 
     @property
@@ -98,18 +102,29 @@ class NodeView:
         """Returns the order to measure a contribution as all members do when they are summoned, or why it cannot be."""
         return audit_of(self._node.chain, self.run, number, key, is_summoned=True)
 
+    def silence_of(self, peer: bytes) -> float:
+        """Returns for how many seconds an admitted peer was not heard, of those since this node's start."""
+        node, now = self._node, self._context.now
+        entry = self.state.admitted[self.state.place[peer]]
+        there = node.here.began if entry.absent == 0 else node.began  # by the last manifest, perhaps without a seat
+        since = max(self._context.heard_at.get(peer, node.began), there)
+        return 0.0 if peer == self.me else now - since
+
+    def is_elsewhere(self, peer: bytes) -> bool:
+        """Whether a peer was lately on another branch, which this node has not followed or found to lose."""
+        branch, _ = self._node.catching_up.ahead.get(peer, (self.state.branch, 0))
+        return branch != self.state.branch
+
     def training_of(self, number: int) -> TrainingClaims:
         """Returns what is claimed of the training behind a round's contributions, as far as it is known here."""
         return self._node.pools.claims.rounds.get(number, UNKNOWN)
 
     @property
     def held(self) -> int:
-        """The number of contributions on offer."""
         return len(self._node.pools.offers.by_name)
 
     @property
     def waiting_for(self) -> int:
-        """The number of contributions that the round still waits for."""
         here = self._node.here
         return len(here.collecting.waiting) + len(here.collecting.unseated) if here.closed_at is None else 0
 
@@ -118,8 +133,7 @@ class NodeView:
         """The digests of payloads that peers may still ask for."""
         return self._node.pools.payloads.held.keys()
 
-    # -----------------------------------------------------------------------------------------------
-    # This node
+    # -- This node ----------------------------------------------------------------------------------
 
     @property
     def is_member(self) -> bool:
@@ -131,12 +145,10 @@ class NodeView:
 
     @property
     def is_quarantined(self) -> bool:
-        """Whether the node's own state differs from the certified one."""
         return self._node.work.is_quarantined
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the node considers the quorum lost."""
         return self._node.regrouping.is_stalled
 
     @property
@@ -149,7 +161,6 @@ class NodeView:
 
     @property
     def is_overlapping(self) -> bool:
-        """Whether the node trains on while a round is agreed on."""
         return self._node.work.overlap.is_on
 
     @property
@@ -159,12 +170,10 @@ class NodeView:
 
     @property
     def roots(self) -> dict[int, bytes]:
-        """The node's own state roots of the last rounds."""
         return dict(self._node.work.roots)
 
     @property
     def complaints(self) -> list[Complaint]:
-        """The current complaints, the worst first."""
         node = self._node
         context, state, work = node.context, node.chain.state, node.work
         found = {
@@ -179,12 +188,18 @@ class NodeView:
             Code.CRASH_ONLY: state.roster.is_crash_only,
         }
         told = [complaint(code) for code, holds in found.items() if holds]
-        told += audit_complaints(state, context.me)
+        place = state.place.get(context.me)
+        conduct = CLEAN if place is None else state.admitted[place].conduct
+        if conduct.tier is not Tier.COUNTED:
+            code = Code.ON_TRIAL if conduct.tier is Tier.ON_TRIAL else Code.SUSPENDED
+            told.append(complaint(code, passed=len(conduct.passed_by), needed=passes_needed(state)))
+        heard = sum(self.silence_of(key) < HEARD_SECONDS for key in state.members)
+        if self.is_member and heard == (quorum := state.roster.quorum) < state.roster.size and not self.is_stalled:
+            told.append(complaint(Code.QUORUM_NEAR, heard=heard, members=state.roster.size, quorum=quorum))
         told += [each for each in (node.regrouping.complaint, node.trust and node.trust.complaint) if each]
         return by_gravity(told)
 
-    # -----------------------------------------------------------------------------------------------
-    # Counters
+    # -- Counters -----------------------------------------------------------------------------------
 
     @property
     def counters(self) -> dict[str, int]:
@@ -199,7 +214,7 @@ class NodeView:
     @property
     def observed(self) -> dict[str, int]:
         """How often each reason (reputation.py) was noted since the start."""
-        return dict(sorted(self._context.reputation.counters().items()))
+        return dict(sorted(self._context.reputation.noted.items()))
 
     @property
     def bans(self) -> dict[bytes, str]:
@@ -243,13 +258,3 @@ class NodeView:
                 )
             )
         return found
-
-
-def audit_complaints(state: AgreedState, me: bytes) -> list[Complaint]:
-    """Returns what audits have found of this node, if its contributions do not count."""
-    place = state.place.get(me)
-    conduct = CLEAN if place is None else state.admitted[place].conduct
-    if conduct.tier is Tier.COUNTED:
-        return []
-    code = Code.ON_TRIAL if conduct.tier is Tier.ON_TRIAL else Code.SUSPENDED
-    return [complaint(code, passed=len(conduct.passed_by), needed=passes_needed(state))]

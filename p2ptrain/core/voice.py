@@ -11,19 +11,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from p2ptrain.core import messages as msg
 from p2ptrain.core.events import Effect, Halted, Persist, Said, Saved, Silence
-from p2ptrain.core.messages import (
-    NOTHING,
-    NUMBER_MAX,
-    Announcement,
-    Ballot,
-    Proposal,
-    Received,
-    Regroup,
-    Verifier,
-    Vote,
-    decode,
-)
 from p2ptrain.core.roster import Roster
 
 SILENT_BRANCHES_MAX = 64  # branches left; the oldest is forgotten, and by then its rounds are long past
@@ -58,7 +47,7 @@ class Voice:
     """Speaks for the node where a message may be sent only once, and remembers what it has said."""
 
     def __init__(
-        self, overlap_rounds: int, emit: Callable[[Effect], None], publish: Callable[[Received], None]
+        self, overlap_rounds: int, emit: Callable[[Effect], None], publish: Callable[[msg.Received], None]
     ) -> None:
         self._overlap_rounds, self._emit, self._publish = overlap_rounds, emit, publish
         self.is_halted = False  # more than f members have lied, so no vote can be trusted any more
@@ -69,19 +58,19 @@ class Voice:
         self.recalled: dict[bytes, int] | None = None  # members' rounds, while we do not know what we have sent
         self.here: tuple[bytes, int] = (b"", -1)  # the current branch and round
 
-    def restore(self, saved: Saved, verifier: Verifier, is_forgetful: bool) -> list[Received]:
+    def restore(self, saved: Saved, verifier: msg.Verifier, is_forgetful: bool) -> list[msg.Received]:
         """Restores what the journal has, and returns the messages; `is_forgetful`: it has lost what we said before."""
         if is_forgetful:
-            self._emit(Persist(Silence(b"", NUMBER_MAX)))
+            self._emit(Persist(Silence(b"", msg.NUMBER_MAX)))
         for silence in saved.silences:
             if silence.branch:
                 self.keep_silent(silence.branch, silence.round)
             else:
                 self.silent_everywhere = silence.round
-        if is_forgetful or self.silent_everywhere >= NUMBER_MAX:
-            self.recalled, self.silent_everywhere = {}, NUMBER_MAX
+        if is_forgetful or self.silent_everywhere >= msg.NUMBER_MAX:
+            self.recalled, self.silent_everywhere = {}, msg.NUMBER_MAX
         self.is_halted = saved.halted is not None
-        messages = [decode(said.envelope, verifier) for said in saved.said]
+        messages = [msg.decode(said.envelope, verifier) for said in saved.said]
         for received, said in zip(messages, saved.said, strict=True):
             self.remember(received, said)
         return messages
@@ -109,7 +98,7 @@ class Voice:
         self._forget_backing(self.here)
 
     def publish_once(
-        self, message: Received, backing: tuple[bytes, ...] = (), payloads: tuple[bytes, ...] = ()
+        self, message: msg.Received, backing: tuple[bytes, ...] = (), payloads: tuple[bytes, ...] = ()
     ) -> None:
         """Publishes a message that may be sent only once, after it is on the disk."""
         said = Said(message.envelope, backing, payloads)
@@ -144,21 +133,21 @@ class Voice:
             self.recalled = None
             self._emit(Persist(Silence(b"", self.silent_everywhere)))
 
-    def remember(self, message: Received, said: Said) -> None:
+    def remember(self, message: msg.Received, said: Said) -> None:
         """Keeps a message, so that we do not contradict it if we return to its round later or after a restart."""
         content = message.message
-        if isinstance(content, Regroup):
+        if isinstance(content, msg.Regroup):
             parent = content.branch, content.parent
             self.regroups.pop(parent, None)  # attempts only rise: older ones are over
             self.regroups[parent] = said
             if len(self.regroups) > PLACES_MAX:
                 del self.regroups[next(iter(self.regroups))]
             return
-        assert isinstance(content, Announcement | Proposal | Vote), "no other kind may be sent only once"
+        assert isinstance(content, msg.Announcement | msg.Proposal | msg.Vote), "no other kind may be sent only once"
         place = content.branch, content.round
         words = self.said.pop(place, None) or OwnMessages([])
         self.said[place] = words  # at the end: the least recently used are forgotten first
-        if isinstance(content, Vote) and content.ballot is Ballot.PRECOMMIT and content.manifest != NOTHING:
+        if isinstance(content, msg.Vote) and content.ballot is msg.Ballot.PRECOMMIT and content.manifest != msg.NOTHING:
             words.drop_backing()  # those of an older lock
             words.lock = message.envelope
         words.add(Said(said.envelope, said.backing))  # the payloads are only needed for the disk

@@ -9,12 +9,12 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from random import Random, SystemRandom
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.node import Node
-from p2ptrain.core.state import genesis
 from p2ptrain.core.trust import is_on
 from p2ptrain.core.view import NodeView
 from p2ptrain.data.dataset import TokenDataset
@@ -26,30 +26,32 @@ from p2ptrain.net.address_book import Origin
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
-from p2ptrain.net.mailbox import Mailboxes
+from p2ptrain.net.mailbox import Mailboxes, messages_of_strangers
 from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
-from p2ptrain.node.event_log import EventFile
 from p2ptrain.node.fetching import Fetching
+from p2ptrain.node.heirs import forget_saved_before
 from p2ptrain.node.home import Home
 from p2ptrain.node.intake import Intake
 from p2ptrain.node.local_worker import LearnerThread, LocalWorker, Note
-from p2ptrain.node.persistence import Persistence
+from p2ptrain.node.persistence import EventFile, Persistence
 from p2ptrain.node.replica_thread import ReplicaThread, Standing
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
-from p2ptrain.node.strangers import messages_of_strangers
 from p2ptrain.node.work import Worker
+from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
+from p2ptrain.observe.schema import RoundRecord
+from p2ptrain.ranks.devices import devices_of
+from p2ptrain.ranks.group import RankGroup, RankWork
+from p2ptrain.ranks.machines import token_in
 from p2ptrain.region.world import WorldLink
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
-from p2ptrain.store.checkpoints import Checkpoint
-from p2ptrain.store.store import Store
+from p2ptrain.store.store import Store, beginning
+from p2ptrain.train.learner import MakeElsewhere
 from p2ptrain.train.own_data import OwnData
 
 TRUST_NAME = "trust"  # the file in the run's directory with the head that this node was told to trust
-
-Watch = Callable[[float, ev.Event], None]
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -92,30 +94,6 @@ OpenWorkshop = Callable[[Launch, Note], Awaitable[Workshop]]
 Attach = Callable[[Edges], AbstractAsyncContextManager[None]]  # a worker to the network, while the node lives
 
 
-@dataclass(slots=True)
-class Assembled:
-    """A node about to start, before its driver, because the driver's observer is built from it first."""
-
-    launch: Launch
-    node: Node
-    replica: ReplicaThread
-    worker: Worker
-    intake: Intake
-    edges: Edges
-    events: EventFile
-    started: ev.Started  # the event that it starts with
-
-    def drive(self, watch: Watch) -> Driver:
-        """Builds the driver; `watch` is called for each event that the core has handled without crashing."""
-
-        def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
-            self.events.note(now, event, effects)
-            if effects is not None:
-                watch(now, event)
-
-        return Driver(self.node, self.replica, self.worker, self.intake, self.edges, note)
-
-
 def own_worker(launch: Launch) -> tuple[MakeWorker, Attach]:
     """Returns how to make the worker of a node that takes its steps itself; in a region it follows the world's run."""
     if not launch.run.world.run:
@@ -126,13 +104,29 @@ def own_worker(launch: Launch) -> tuple[MakeWorker, Attach]:
 
 async def open_workshop(launch: Launch, note: Note, make: MakeWorker = LocalWorker) -> Workshop:
     """Makes a learner, a replica with its weights, and the worker that `make` returns; `note` writes the diary."""
-    thread = await LearnerThread.open(launch.run, launch.config.device, launch.data, own=launch.own, base=launch.base)
+    run, device, base = launch.run, launch.config.device, launch.base
+    ranks = _ranks_of(launch)
+    thread = await LearnerThread.open(run, device, launch.data, own=launch.own, base=base, elsewhere=ranks)
     worker = make(thread, launch.identity.key, note)
     return Workshop(thread, worker, ReplicaThread(worker, thread.threads))
 
 
-async def assemble(stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop = open_workshop) -> Assembled:
-    """Builds a node; closing `stack` closes all of its parts."""
+def _ranks_of(launch: Launch) -> MakeElsewhere | None:
+    """Returns how to start the processes that take the steps; None if the node itself has the one device."""
+    run, config = launch.run, launch.config
+    devices, device = devices_of(run, config), config.device
+    if len(devices) == device.nnodes == 1 and devices != ["mps"] and not device.is_sharded:
+        return None
+    data, base = launch.own.dataset if launch.own else launch.data, launch.base.path if launch.base else None
+    token = token_in(launch.home.directory, device) if device.nnodes > 1 else b""
+    return partial(RankGroup, RankWork(run, device, data, base, config.plugins.allow, token), devices)
+
+
+async def assemble(
+    stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop, hears: Sequence[Callable[[RoundRecord], None]]
+) -> tuple[Driver, Recorder, ev.Started]:
+    """Builds a node, what records its rounds for `hears`, and the event that it starts with; closing `stack` closes all
+    of its parts."""
     run, run_id, config = launch.run, launch.run.id, launch.config
     me = launch.identity.key
     store = _open_store(stack, launch)
@@ -141,7 +135,9 @@ async def assemble(stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop =
     node = Node(run, run_id, me, signer, Random(seed))
     view, states = node.view(), SavedStates()
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
-    persistence = Persistence(store, states, every, run.agreement.history_rounds, needed=lambda: view.payloads)
+    before = partial(forget_saved_before, launch.home, run, store)
+    kept = run.agreement.history_rounds
+    persistence = Persistence(store, states, every, kept, needed=lambda: view.payloads, forget_before=before)
     stack.push_async_callback(asyncio.to_thread, persistence.close)  # in a thread, so that signals are still handled
     workshop = await opened(launch, persistence.note)
     stack.callback(workshop.close)
@@ -162,7 +158,15 @@ async def assemble(stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop =
         audit_share=float(config.audit.share),
         can_overlap=worker.can_overlap,
     )
-    return Assembled(launch, node, replica, worker, intake, edges, events, started)
+    past = await persistence.on_disk(store.records.past, ROUNDS_KEPT)
+    records = Recorder(node, worker, persistence, launch.transport.counters, past, hears=hears)
+
+    def note(now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
+        events.note(now, event, effects)
+        if effects is not None:  # the core has not crashed
+            records.note(now, event)
+
+    return Driver(node, replica, worker, intake, edges, note), records, started
 
 
 async def _connect(
@@ -202,7 +206,7 @@ async def _connect(
         transport,
         run_id,
         mailboxes.is_spoken_by,
-        lambda peer: intake.give(ev.PeerSeen(peer)),
+        lambda peer: intake.give(ev.PeerSeen(peer, transport.range_of(peer))),
         peer_lost,
         SystemRandom(),
         roster=lambda: view.state.members if view.has_started else (),
@@ -215,7 +219,8 @@ async def _connect(
     if config.network.bootstrap and not remembered:  # so that the next start can identify the run by them
         await persistence.remember(config.network.bootstrap)
     fetcher = Fetcher(transport, run_id, download=download, blame=intake.blame)
-    served_blobs = ServedBlobs(run, store, states, launch.data, fetcher, launch.base)
+    follows = launch.home.ancestors(run)
+    served_blobs = ServedBlobs(run, store, states, launch.data, fetcher, launch.base, follows)
     server = Server(transport, run_id, served_blobs.find, upload=upload, blame=intake.blame, is_admitted=view.is_in)
     place = store.directory / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, launch.data, states, place, intake.blame)
@@ -239,11 +244,9 @@ def _for_the_owner() -> Iterator[None]:
 def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     """Opens the node's store."""
     run, run_id = launch.run, launch.run.id
-    founders = tuple(sorted(bytes.fromhex(key) for key in run.admission.founders))
-    beginning = genesis(run_id, founders, bytes.fromhex(run.state.initial_root))
     directory, key_file = launch.home.of_run(run_id), launch.home.identity_file
     kept = launch.config.storage.checkpoints_kept
-    store = Store(directory, run, beginning, launch.identity.key, key_file, checkpoints_kept=kept)
+    store = Store(directory, run, beginning(directory, run), launch.identity.key, key_file, checkpoints_kept=kept)
     stack.callback(store.close)
     store.mismatches.refuse()
     return store
@@ -283,16 +286,6 @@ def _add(connections: Connections, address: str, origin: Origin) -> None:
             raise ConfigError(str(error), key="--bootstrap", fix="Check that it was copied completely") from error
 
 
-def _repeat_since(checkpoint: Checkpoint, store: Store, worker: Worker) -> None:
-    """Schedules the trainings after the checkpoint to be repeated, if all were recorded; continues their numbers."""
-    trainings, last = store.diary.after(checkpoint.stamp.trained), checkpoint.stamp.trained
-    if store.diary.entries:
-        last = max(last, store.diary.entries[-1].number)
-    if not trainings:
-        store.diary.forget(last)
-    worker.repeat_all(trainings, last)
-
-
 async def _restore(store: Store, workshop: Workshop, persistence: Persistence, state: bytes) -> ev.Saved:
     """Restores replica and learner from the disk; the core then brings them up to date."""
     thread, replica, worker = workshop.thread, workshop.replica, workshop.worker
@@ -301,14 +294,19 @@ async def _restore(store: Store, workshop: Workshop, persistence: Persistence, s
     if checkpoint is not None:
         await thread.run(thread.learner.load, checkpoint.trainer_path)
         replica.begin(Standing(checkpoint.round, checkpoint.branch, checkpoint.head, checkpoint.root))
-        _repeat_since(checkpoint, store, worker)
+        # The trainings since are repeated, if all were recorded, and their numbers go on.
+        trainings = store.diary.after(checkpoint.stamp.trained)
+        last = max([checkpoint.stamp.trained, *(each.number for each in store.diary.entries[-1:])])
+        if not trainings:
+            store.diary.forget(last)
+        worker.repeat_all(trainings, last)
         for each in store.checkpoints.present():
             await asyncio.to_thread(persistence.offer, each)
         log.info("continuing from the checkpoint of round %d", checkpoint.round)
         return store.saved(checkpoint)
     if state:
         genesis = store.genesis
-        await replica.adopt(0, genesis.root, [state])
-        await persistence.save_first(worker, Standing(0, genesis.branch, genesis.head, genesis.root))
+        await replica.adopt(genesis.round, genesis.root, [state])
+        await persistence.save_first(worker, Standing(genesis.round, genesis.branch, genesis.head, genesis.root))
         return store.saved(None)
     return store.journal.saved_at(store.genesis.round, b"")

@@ -13,64 +13,55 @@ import re
 import signal
 import stat
 import tempfile
-from asyncio import Future
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack, nullcontext
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from p2ptrain.config import NetworkConfig, NodeConfig, RunConfig
+from p2ptrain.config import ENDING, PROTOCOLS, NodeConfig, RunConfig
+from p2ptrain.core.origin import Descent, succeed
 from p2ptrain.daemon.assembly import Launch, open_workshop, own_worker
-from p2ptrain.daemon.life import Daemon, Outputs, end_soon, live, save_last
+from p2ptrain.daemon.life import Daemon, end_soon, live, save_last
 from p2ptrain.daemon.order import JoinOrder, StartOrder
 from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError
+from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError, RemoteProtocolError, UnusableError
+from p2ptrain.exact.cards import failure_of, why_unusable
 from p2ptrain.identity import Identity
 from p2ptrain.models.kinds import check_base_bytes
 from p2ptrain.net.tasks import IS_CRASH
 from p2ptrain.net.transport import Transport, TransportError
-from p2ptrain.node.begun import begun_here, note_begun
+from p2ptrain.node import find
 from p2ptrain.node.consent import takes_part
-from p2ptrain.node.control import Control
-from p2ptrain.node.find import (
-    as_offered,
-    ask_around,
-    check_addresses,
-    fetch_dataset,
-    find_base,
-    find_run,
-    open_dataset,
-    with_relays,
-)
-from p2ptrain.node.home import Home
-from p2ptrain.node.invitations import claim_for, read_invitation
-from p2ptrain.node.limits import be_nice, keep_data_within, refuse_too_large
+from p2ptrain.node.control import Answer, Control
+from p2ptrain.node.heirs import go_over
+from p2ptrain.node.home import Home, begun_here, note_begun
+from p2ptrain.node.limits import be_nice, choose_settings, keep_data_within, refuse_too_large
 from p2ptrain.node.notify import notify
 from p2ptrain.node.saved import keep_tokenizer
-from p2ptrain.node.socket_directory import private_directory
+from p2ptrain.node.socket_directory import open_apart, private_directory
 from p2ptrain.observe.build import status_of
 from p2ptrain.observe.http import STARTING, HttpFace
 from p2ptrain.observe.logs import set_up
 from p2ptrain.observe.progress import ProgressLine
-from p2ptrain.observe.tensorboard import TensorBoard
-from p2ptrain.observe.tracking import Tracker, Tracking
-from p2ptrain.observe.wandb_run import WandbRun
+from p2ptrain.observe.tracking import TensorBoard, Tracker, Tracking, WandbRun
 from p2ptrain.store.lock import Lock
+from p2ptrain.store.store import origin_in
+from p2ptrain.system import allow_open_files
 from p2ptrain.train.begin import begin, begin_again
 from p2ptrain.train.own_data import PREPARE_FIX, OwnData, open_own
 from p2ptrain.train.private import open_privacy, refuse_without_own_steps
 
+After = Sequence[Descent] | str  # how the run has ended, or the id of the one to go on with; empty: there is none
 log = logging.getLogger("p2ptrain.daemon")
 T = TypeVar("T")
 NO_MEMORY = "the system refused this process memory; it continues from its disk when it is started again"
 HEAD_FIX = "Give the 64 digits of `head` in `p2ptrain status --json` of a node that you trust"
 
 
-# ---------------------------------------------------------------------------------------------------
-# Commands
+# -- Commands ---------------------------------------------------------------------------------------
 
 
 def take_part(order: StartOrder | JoinOrder, loop: ScriptLoop | None = None) -> None:
@@ -79,26 +70,43 @@ def take_part(order: StartOrder | JoinOrder, loop: ScriptLoop | None = None) -> 
 
 
 async def follow(order: StartOrder | JoinOrder, loop: ScriptLoop | None = None) -> None:
-    """Carries out an order, in an event loop."""
-    home = Home(order.config)
-    if isinstance(order, StartOrder):
-        await _start(order, home, loop)
-    else:
-        await _join(order, home, loop)
+    """Carries out an order, in an event loop, and goes on with each run that follows."""
+    home, wanted = Home(order.config), None
+    if isinstance(order, JoinOrder):  # what is wrong with it is told before anything is done
+        wanted = _wanted(order, home)
+        _read_trust(order.trust)
+        if order.invitation:
+            find.read_invitation(order.invitation)
+    async with AsyncExitStack() as stack:
+        opened = await _open(stack, home, loop)
+        if isinstance(order, StartOrder):
+            after = await _start(order, opened)
+        else:
+            after = await _join(order, opened, wanted)
+        while after:
+            _end_on_signals()  # until there is a daemon again
+            is_own = not isinstance(order, StartOrder) or order.run.data.source == "own"
+            order = JoinOrder(config=order.config, data=order.data if is_own else None)
+            if isinstance(after, str):
+                after = await _join(order, opened, after)
+            else:
+                run = await asyncio.to_thread(go_over, home, after, opened.identity)
+                log.info("going on with run %s, id %s: seats and weights go along", run.name, run.run_id)
+                if loop is not None:  # its worker, and what it was told of the run, are those of before
+                    what = f"the run goes on as {run.name} ({run.run_id[:16]})"
+                    raise UnusableError(what, fix="Start the script again: it goes on with that")
+                after = await _join(order, opened, run.run_id, run)
 
 
 def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
     """Runs `p2ptrain runs`: asks the bootstraps for the runs they take part in."""
-    check_addresses(config.network)
+    find.check_addresses(config.network)
 
     async def look() -> list[dict[str, Any]]:
         async with AsyncExitStack() as stack:
-            sockets = stack.enter_context(private_directory())
-            identity = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "identity.key"
-            Identity.make(identity)  # a temporary one: the node's own may be in use
             quiet = config.network.model_copy(update={"listen": ("/ip4/127.0.0.1/tcp/0",), "announce": ()})
-            transport = await _open_transport(stack, identity, quiet, sockets)
-            found, problems = await ask_around(transport, config.network.bootstrap)
+            transport = await open_apart(stack, quiet)
+            found, problems = await find.ask_around(transport, config.network.bootstrap)
             if not found and problems:
                 raise DataError("\n".join(problems))
             return [
@@ -118,7 +126,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
     async def life() -> T:
         loop, me = asyncio.get_running_loop(), asyncio.current_task()
-        assert me is not None
+        assert me is not None, "the main task"
         crashes: list[BaseException] = []
 
         def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -127,14 +135,8 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
                 crashes.append(context["exception"])
                 me.cancel()
 
-        def signalled() -> None:
-            if me.cancelling():
-                end_soon()
-            me.cancel()
-
         loop.set_exception_handler(handle)
-        for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore SIGINT
-            loop.add_signal_handler(number, signalled)
+        _end_on_signals()
         try:
             return await work
         except asyncio.CancelledError:
@@ -143,25 +145,51 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
             raise
 
     try:
-        try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-                return runner.run(life())
-        except* P2ptrainError as group:
-            raise _first(group) from group
-        except* MemoryError as group:
-            raise MemoryShortError(NO_MEMORY) from group
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner, _card_is_named():
+            return runner.run(life())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+    except MemoryError as error:
+        raise MemoryShortError(NO_MEMORY) from error
+    except BaseExceptionGroup as group:  # within `except*` Python 3.11.2 wraps again what is raised
+        known, others = group.split((P2ptrainError, MemoryError))
+        if known is None or others is not None:  # a mistake of ours keeps its traceback
+            raise
+        first = _first(known)
+        raise (first if isinstance(first, P2ptrainError) else MemoryShortError(NO_MEMORY)) from group
     finally:
         for handler in logging.getLogger().handlers:
             handler.flush()  # before the command's own output
 
 
-def _first(group: BaseExceptionGroup[P2ptrainError]) -> P2ptrainError:
-    error: BaseException = group
+def _end_on_signals() -> None:
+    """Lets SIGINT and SIGTERM cancel this task."""
+    me = asyncio.current_task()
+    assert me is not None, "called in a task"
+
+    def signalled() -> None:
+        if me.cancelling():
+            end_soon()
+        me.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore SIGINT
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
+
+
+@contextmanager
+def _card_is_named() -> Iterator[None]:
+    """Raises DeviceError if a card has failed inside the block."""
+    try:
+        yield
+    except (RuntimeError, ExceptionGroup) as error:
+        if (failed := failure_of(error)) is None:
+            raise
+        raise failed from error
+
+
+def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, P2ptrainError)
     return error
 
 
@@ -173,24 +201,24 @@ def _loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
-# ---------------------------------------------------------------------------------------------------
-# Starting
+# -- Starting ---------------------------------------------------------------------------------------
 
 
-async def _start(order: StartOrder, home: Home, loop: ScriptLoop | None) -> None:
-    run, dataset = order.run, order.data
+async def _start(order: StartOrder, opened: Opened) -> After:
+    run, dataset, home, loop = order.run, order.data, opened.home, opened.loop
     async with AsyncExitStack() as stack:
-        opened = await _open(stack, home, loop)
         me = opened.identity.key.hex()
         await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
         log.info("preparing the data and the first weights of %s", run.name)
         before = begun_here(run, order.said, home, me)
+        if before is not None and (heir := home.heir_of(before.id)) is not None:
+            return heir.hex()
         own = await asyncio.to_thread(_own_data, before or run, dataset, opened)
         if own is not None:
             dataset = own.dataset.directory
         named = before if before is not None and run.data.source == "own" else run  # its shared part has a digest
         place = home.usual_dataset(named.data.manifest)
-        await asyncio.to_thread(refuse_too_large, before or run, home)
+        await asyncio.to_thread(make_it_fit, before or run, home)
         if loop is not None and before is not None:  # the script's model has other weights by now
             begun = await asyncio.to_thread(begin_again, before, place, dataset)
         else:
@@ -198,41 +226,56 @@ async def _start(order: StartOrder, home: Home, loop: ScriptLoop | None) -> None
         note_begun(begun.run, run, order.said, home)
         data = TokenDataset.open(begun.dataset, begun.run.data.manifest)
         await asyncio.to_thread(keep_tokenizer, home, begun.run, data)
-        transport = await _open_with_relays(stack, home, begun.run.run_id, opened.sockets)
+        transport = await opened.network(begun.run.run_id)
         launch = Launch(begun.run, home, opened.identity, transport, data, begun.base, state=begun.state, own=own)
-        await _serve(stack, launch, opened)
+        return await _serve(stack, launch, opened)
 
 
-async def _join(order: JoinOrder, home: Home, loop: ScriptLoop | None) -> None:
-    wanted = _pinned(home.config.network.run, order.wanted)
+def make_it_fit(run: RunConfig, home: Home) -> None:
+    if home.config.device.name != "cpu" and (why := why_unusable()):
+        log.warning("torch cannot use the graphics card: %s", why)
+    choose_settings(run, home)
+    refuse_too_large(run, home)
+
+
+async def _join(order: JoinOrder, opened: Opened, wanted: str | None, known: RunConfig | None = None) -> After:
+    """known: the run, if this node has gone over to it"""
+    home, loop = opened.home, opened.loop
     trust = _read_trust(order.trust)
-    read = read_invitation(order.invitation) if order.invitation else None
+    read = find.read_invitation(order.invitation) if order.invitation else None
     async with AsyncExitStack() as stack:
-        opened = await _open(stack, home, loop)
-        transport = await _open_with_relays(stack, home, wanted, opened.sockets)
+        transport = await opened.network(wanted)
         # A script gets the error itself: no supervisor reads its status.
-        offered = as_offered(home, wanted) if loop is None else nullcontext()
+        offered = find.as_offered(home, wanted) if loop is None else nullcontext()
         with offered:
-            run, sources = await find_run(transport, home, wanted)
+            if known is not None:
+                run, sources = known, find.RunSources([*home.config.network.bootstrap, *home.peers_of(known)], [])
+            else:
+                run, sources = await find.find_run(transport, home, wanted)
+            if sources.origins and home.config.succession.accept == "never":
+                raise UnusableError(_not_agreed(sources.origins[0], run))
+            if sources.origins or home.is_going_over(run):
+                await asyncio.to_thread(go_over, home, sources.origins or [_origin_of(home, run)], opened.identity)
             await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
             refuse_trust_in_the_start(trust, run)
-            await asyncio.to_thread(refuse_too_large, run, home)
+            await asyncio.to_thread(make_it_fit, run, home)
             if order.data is not None and run.data.source == "shared":
                 what = f"the nodes of run {run.name} share their training data, and do not bring their own"
                 raise ConfigError(what, key="--data", fix="Leave it out")
             own = await asyncio.to_thread(_own_data, run, order.data, opened)
             if not await takes_part(transport, run, sources, home, order.asks):
-                return
+                return ()
             directory = home.dataset(run.data.manifest)
-            data = open_dataset(directory, run.data.manifest)
+            data = find.open_dataset(directory, run.data.manifest)
             if data is None:
-                data = await fetch_dataset(transport, home, run, directory, sources)
+                data = await find.fetch_dataset(transport, home, run, directory, sources)
             else:
                 await asyncio.to_thread(keep_data_within, run, home, data)
-            base = await find_base(transport, home, run, sources)
-        claim = claim_for(read, opened.identity, run.run_id) if read else b""
+            base = await find.find_base(transport, home, run, sources)
+            await find.find_origin(transport, home, run, sources)
+        claim = find.claim_for(read, opened.identity, run.run_id) if read else b""
         launch = Launch(run, home, opened.identity, transport, data, base, claim=claim, trust=trust, own=own)
-        await _serve(stack, launch, opened)
+        return await _serve(stack, launch, opened)
 
 
 def _own_data(run: RunConfig, given: Path | None, opened: Opened) -> OwnData | None:
@@ -264,11 +307,16 @@ def _check_model(run: RunConfig, loop: ScriptLoop | None) -> None:
         check_base_bytes(run.model, run.adapt)
 
 
-def _pinned(pin: str, wanted: str | None) -> str | None:
-    """Returns the run to join; ConfigError if the command names another one than the config."""
-    if pin and not pin.startswith(wanted or ""):
+def _wanted(order: JoinOrder, home: Home) -> str | None:
+    """Returns the run to join, or the one that this node has gone on with from it; ConfigError if the command names
+    another one than the config."""
+    pin = home.config.network.run
+    if pin and not pin.startswith(order.wanted or ""):
         raise ConfigError(f"the config names run {pin}", key="--run", fix="Leave it out, or change network.run")
-    return pin or wanted
+    wanted = pin or order.wanted
+    met = home.runs(wanted) if wanted else []
+    heir = home.heir_of(met[0].id) if len(met) == 1 else None
+    return heir.hex() if heir else wanted
 
 
 def _read_trust(head: str | None) -> bytes:
@@ -286,30 +334,65 @@ def refuse_trust_in_the_start(trust: bytes, run: RunConfig) -> None:
         raise ConfigError(what, key="--trust", fix=HEAD_FIX)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Opened:
-    """A node that does not know its run yet: its identity, and its faces to the owner and to a script."""
+    """A node that does not know its run yet: its identity, and its faces to the owner, to a script and to peers. They
+    stay where its run goes on as another."""
 
+    stack: AsyncExitStack
     home: Home
     identity: Identity
     loop: ScriptLoop | None
     sockets: Path
-    daemon: Future[Daemon]  # once there is one
-    http: HttpFace | None
+    daemon: Daemon | None = None  # once there is one
+    http: HttpFace | None = None
+    transport: Transport | None = None
+
+    async def network(self, wanted: str | None) -> Transport:
+        """Returns the network, which is opened once: with the remembered relays of the wanted run, or without them if
+        p2pd rejects an address that came from peers."""
+        from p2ptrain.net.libp2p.p2pd import P2pd  # noqa: PLC0415  # hivemind takes three seconds
+
+        if self.transport is None:
+            home, relayed = self.home, find.with_relays(self.home, wanted)
+            start = partial(P2pd.start, home.identity_file, directory=self.sockets, ports_file=home.ports_file)
+            try:
+                self.transport = await start(network=relayed)
+            except TransportError as error:
+                if relayed == home.config.network:
+                    raise
+                log.warning("starting without the remembered relays: %s", error)
+                self.transport = await start(network=home.config.network)
+            self.stack.push_async_callback(self.transport.close)
+        return self.transport
+
+    async def show(self) -> None:
+        """Opens the HTTP server, early, so that it can show that the node is starting."""
+        if self.home.config.http.enabled:
+            self.http = await HttpFace.open(self.home.config.http, lambda: self.daemon)
+            self.stack.push_async_callback(self.http.close)
+
+    def note(self, daemon: Daemon | None) -> None:
+        """Notes the daemon that runs; None: it has ended."""
+        self.daemon = daemon
 
 
 async def _open(stack: AsyncExitStack, home: Home, loop: ScriptLoop | None) -> Opened:
     config = home.config
     be_nice(config.limits.nice)
+    allow_open_files()
     set_up(config.logging)
-    check_addresses(config.network)
+    find.check_addresses(config.network)
     identity = _open_identity(stack, home)
     if loop is not None:
         await stack.enter_async_context(loop.attached())
-    daemon: Future[Daemon] = asyncio.get_running_loop().create_future()
-    sockets = stack.enter_context(private_directory())
-    await _answer_owner(stack, home, sockets, daemon)
-    return Opened(home, identity, loop, sockets, daemon, await _show(stack, config, daemon))
+    opened = Opened(stack, home, identity, loop, stack.enter_context(private_directory()))
+    control = Control(home.directory, opened.sockets, _answers(opened))
+    await control.start()
+    stack.push_async_callback(control.close)
+    notify(STATUS=STARTING)
+    await opened.show()
+    return opened
 
 
 def _open_identity(stack: AsyncExitStack, home: Home) -> Identity:
@@ -324,86 +407,48 @@ def _open_identity(stack: AsyncExitStack, home: Home) -> Identity:
 def _make_writable(directory: Path) -> None:
     """Makes the data directory; raises ConfigError if this user cannot write to it, or another user can."""
     fix = "Choose another with --data-dir"
+    refused = partial(ConfigError, source=str(directory), key="storage.directory")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
         link, kind = os.lstat(directory), directory.stat()
     except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}", source=str(directory), key="storage.directory", fix=fix
-        ) from error
+        raise refused(f"cannot be written: {error.strerror}", fix=fix) from error
     why = ""
     if {link.st_uid, kind.st_uid} - {0, os.geteuid()}:
         why = "belongs to another user, who could change what the node keeps"
     elif kind.st_mode & stat.S_IWOTH:
         why, fix = "every user of this machine may change what is in it", f"chmod o-w {directory}"
     if why:
-        raise ConfigError(why, source=str(directory), key="storage.directory", fix=fix)
+        raise refused(why, fix=fix)
 
 
-async def _open_transport(stack: AsyncExitStack, identity: Path, network: NetworkConfig, sockets: Path) -> Transport:
-    from p2ptrain.net.libp2p.p2pd import P2pd  # noqa: PLC0415  # hivemind takes three seconds
-
-    transport = await P2pd.start(identity, network, sockets)
-    stack.push_async_callback(transport.close)
-    return transport
+# -- Running ----------------------------------------------------------------------------------------
 
 
-async def _open_with_relays(stack: AsyncExitStack, home: Home, wanted: str | None, sockets: Path) -> Transport:
-    """Starts p2pd with remembered relays, or without them if it rejects an address that came from peers."""
-    network = with_relays(home, wanted)
-    try:
-        return await _open_transport(stack, home.identity_file, network, sockets)
-    except TransportError as error:
-        if network == home.config.network:
-            raise
-        log.warning("starting without the remembered relays: %s", error)
-        return await _open_transport(stack, home.identity_file, home.config.network, sockets)
+def _answers(opened: Opened) -> Answer:
+    """Returns what answers the control socket, also before there is a daemon to pass requests to."""
+    life = asyncio.current_task()
 
-
-# ---------------------------------------------------------------------------------------------------
-# Running
-
-
-class _Owner:
-    """Answers the control socket from the start on, before there is a daemon to pass requests to."""
-
-    def __init__(self, daemon: Future[Daemon]) -> None:
-        self._daemon = daemon
-        self._life = asyncio.current_task()
-
-    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._daemon.done():
-            return await self._daemon.result().answer(request)
-        if request == {"do": "leave"} and self._life is not None:
-            self._life.cancel()  # there is no run to leave yet
+    async def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if opened.daemon is not None:
+            return await opened.daemon.answer(request)
+        if request == {"do": "leave"} and life is not None:
+            life.cancel()  # there is no run to leave yet
             return {"leaving": True}
         return {"error": "the node is starting or looking for the run; see its log"}
 
-
-async def _answer_owner(stack: AsyncExitStack, home: Home, sockets: Path, daemon: Future[Daemon]) -> None:
-    control = Control(home.directory, sockets, _Owner(daemon).answer)
-    await control.start()
-    stack.push_async_callback(control.close)
+    return answer
 
 
-async def _show(stack: AsyncExitStack, config: NodeConfig, daemon: Future[Daemon]) -> HttpFace | None:
-    """Opens the HTTP server early, so that it can show that the node is starting."""
-    http = await HttpFace.open(config.http, daemon) if config.http.enabled else None
-    notify(STATUS=STARTING)
-    if http is not None:
-        stack.push_async_callback(http.close)
-    return http
-
-
-async def _serve(stack: AsyncExitStack, launch: Launch, opened: Opened) -> None:
-    """Runs the node until it has left or is stopped."""
-    http, loop = opened.http, opened.loop
+async def _serve(stack: AsyncExitStack, launch: Launch, opened: Opened) -> After:
+    """Runs the node until it has left or is stopped; returns how the run has ended, if it goes on as another."""
+    url, loop = opened.http.url if opened.http else None, opened.loop
     hears = [each.note for each in _trackers(stack, launch)]
-    outputs = Outputs(None if http is None else http.url, hears)
     make, attached = (loop.worker, None) if loop else own_worker(launch)
-    daemon = await Daemon.open(stack, launch, outputs, partial(open_workshop, make=make))
-    opened.daemon.set_result(daemon)
+    daemon = await Daemon.open(stack, launch, partial(open_workshop, make=make), url, hears)
+    opened.note(daemon)
+    stack.callback(opened.note, None)
     _tell_how_to_join(launch.transport, launch.run)
     if loop is not None:
         loop.joined(daemon)
@@ -416,10 +461,38 @@ async def _serve(stack: AsyncExitStack, launch: Launch, opened: Opened) -> None:
     notify(STOPPING="1", STATUS=f"{why}: saving the state")
     await save_last(daemon)
     log.info("%s: ended", why)
+    if daemon.origins and not daemon.is_leaving:
+        return after_the_end(daemon)
+    return ()
+
+
+def after_the_end(daemon: Daemon) -> Sequence[Descent]:
+    """Returns how the run has ended, if this node goes along; raises UnusableError if its owner has not agreed."""
+    state, (*_, last) = daemon.driver.node.view().state, daemon.origins
+    decided = state.succession.decided
+    try:
+        heir = succeed(last)[0]
+    except RemoteProtocolError as error:
+        what = f"run {daemon.run.run_id[:16]} goes on with what this release cannot do: {error.why}"
+        raise UnusableError(what, fix="Install a newer release, and start this node again") from error
+    if daemon.agenda.accept != "never" and (decided is None or daemon.agenda.goes_along(decided)):
+        return daemon.origins
+    raise UnusableError(_not_agreed(daemon.origins[0], heir))
+
+
+def _not_agreed(origin: Descent, heir: RunConfig) -> str:
+    run = RunConfig.from_canonical(origin.config)
+    what = f"run {run.run_id[:16]} has ended with round {origin.last.manifest.round}, as its members decided, and this"
+    return f"{what} node's owner has not agreed to what follows. To go along: `p2ptrain join --run {heir.run_id}`"
+
+
+def _origin_of(home: Home, run: RunConfig) -> Descent:
+    origin = origin_in(home.of_run(run.id))
+    assert origin is not None, "who is going over has it"
+    return origin
 
 
 def _trackers(stack: AsyncExitStack, launch: Launch) -> list[Tracking]:
-    """Opens the trackers named in the config."""
     wanted, run, trackers = launch.config.tracking, launch.run, list[Tracker]()
     if wanted.tensorboard:
         trackers.append(TensorBoard(Path(wanted.tensorboard), run))
@@ -434,6 +507,9 @@ def _trackers(stack: AsyncExitStack, launch: Launch) -> list[Tracking]:
 def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
     addresses = transport.addresses()
     log.info("run %s, id %s", run.name, run.run_id)
+    if run.protocol in ENDING:
+        what = "release %s will not speak the run's protocol %s any more: see `p2ptrain propose --set protocol=%s`"
+        log.warning(what, ENDING[run.protocol], run.protocol, max(PROTOCOLS))
     if not addresses:
         log.warning("no address that others could use yet; `p2ptrain status` shows it once there is one")
     for address in addresses:  # in one write, since the log may go to the same file

@@ -14,84 +14,93 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from random import SystemRandom
 from time import monotonic
 from typing import Any
 
+from p2ptrain import __version__
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code
-from p2ptrain.daemon.assembly import Assembled, Launch, OpenWorkshop, assemble, open_workshop
-from p2ptrain.errors import INTERRUPTED, ConfigError
+from p2ptrain.core.origin import Descent
+from p2ptrain.daemon.assembly import Launch, OpenWorkshop, assemble, open_workshop
+from p2ptrain.errors import INTERRUPTED, ConfigError, StoppedError
 from p2ptrain.models.sample import SampleRequest, read_request
 from p2ptrain.net import questions
 from p2ptrain.net.connections import topic_of
-from p2ptrain.node.edges import Edges
-from p2ptrain.node.energy import Energy, meter_of
-from p2ptrain.node.gpu_use import GpuWatch
-from p2ptrain.node.lag import Lag
+from p2ptrain.node.agenda import Agenda
+from p2ptrain.node.clock import ClockWatch, Lag
+from p2ptrain.node.driver import Driver
+from p2ptrain.node.edges import Topic
+from p2ptrain.node.find import ask_around, find_successor
+from p2ptrain.node.gpu_use import Energy, GpuWatch, meter_of
 from p2ptrain.node.limits import MachineLimits
 from p2ptrain.node.notify import SystemdNotifier, notify
 from p2ptrain.node.owner import carry_out
-from p2ptrain.node.work import StoppedError
-from p2ptrain.observe.build import complaints_of, limits_of, peers_of, rounds_of, status_of
-from p2ptrain.observe.news import DropLog, News, OverlapLog
-from p2ptrain.observe.progress import ProgressLine, line_of
+from p2ptrain.observe.build import complaints_of, peers_of, rounds_of, status_of
+from p2ptrain.observe.progress import News, ProgressLine, line_of
 from p2ptrain.observe.rounds import ROUNDS_KEPT, Recorder
 from p2ptrain.observe.schema import RoundRecord, Rounds
 
 TELL_SECONDS = 1.0
 REMEMBER_SECONDS = 1.0  # between saves of the peers' addresses, if they have changed: the node may be killed soon
 ROUNDS_SECONDS = 5.0  # between saves of the rounds' records
+HEIR_SECONDS, HEIR_SECONDS_MAX = 5.0, 120.0  # between questions for a successor
+ASKED_MAX = 16  # peers that are asked, besides the bootstraps
+QUIET_SECONDS, QUIET_SECONDS_DECIDED = 120.0, 15.0  # without a round: and once a successor is decided
+LEFT_ALONE = {Code.STALLED, Code.FEW_HEARD, Code.NO_PEERS, Code.NOT_ADMITTED}
 END_SECONDS = 3.0  # after a second signal, for everything to shut down, p2pd included
 SAMPLE_SECONDS_MAX = 60.0  # during which this node does not train; a swarm waits about as long for it
 
 log = logging.getLogger("p2ptrain.daemon")
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """The outputs of a node: HTTP and trackers."""
-
-    http: str | None = None
-    hears: Sequence[Callable[[RoundRecord], None]] = ()  # called with each new round
-
-
 class Daemon:
     """A running node of one run, with its outputs."""
 
-    def __init__(self, assembled: Assembled, records: Recorder, outputs: Outputs) -> None:
-        self.run, self.edges, self.records = assembled.launch.run, assembled.edges, records
-        self.driver = driver = assembled.drive(records.note)
-        self.started = assembled.started
-        self.http = outputs.http
+    def __init__(
+        self, launch: Launch, driver: Driver, records: Recorder, started: ev.Started, http: str | None
+    ) -> None:
+        """http: the URL of its page"""
+        self.launch, self.driver, self.records, self.started, self.http = launch, driver, records, started, http
+        self.run, self.edges, self.owner = launch.run, driver.edges, launch.config.network.owner
         self.lag = Lag()
+        connections = self.edges.connections
+        self.clock = ClockWatch(connections.transport, connections.linked, connections.rng)
         device = driver.worker.device
         self.gpu = GpuWatch(device, lambda: self.machine_limits.limits.on_gpu_busy == "pause")
         self.machine_limits = MachineLimits(
-            assembled.launch.config.limits, driver.trainings.pauses, driver.worker, gpu=lambda: self.gpu.is_busy
+            launch.config.limits, driver.trainings.pauses, driver.worker, gpu=lambda: self.gpu.is_busy
         )
         self.energy = Energy(lambda: meter_of(device), records.note_energy, lambda: not driver.trainings.pauses)
+        self.agenda = Agenda(driver, launch.config.succession.accept, launch.home)
         self.is_leaving = self.keeps_place = False
+        self.follows = launch.home.ancestors(self.run)
+        self._found: Sequence[Descent] = ()  # origins that peers have told
         self._began = monotonic()
 
     @classmethod
     async def open(
-        cls, stack: AsyncExitStack, launch: Launch, outputs: Outputs | None = None, opened: OpenWorkshop = open_workshop
+        cls,
+        stack: AsyncExitStack,
+        launch: Launch,
+        opened: OpenWorkshop = open_workshop,
+        http: str | None = None,
+        hears: Sequence[Callable[[RoundRecord], None]] = (),
     ) -> Daemon:
-        """Builds a daemon that is about to start; closing `stack` closes it."""
-        outputs = outputs or Outputs()
-        assembled = await assemble(stack, launch, opened)
-        edges, transport = assembled.edges, launch.transport
-        persistence = edges.persistence
-        past = await persistence.on_disk(persistence.store.records.past, ROUNDS_KEPT)
-        records = Recorder(assembled.node, assembled.worker, persistence, transport.counters, past, hears=outputs.hears)
-        daemon = cls(assembled, records, outputs)
+        """Builds a daemon that is about to start; closing `stack` closes it. `hears` are called with each new round."""
+        daemon = cls(launch, *await assemble(stack, launch, opened, hears), http)
+        edges = daemon.edges
         # Questions first: a peer that sees us speak the run's protocol asks at once for our peers' addresses.
-        is_admitted = assembled.node.view().is_in
-        await questions.serve(transport, daemon.ask_by_peer, edges.upload, is_admitted)
-        await stack.enter_async_context(daemon.edges.server)
-        await stack.enter_async_context(daemon.edges.mailboxes)
+        await questions.serve(launch.transport, daemon.ask_by_peer, edges.upload, edges.view.is_in)
+        await stack.enter_async_context(edges.server)
+        await stack.enter_async_context(edges.mailboxes)
         return daemon
+
+    @property
+    def origins(self) -> Sequence[Descent]:
+        """How the run has ended, and any between it and the one to go on with; empty before."""
+        origin = self.driver.node.view().origin
+        return (origin,) if origin is not None else self._found
 
     @property
     def uptime(self) -> float:
@@ -104,10 +113,9 @@ class Daemon:
         return None if at is None else round(max(0.0, asyncio.get_running_loop().time() - at), 3)
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answers a request of the owner over the control socket."""
         await self.driver.has_begun.wait()
         match request:
-            case {"do": "status" | "peers" | "rounds"}:
+            case {"do": "status" | "peers" | "rounds" | "agenda"}:
                 return self._tell(request)
             case {"do": "leave"} if self.keeps_place:
                 return {"error": "the node is already stopping and stays admitted. Start it again to leave"}
@@ -116,11 +124,7 @@ class Daemon:
                 return {"leaving": True}
             case {"do": "sample", **content}:
                 return {"text": await self._sample(read_request(content))}
-            case {"do": "pause" | "resume" | "limit" | "checkpoint" | "audit"}:
-                told = await carry_out(self.driver, self.machine_limits, request)
-                return limits_of(self).model_dump() if request["do"] == "limit" else told
-            case _:
-                return {"error": "unknown request"}
+        return await carry_out(self.driver, self.machine_limits, self.agenda, request)
 
     def _tell(self, request: dict[str, Any]) -> dict[str, Any]:
         match request:
@@ -128,6 +132,8 @@ class Daemon:
                 return status_of(self).model_dump(mode="json")
             case {"do": "peers"}:
                 return peers_of(self).model_dump(mode="json")
+            case {"do": "agenda"}:
+                return status_of(self).model_dump(mode="json", include={"motions", "successor"})
             case {"do": "rounds", "last": int(last)} if 0 < last <= ROUNDS_KEPT:
                 return Rounds(rounds=rounds_of(self, last)).model_dump(mode="json")
         return {"error": f"last must be a number of rounds from 1 to {ROUNDS_KEPT}"}
@@ -148,9 +154,40 @@ class Daemon:
 
         return await worker.sample(request, go_on) or ""
 
+    def _seems_left_alone(self) -> bool:
+        """Whether the others may have gone on without this node. Who has no seat hears nothing of a lost quorum, and
+        those who have gone on stay connected."""
+        view = self.driver.node.view()
+        since = self.uptime if self.since_applied is None else self.since_applied
+        quiet = QUIET_SECONDS if view.state.succession.decided is None else QUIET_SECONDS_DECIDED
+        codes = {each.code for each in view.complaints}
+        return view.state.branch != self.edges.run_id or bool(LEFT_ALONE & codes) or since >= quiet
+
+    async def look_for_heir(self) -> None:
+        """Looks whether the run has ended without this node, where it gets no further, and goes on with its successor:
+        the others answer there, and nobody here."""
+        transport, home, edges = self.edges.transport, self.launch.home, self.edges
+        await self.driver.has_begun.wait()
+        pause = HEIR_SECONDS
+        while not self.origins and self.agenda.accept != "never":
+            await asyncio.sleep(pause)
+            if self.is_leaving or not self._seems_left_alone():
+                pause = HEIR_SECONDS
+                continue
+            pause = min(2.0 * pause, HEIR_SECONDS_MAX)
+            with transport.boundary.contain("the question for a successor"):
+                known = edges.connections.remembered()
+                some = SystemRandom().sample(known, min(len(known), ASKED_MAX))
+                addresses = [*self.launch.config.network.bootstrap, *some]
+                found, _ = await ask_around(transport, addresses)
+                heir = await find_successor(transport, home, found, addresses, None, [self.run])
+                if heir is not None:
+                    self._found = heir[1].origins
+                    self.driver.intake.give(ev.StopRequested(keeps_place=True))
+
     def leave(self) -> None:
         """Leaves the run for good: to return, the node has to be admitted again."""
-        self._stop("leaving the run", keeps_place=False)
+        self._stop("leaving the run, with the manifest of this round or the next", keeps_place=False)
 
     def stop(self) -> None:
         """Handles a signal: leaves the run, or in a run by invitation, goes away but stays admitted.
@@ -173,14 +210,14 @@ class Daemon:
         self.driver.intake.give(ev.StopRequested(keeps_place))
 
     def ask_by_peer(self, peer: bytes, question: questions.Question) -> questions.Answer:
-        """Answers a question that any peer may ask."""
         edges, view = self.edges, self.driver.node.view()
         state = view.state if view.has_started else edges.persistence.store.genesis
         is_ours = isinstance(question, questions.AskRuns) or question.run_id == edges.run_id
         match question:
             case questions.AskRuns():
+                members, round_number = len(state.members), state.round
                 return questions.Runs(
-                    (questions.RunInfo(edges.run_id, self.run.name, state.round, len(state.members)),)
+                    (questions.RunInfo(edges.run_id, self.run.name, round_number, members, self.follows),)
                 )
             case questions.AskConfig():
                 return questions.Config(self.run.canonical() if is_ours else b"")
@@ -193,7 +230,8 @@ class Daemon:
                         return questions.Peers(upstream.addresses)
                     return questions.Peers()
                 edges.connections.takes_part(peer)
-                return questions.Peers(edges.connections.reachable(but=peer)[: questions.PEERS_MAX])
+                known = edges.connections.reachable(but=peer)[: questions.PEERS_MAX]
+                return questions.Peers(known, __version__[: questions.RELEASE_MAX], self.owner)
 
 
 def end_soon() -> None:
@@ -229,32 +267,33 @@ async def live(daemon: Daemon, progress: ProgressLine) -> str:
     async with asyncio.TaskGroup() as group:
         rest = [
             group.create_task(edges.connections.run(), name="connections"),
-            group.create_task(edges.topic().watch(), name="topic"),
+            group.create_task(Topic(edges).watch(), name="topic"),
             group.create_task(daemon.lag.watch(), name="lag"),
             group.create_task(daemon.machine_limits.watch(), name="limits"),
             group.create_task(daemon.energy.watch(), name="energy"),
+            group.create_task(daemon.clock.watch(), name="clock"),
             group.create_task(daemon.gpu.watch(), name="use of the GPU"),
             group.create_task(_tell(daemon, progress), name="progress"),
+            group.create_task(daemon.agenda.watch(), name="agenda"),
             group.create_task(_remember(daemon), name="remembering peers"),
+            group.create_task(daemon.look_for_heir(), name="looking for a successor"),
         ]
         why = await daemon.driver.run(daemon.started)
         for task in rest:
             task.cancel()
+    edges.transport.leave(topic_of(edges.run_id))
     return why
 
 
 async def _tell(daemon: Daemon, progress: ProgressLine) -> None:
-    news, overlaps, drops, notifier = News(), OverlapLog(), DropLog(), SystemdNotifier()
+    news, notifier = News(), SystemdNotifier()
     driver, transport = daemon.driver, daemon.edges.transport
     await driver.has_begun.wait()
     while True:
         await asyncio.sleep(TELL_SECONDS)
         with transport.boundary.contain("the node's status"):  # it quotes peers
-            dropped = driver.intake.counters["events dropped"] + transport.counters().get("gossip dropped", 0)
-            lost = drops.look(dropped, driver.intake.dropped_last, monotonic())
             view, complaints = driver.node.view(), complaints_of(daemon)
-            told = [*news.look(view.state, complaints, view.bans, view.kept_away), *overlaps.look(view.is_overlapping)]
-            for level, text in [*told, *lost]:
+            for level, text in news.look(view.state, complaints, view.bans, view.kept_away):
                 log.log(level, "%s", text)
             progress.tell()
             notifier.look(lambda: line_of(status_of(daemon)), any(each.code is Code.HALTED for each in complaints))
@@ -272,13 +311,8 @@ async def _remember(daemon: Daemon) -> None:
         addresses = saved
         with daemon.edges.transport.boundary.contain("the addresses to remember"):
             addresses = daemon.edges.connections.remembered()
-        if addresses != saved and await _save_addresses(daemon.edges, addresses):
-            saved = addresses
-
-
-async def _save_addresses(edges: Edges, addresses: list[str]) -> bool:
-    """Returns whether they are saved; while no peer is reachable, the earlier addresses are the best known ones."""
-    return not addresses or await edges.persistence.remember(addresses)
+        if addresses not in ([], saved) and await daemon.edges.persistence.remember(addresses):
+            saved = addresses  # while no peer is reachable, the earlier addresses are the best known ones
 
 
 async def save_last(daemon: Daemon) -> None:
@@ -290,5 +324,6 @@ async def save_last(daemon: Daemon) -> None:
     addresses: list[str] = []
     with daemon.edges.transport.boundary.contain("the last addresses to remember"):
         addresses = daemon.edges.connections.remembered()
-    await _save_addresses(daemon.edges, addresses)
+    if addresses:
+        await persistence.remember(addresses)
     await daemon.records.save(all_of_it=True)

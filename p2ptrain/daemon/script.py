@@ -46,6 +46,7 @@ _DECODER = msgspec.msgpack.Decoder(ScriptRequest)
 def _node_config(begin: Begin) -> NodeConfig:
     config = load_node_config(_path(begin.config_file))
     options: dict[tuple[str, str], object] = {("device", "name"): "cpu", ("device", "compile"): False}
+    options["device", "processes"] = 1  # the script takes the steps
     for key, value in begin.options.items():
         section, _, name = key.partition(".")
         options[section, name] = value
@@ -56,25 +57,16 @@ def take_part(begin: Begin, connection: socket.socket, memory: Memory) -> None:
     """Runs the node until the script has left."""
     config = _node_config(begin)
     allow(config.plugins.allow)
-    loop = ScriptLoop(connection, memory, begin, Home(config).directory)
-    launch.take_part(_join_of(begin, config) if begin.joins else _start_of(begin, config, memory, loop), loop)
-
-
-def _join_of(begin: Begin, config: NodeConfig) -> JoinOrder:
-    return JoinOrder(
-        config=config,
-        data=_path(begin.data),
-        wanted=begin.wanted or None,
-        invitation=begin.invitation or None,
-        trust=begin.trust or None,
-    )
-
-
-def _start_of(begin: Begin, config: NodeConfig, memory: Memory, loop: ScriptLoop) -> StartOrder:
+    loop, data = ScriptLoop(connection, memory, begin, Home(config).directory), _path(begin.data)
+    if begin.joins:
+        wanted, invitation, trust = (text or None for text in (begin.wanted, begin.invitation, begin.trust))
+        order = JoinOrder(config=config, data=data, wanted=wanted, invitation=invitation, trust=trust)
+        launch.take_part(order, loop)
+        return
     said, run = run_of(begin)
     loop.check(run)
     given = GivenWeights(Path("the script's model"), lambda model: _in_order(memory.base, begin, model))
-    return StartOrder(config=config, data=_path(begin.data), run=run, said=said, given=given)
+    launch.take_part(StartOrder(config=config, data=data, run=run, said=said, given=given), loop)
 
 
 def _path(text: str) -> Path | None:
@@ -85,8 +77,8 @@ def run_of(begin: Begin) -> tuple[dict[str, object], RunConfig]:
     """Returns what the script says of its run, and the run: with the script's model, unless it names another."""
     path = _path(begin.run_file)
     said: dict[str, Any] = read_table(path) if path else exact(begin.run)
-    model = dict(said.get("model", {}))
-    if "kind" not in model and "preset" not in model:
+    model = said.get("model", {})
+    if isinstance(model, dict) and "kind" not in model and "preset" not in model:
         texts = [" ".join([name, *map(str, shape)]) for name, shape in begin.parameters]
         frozen = {"frozen": begin.frozen} if begin.frozen else {}
         said = {"name": "mine", **said, "model": {**model, "kind": "own", "parameters": texts, **frozen}}
@@ -100,22 +92,11 @@ def _in_order(weights: Tensor, begin: Begin, model: ModelConfig) -> Tensor:
     return torch.cat([named[name] for name, _ in named_shapes(model)])
 
 
-def _first(connection: socket.socket) -> Begin:
-    body = _DECODER.decode(receive_frame(connection, bytearray())).body
-    assert isinstance(body, Begin)
-    return body
-
-
-def _tell(connection: socket.socket, why: NodeFailed) -> None:
-    with suppress(OSError):
-        connection.setblocking(True)
-        connection.sendall(framed(NodeAnswer(0, why)))
-
-
 def main() -> int:
     """Runs the node, and tells the script why it ended, if it cannot go on."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    begin = _first(connection)
+    begin = _DECODER.decode(receive_frame(connection, bytearray())).body
+    assert isinstance(begin, Begin)
     memory = Memory(int(sys.argv[2]), sum(prod(shape) for _, shape in begin.parameters))
     os.dup2(2, 1)  # what the daemon prints belongs into the log
     try:
@@ -123,7 +104,9 @@ def main() -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except P2ptrainError as error:
-        _tell(connection, NodeFailed(type(error).__name__, str(error)))
+        with suppress(OSError):
+            connection.setblocking(True)
+            connection.sendall(framed(NodeAnswer(0, NodeFailed(type(error).__name__, str(error)))))
         return 1
     return 0
 

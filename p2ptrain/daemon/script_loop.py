@@ -15,32 +15,12 @@ import msgspec
 from p2ptrain.config import RunConfig
 from p2ptrain.core.complaints import Code
 from p2ptrain.daemon.life import Daemon
-from p2ptrain.errors import ConfigError, DataError, P2ptrainError
-from p2ptrain.loop.channel import (
-    Answer,
-    Begin,
-    CarriedOut,
-    Memory,
-    NextRound,
-    NodeAnswer,
-    NodeFailed,
-    NodeNote,
-    NodeReady,
-    Request,
-    RoundDropped,
-    RoundToTrain,
-    RoundTrained,
-    ScriptRequest,
-    Sequences,
-    TakeHeldOut,
-    TakeSequences,
-    framed,
-    read_frame,
-)
+from p2ptrain.errors import ConfigError, DataError, P2ptrainError, StoppedError
+from p2ptrain.loop import channel
 from p2ptrain.loop.worker import ScriptWorker
 from p2ptrain.models.kinds import named_shapes
 from p2ptrain.node.local_worker import LearnerThread, Note
-from p2ptrain.node.work import StoppedError
+from p2ptrain.node.trainings import DATA_SECONDS
 from p2ptrain.observe.build import complaints_of
 from p2ptrain.train.learner import EVALUATED_SEQUENCES
 from p2ptrain.train.own_data import PREPARE_FIX
@@ -51,13 +31,13 @@ FROZEN_FIX = (
 NOTE_SECONDS = 20.0  # between notes to a script that waits
 
 log = logging.getLogger("p2ptrain.daemon")
-_DECODER = msgspec.msgpack.Decoder(ScriptRequest)
+_DECODER = msgspec.msgpack.Decoder(channel.ScriptRequest)
 
 
 class ScriptLoop:
     """The channel to a script, and the worker that stands for its loop."""
 
-    def __init__(self, connection: socket.socket, memory: Memory, begin: Begin, place: Path) -> None:
+    def __init__(self, connection: socket.socket, memory: channel.Memory, begin: channel.Begin, place: Path) -> None:
         self._connection, self._memory, self._begin, self._place = connection, memory, begin, place
         self._worker: ScriptWorker | None = None
         self._daemon: Daemon | None = None
@@ -103,13 +83,12 @@ class ScriptLoop:
         reader, self._writer = await asyncio.open_connection(sock=self._connection.dup())  # ours stays, to say why
         async with asyncio.TaskGroup() as group:
             self._tasks.add(group.create_task(self._listen(reader, group, life), name="the script"))
-            with _passed_on(lambda text: self._send(0, NodeNote(text)) if self._daemon is None else None):
+            with _passed_on(lambda text: self._send(0, channel.NodeNote(text)) if self._daemon is None else None):
                 yield
             for task in self._tasks:
                 task.cancel()
 
     def worker(self, thread: LearnerThread, me: bytes, note: Note) -> ScriptWorker:
-        """Makes the worker of this node."""
         self._worker = ScriptWorker(thread, me, self._memory, reads_data=self._begin.reads_data)
         return self._worker
 
@@ -122,16 +101,16 @@ class ScriptLoop:
         names = tuple(name for name, _ in named_shapes(run.model))
         recipe = run.recipe
         steps_min = recipe.local_steps_min or recipe.local_steps
-        self._send(0, NodeReady(run.run_id, directory, addresses, names, recipe.local_steps, steps_min))
+        self._send(0, channel.NodeReady(run.run_id, directory, addresses, names, recipe.local_steps, steps_min))
 
-    def _send(self, number: int, answer: Answer) -> None:
+    def _send(self, number: int, answer: channel.Answer) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(framed(NodeAnswer(number, answer)))
+            self._writer.write(channel.framed(channel.NodeAnswer(number, answer)))
 
     async def _listen(self, reader: asyncio.StreamReader, group: asyncio.TaskGroup, life: asyncio.Task[Any]) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                asked = _DECODER.decode(await read_frame(reader))
+                asked = _DECODER.decode(await channel.read_frame(reader))
                 task = group.create_task(self._answer(asked), name="a request of the script")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -140,25 +119,25 @@ class ScriptLoop:
         else:
             life.cancel()
 
-    async def _answer(self, asked: ScriptRequest) -> None:
+    async def _answer(self, asked: channel.ScriptRequest) -> None:
         try:
             answer = await self._do(asked.number, asked.body)
         except P2ptrainError as error:
-            answer = NodeFailed(type(error).__name__, str(error))
+            answer = channel.NodeFailed(type(error).__name__, str(error))
         self._send(asked.number, answer)
 
-    async def _do(self, number: int, request: Request) -> Answer:
+    async def _do(self, number: int, request: channel.Request) -> channel.Answer:
         worker, daemon = self._worker, self._daemon
         assert worker is not None and daemon is not None, "the script waits until the node takes part"
         match request:
-            case NextRound(seen=seen):
+            case channel.NextRound(seen=seen):
                 return await self._next(number, seen, worker, daemon)
-            case RoundTrained():
+            case channel.RoundTrained():
                 worker.take(request)
-            case RoundDropped(why=why):
+            case channel.RoundDropped(why=why):
                 log.warning("the script takes the steps of round %d again: %s", worker.current().task.round, why)
                 worker.begin_again()
-            case TakeSequences(step=step):
+            case channel.TakeSequences(step=step):
                 if daemon.run.data.source == "own" and worker.learner.own is None:
                     fix = f"{PREPARE_FIX}, or read batches from a loader of the script"
                     raise ConfigError("the run's nodes bring their own data, and this script has none", fix=fix)
@@ -167,23 +146,26 @@ class ScriptLoop:
                 if not len(chosen):
                     raise ConfigError("the round has no such step", fix="Call step() after each batch")
                 return await self._read(chosen, daemon)
-            case TakeHeldOut(count=count):
+            case channel.TakeHeldOut(count=count):
                 data, length = worker.learner.dataset, daemon.run.model.sequence_length
                 count = min(count or EVALUATED_SEQUENCES, data.held_out_sequences(length))
                 if count < 1:
                     raise DataError("the run's data has no held-out sequence")
-                await daemon.driver.edges.fetching.held_out(count)
                 try:
+                    async with asyncio.timeout(DATA_SECONDS):
+                        await daemon.driver.edges.fetching.held_out(count)
                     return await self._read(range(count), daemon, is_held_out=True)
+                except TimeoutError:
+                    raise DataError("no connected peer has sent the held-out sequences in time") from None
                 finally:
                     data.need_held_out(0, length)  # they may go again
-        return CarriedOut()
+        return channel.CarriedOut()
 
     @property
     def _sequences(self) -> int:
         return self._run.recipe.step_sequences
 
-    async def _read(self, positions: Any, daemon: Daemon, is_held_out: bool = False) -> Sequences:
+    async def _read(self, positions: Any, daemon: Daemon, is_held_out: bool = False) -> channel.Sequences:
         import numpy as np  # noqa: PLC0415
 
         assert self._worker is not None
@@ -195,22 +177,22 @@ class ScriptLoop:
             raise DataError(f"{what}. Load and mask the data in the script instead of calling batches() or evaluate()")
         read = data.held_out_batch if is_held_out else data.batch
         batch = await asyncio.to_thread(read, np.asarray(positions), length)
-        return Sequences(len(batch), batch.astype(np.int32).tobytes())
+        return channel.Sequences(len(batch), batch.astype(np.int32).tobytes())
 
-    async def _next(self, number: int, seen: int, worker: ScriptWorker, daemon: Daemon) -> RoundToTrain:
+    async def _next(self, number: int, seen: int, worker: ScriptWorker, daemon: Daemon) -> channel.RoundToTrain:
         waiting = asyncio.ensure_future(worker.next(seen))
         try:
             while True:
                 done, _ = await asyncio.wait([waiting], timeout=NOTE_SECONDS)
                 if done:
                     work = waiting.result()
-                    return RoundToTrain(work.task.round, work.base[0], self._sequences)
+                    return channel.RoundToTrain(work.task.round, work.base[0], self._sequences)
                 if worker.is_stopping:
                     raise StoppedError("the node has ended")
                 complaints = [each.text for each in complaints_of(daemon) if each.code is not Code.CRASH_ONLY]
                 why = "; ".join(complaints) or "the others are not done"
                 text = f"waiting for round {daemon.driver.node.view().state.round + 1}: {why}"
-                self._send(number, NodeNote(text, is_trouble=bool(complaints)))
+                self._send(number, channel.NodeNote(text, is_trouble=bool(complaints)))
         finally:
             waiting.cancel()
 

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
-from p2ptrain.data.tokenizer import Marked
+from p2ptrain.data.tokenizer import Marked, read_beginning
 from p2ptrain.data.tokenizer_trial import MEMORY_BYTES, PROCESSOR_SECONDS, limit_memory, limit_time
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError
@@ -42,14 +40,6 @@ WHY_MAX = 300  # characters kept of a template's error
 FAILURES = ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
 
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A template and the file that it was read from."""
-
-    path: Path
-    text: str
 
 
 class ChatTemplate:
@@ -217,11 +207,8 @@ class _Writer:
                 raise ConfigError(f"message {number}, of the assistant, is not text", source=where, fix=fix)
             for text in _texts_in(kept):
                 if found := (self._special if is_answer else self._control).search(text):
-                    raise ConfigError(
-                        f"message {number} contains {found[0]}, which the tokenizer keeps for its own use",
-                        source=where,
-                        fix="Leave it out: it would end the turn, or begin another",
-                    )
+                    what = f"message {number} contains {found[0]}, which the tokenizer keeps for its own use"
+                    raise ConfigError(what, source=where, fix="Leave it out: it would end the turn, or begin another")
             chat.append(kept)
         if not any(message["role"] == ASSISTANT for message in chat):
             fix = f'Add one, with "role": "{ASSISTANT}": its words are what is learned'
@@ -251,32 +238,25 @@ def load_template(path: Path | None, tokenizer: Path | None, tokens: Mapping[str
 
     tokens: the tokens added to the tokenizer's vocabulary, and whether each is special
     """
-    found = _named(path) if path is not None else _beside(tokenizer)
-    folders = [] if tokenizer is None else [_folder(tokenizer)]
-    places = [folder / name for folder in [*folders, found.path.parent] for name in NAMES_IN]
+    folder = tokenizer.parent if tokenizer is not None and not tokenizer.is_dir() else tokenizer
+    path = path or _template_in(folder)
+    text = _template_of(_settings(path), path) if path.suffix == ".json" else _read(path)
+    places = [each / name for each in (folder, path.parent) if each is not None for name in NAMES_IN]
     settings = next((place for place in places if place.is_file()), None)
-    if settings is None and (unknown := re.search(r"\b\w+_token\b", found.text)):
+    if settings is None and (unknown := re.search(r"\b\w+_token\b", text)):
         what = f"the template writes {unknown[0]}, and no {SETTINGS_NAME} says what that is"
-        raise ConfigError(what, source=str(found.path), fix=f"Put the tokenizer's {SETTINGS_NAME} beside it")
+        raise ConfigError(what, source=str(path), fix=f"Put the tokenizer's {SETTINGS_NAME} beside it")
     names = {} if settings is None else _names_of(_settings(settings))
-    return ChatTemplate(found.text, names, tokens, str(found.path))
+    return ChatTemplate(text, names, tokens, str(path))
 
 
-def _folder(tokenizer: Path) -> Path:
-    return tokenizer if tokenizer.is_dir() else tokenizer.parent
-
-
-def _named(path: Path) -> _Source:
-    return _Source(path, _template_of(_settings(path), path) if path.suffix == ".json" else _read(path))
-
-
-def _beside(tokenizer: Path | None) -> _Source:
-    if tokenizer is None:
+def _template_in(folder: Path | None) -> Path:
+    """Returns the file with the template of the tokenizer in a folder."""
+    if folder is None:
         raise ConfigError("chats need a template", key="--chat", fix=NEEDED)
-    folder = _folder(tokenizer)
     for name in (TEMPLATE_NAME, SETTINGS_NAME):
         if (path := folder / name).is_file() and (name == TEMPLATE_NAME or "chat_template" in _settings(path)):
-            return _named(path)
+            return path
     raise ConfigError("the tokenizer has no chat template beside it", source=str(folder), fix=NEEDED)
 
 
@@ -308,14 +288,11 @@ def _names_of(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read(path: Path) -> str:
+    content = read_beginning(path, FILE_BYTES_MAX + 1, fix=NEEDED)
+    if len(content) > FILE_BYTES_MAX:
+        raise ConfigError(f"larger than {FILE_BYTES_MAX:,} bytes", source=str(path), fix=NEEDED)
     try:
-        with path.open("rb") as file:
-            content = file.read(min(os.fstat(file.fileno()).st_size, FILE_BYTES_MAX) + 1)
-        if len(content) > FILE_BYTES_MAX:
-            raise ConfigError(f"larger than {FILE_BYTES_MAX:,} bytes", source=str(path), fix=NEEDED)
         return content.decode()
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path), fix=NEEDED) from error
     except UnicodeDecodeError as error:
         raise ConfigError("not UTF-8", source=str(path), fix=NEEDED) from error
 

@@ -27,6 +27,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -55,6 +56,7 @@ WIKITEXT = {  # its files by split, as its authors and as Hugging Face name them
     "training": re.compile(r"wiki\.train\.(tokens|raw)|train-.*\.parquet"),
     "held out": re.compile(r"wiki\.valid\.(tokens|raw)|validation-.*\.parquet"),
 }
+AGAIN = "Make or fetch the file again"
 NAMES = f"Name directories, text files, or files that end with {', '.join(IN_DIRECTORIES[2:])}"
 
 
@@ -82,8 +84,6 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How files are read."""
-
     column: str = "text"  # the key or column that holds the text
     tokenizer: Tokenizer = BytesTokenizer()  # noqa: RUF009  (it has no state)
     skipped: Callable[[ConfigError], None] | None = None  # called for each document left out as broken; None: raise
@@ -134,11 +134,8 @@ def _sources_at(path: Path, status: os.stat_result) -> Iterator[SourceFile]:
     if stat.S_ISDIR(status.st_mode):
         found = sorted(each for each in _files_below(path) if _form_of(each)[0] in IN_DIRECTORIES)
         if not found:
-            raise ConfigError(
-                f"a directory without a file that ends with {', '.join(IN_DIRECTORIES)}",
-                source=str(path),
-                fix="Name its files, which are then read as text",
-            )
+            what = f"a directory without a file that ends with {', '.join(IN_DIRECTORIES)}"
+            raise ConfigError(what, source=str(path), fix="Name its files, which are then read as text")
         for each in found:
             yield from _sources_at(each, _status(each))
     elif not stat.S_ISREG(status.st_mode):
@@ -149,7 +146,7 @@ def _sources_at(path: Path, status: os.stat_result) -> Iterator[SourceFile]:
             _library("pyarrow", str(path))
         if packed == ".zst":
             _library("zstandard", str(path))
-        yield SourceFile(str(path), status.st_size, _opener(path), form, packed, status.st_mtime_ns)
+        yield SourceFile(str(path), status.st_size, lambda: path.open("rb"), form, packed, status.st_mtime_ns)
 
 
 def _files_below(directory: Path) -> Iterator[Path]:
@@ -176,7 +173,8 @@ def embedded_sources() -> list[SourceFile]:
         from pydoc_data.topics import topics  # noqa: PLC0415  (half a megabyte that nothing else needs)
     except ImportError as error:
         raise _incomplete_python("pydoc_data") from error
-    sources = [_text_source(f"language reference, {name}", topics[name]) for name in sorted(topics)]
+    texts = ((f"language reference, {name}", topics[name].encode()) for name in sorted(topics))
+    sources = [SourceFile(name, len(text), partial(io.BytesIO, text)) for name, text in texts]
     library = Path(sysconfig.get_path("stdlib"))
     # Taken from Python's own list of names: distributions add files of their own, which contain paths.
     modules = [library / f"{name}.py" for name in sorted(sys.stdlib_module_names)]
@@ -194,35 +192,26 @@ def documents(source: SourceFile, how: Reading = Reading()) -> Iterator[Document
     except ConfigError as error:
         how.leave_out(error)
     except (OSError, EOFError, zlib.error) as error:
-        problem = ConfigError(
-            f"cannot be read: {getattr(error, 'strerror', None) or error}",
-            source=source.name,
-            fix="Check the file and its permissions",
-        )
-        if how.skipped is None:
-            raise problem from error
-        how.skipped(problem)
+        what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        how.leave_out(ConfigError(what, source=source.name, fix="Check the file and its permissions"))
 
 
 def _documents_in(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document]:
     content = _unpacked(file, source)
     if source.split:
         yield from _articles(content, source, how)
-        return
-    if source.form in TABLE_SUFFIXES:
+    elif source.form in TABLE_SUFFIXES:
         yield from _rows(content, source, how)
-        return
-    if source.form in TOKENS_SUFFIXES:
+    elif source.form in TOKENS_SUFFIXES:
         yield from _token_documents(content, source, how.tokenizer)
-        return
-    if source.form in LINES_SUFFIXES:
+    elif source.form in LINES_SUFFIXES:
         yield from _lines(content, file, source.name, how)
-        return
-    done = 0
-    for text in _blocks(content, source.name):
-        now = file.tell()  # position in the compressed file, coarse because it is read in blocks
-        yield Document(text, now - done)
-        done = now
+    else:
+        done = 0
+        for text in _blocks(content, source.name):
+            now = file.tell()  # position in the compressed file, coarse because it is read in blocks
+            yield Document(text, now - done)
+            done = now
 
 
 def _unpacked(file: BinaryIO, source: SourceFile) -> BinaryIO:
@@ -267,8 +256,7 @@ class _Zstandard(io.RawIOBase):
             self._frame = None if self._frame.eof else self._frame
 
 
-# ---------------------------------------------------------------------------------------------------
-# Text
+# -- Text -------------------------------------------------------------------------------------------
 
 
 def _blocks(file: BinaryIO, name: str) -> Iterator[str]:
@@ -316,15 +304,12 @@ def _text(block: bytes, name: str, offset: int) -> str:
     try:
         return block.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"not UTF-8 ({error.reason})",
-            source=f"{name}, byte {offset + error.start}",
-            fix="Unpack the file if it is compressed, or convert it to UTF-8, for example with iconv",
-        ) from error
+        what = f"not UTF-8 ({error.reason})"
+        fix = "Unpack the file if it is compressed, or convert it to UTF-8, for example with iconv"
+        raise ConfigError(what, source=f"{name}, byte {offset + error.start}", fix=fix) from error
 
 
-# ---------------------------------------------------------------------------------------------------
-# JSON lines
+# -- JSON lines -------------------------------------------------------------------------------------
 
 
 def _lines(content: BinaryIO, file: BinaryIO, name: str, how: Reading) -> Iterator[Document]:
@@ -369,8 +354,7 @@ def _others(line: bytes) -> str:
     return f"; --column names another: this line has {', '.join(keys[:KEYS_SHOWN])}" if keys else ""
 
 
-# ---------------------------------------------------------------------------------------------------
-# Tables
+# -- Tables -----------------------------------------------------------------------------------------
 
 
 def _rows(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document]:
@@ -386,7 +370,7 @@ def _rows(file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[Document
                     if document := how.document(value, each, f"{source.name}, row {row}"):
                         yield document
     except (pyarrow.ArrowException, ValueError, OverflowError, ImportError) as error:  # a date without pandas, say
-        raise ConfigError(f"damaged: {error}", source=source.name, fix="Make or fetch the file again") from error
+        raise ConfigError(f"damaged: {error}", source=source.name, fix=AGAIN) from error
 
 
 def _columns(pyarrow: Any, file: BinaryIO, source: SourceFile, how: Reading) -> Iterator[tuple[Any, float]]:
@@ -429,13 +413,11 @@ def _check_column(pyarrow: Any, schema: Any, source: SourceFile, how: Reading) -
     is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     is_chat = (types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type)
     if not (is_text if how.chats is None else is_chat):
-        raise ConfigError(
-            f'column "{column}" holds {kind}, not {what}', source=source.name, fix=f"Name another with --column: {has}"
-        )
+        fix = f"Name another with --column: {has}"
+        raise ConfigError(f'column "{column}" holds {kind}, not {what}', source=source.name, fix=fix)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Tokens
+# -- Tokens -----------------------------------------------------------------------------------------
 
 
 def _token_documents(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> Iterator[Document]:
@@ -444,7 +426,7 @@ def _token_documents(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -
     carry, done = np.zeros(0, dtype=kind), 0
     while chunk := file.read(BLOCK_TOKENS_MAX * kind.itemsize):
         if len(chunk) % kind.itemsize:
-            raise ConfigError("its last token is cut off", source=source.name, fix="Make or fetch the file again")
+            raise ConfigError("its last token is cut off", source=source.name, fix=AGAIN)
         fresh = np.frombuffer(chunk, dtype=kind)
         _check_tokens(fresh, done, source, tokenizer)
         done += len(fresh)
@@ -454,9 +436,7 @@ def _token_documents(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -
             whole, carry = [*whole, carry], carry[:0]
         yield from (_token_document(each, tokenizer) for each in whole if len(each) > 1)
     if count is not None and done != count:
-        raise ConfigError(
-            f"it is cut off: {done} of {count} tokens", source=source.name, fix="Make or fetch the file again"
-        )
+        raise ConfigError(f"it is cut off: {done} of {count} tokens", source=source.name, fix=AGAIN)
     if len(carry):
         yield _token_document(carry, tokenizer)
 
@@ -479,24 +459,20 @@ def _token_type(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> tup
     except (ValueError, KeyError) as error:
         raise ConfigError(f"not a NumPy array: {error}", source=source.name, fix="Save it with numpy.save") from error
     if len(shape) != 1 or kind.kind not in "iu":
-        raise ConfigError(
-            f"an array of {kind} and shape {shape}", source=source.name, fix="Save one row of whole numbers"
-        )
+        fix = "Save one row of whole numbers"
+        raise ConfigError(f"an array of {kind} and shape {shape}", source=source.name, fix=fix)
     return kind, shape[0]
 
 
 def _check_tokens(tokens: Tokens, done: int, source: SourceFile, tokenizer: Tokenizer) -> None:
     wrong = np.flatnonzero((tokens < 0) | (tokens >= tokenizer.vocab_size))
     if wrong.size:
-        raise ConfigError(
-            f"token {tokens[wrong[0]]}, but the tokenizer has only {tokenizer.vocab_size} tokens",
-            source=f"{source.name}, token number {done + int(wrong[0])}",
-            fix="Name the tokenizer that made the file with --tokenizer",
-        )
+        what = f"token {tokens[wrong[0]]}, but the tokenizer has only {tokenizer.vocab_size} tokens"
+        fix = "Name the tokenizer that made the file with --tokenizer"
+        raise ConfigError(what, source=f"{source.name}, token number {done + int(wrong[0])}", fix=fix)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Files
+# -- Files ------------------------------------------------------------------------------------------
 
 
 def _library(name: str, source: str) -> Any:
@@ -507,18 +483,6 @@ def _library(name: str, source: str) -> Any:
         raise ConfigError(f"needs {name} to be read", source=source, fix=fix) from error
 
 
-def _opener(path: Path) -> Callable[[], BinaryIO]:
-    return lambda: path.open("rb")
-
-
-def _text_source(name: str, text: str) -> SourceFile:
-    encoded = text.encode()
-    return SourceFile(name, len(encoded), lambda: io.BytesIO(encoded))
-
-
 def _incomplete_python(what: str) -> ConfigError:
-    return ConfigError(
-        f"this Python lacks {what}, a part of the embedded corpus",
-        key="embedded",
-        fix="Install the complete standard library, or name files",
-    )
+    fix = "Install the complete standard library, or name files"
+    return ConfigError(f"this Python lacks {what}, a part of the embedded corpus", key="embedded", fix=fix)

@@ -35,18 +35,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.data import tokenizer as tokenizers
 from p2ptrain.data.assignment import Positions
 from p2ptrain.data.kept_pieces import KeptPieces, pieces_of_a_round, size_of
-from p2ptrain.data.tokenizer import (
-    TOKENIZER_BYTES_MAX,
-    VOCAB_SIZE_MAX,
-    BytesTokenizer,
-    JsonTokenizer,
-    Tokenizer,
-    Tokens,
-    token_type,
-    tokenizer_digest,
-)
 from p2ptrain.data.tokenizer_rules import try_out
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
@@ -68,7 +59,7 @@ class TokenizerName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     digest: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
     kind: Literal["bytes", "json"]
-    vocab_size: Annotated[int, msgspec.Meta(ge=2, le=VOCAB_SIZE_MAX)]
+    vocab_size: Annotated[int, msgspec.Meta(ge=2, le=tokenizers.VOCAB_SIZE_MAX)]
 
 
 class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +98,7 @@ def decode_manifest(encoded: bytes) -> DatasetIndex:
     tokenizer = manifest.tokenizer
     if (tokenizer.kind == "json") != bool(tokenizer.digest):
         raise ValueError(f"tokenizer of kind {tokenizer.kind} with digest {tokenizer.digest!r}")
-    if token_type(tokenizer.vocab_size, manifest.masked).itemsize != manifest.token_bytes:
+    if tokenizers.token_type(tokenizer.vocab_size, manifest.masked).itemsize != manifest.token_bytes:
         raise ValueError(f"{manifest.token_bytes} bytes per token do not fit {tokenizer.vocab_size} tokens")
     for name, split in (("training", manifest.training), ("held_out", manifest.held_out)):
         expected = -(-split.tokens * manifest.token_bytes // PIECE_BYTES)
@@ -165,11 +156,11 @@ class TokenDataset:
         self._own, self._fetched = directory / PIECES_NAME, directory / FETCHED_NAME
         self.manifest = manifest
         self._sizes = _piece_sizes(manifest)
-        self._type = token_type(manifest.tokenizer.vocab_size, manifest.masked)
+        self._type = tokenizers.token_type(manifest.tokenizer.vocab_size, manifest.masked)
         self._checked: set[str] = set()
         self._damaged: set[str] = set()
         self._bad: set[str] = set()  # damaged prepared pieces, which stay on the disk and are not used
-        self._open: OrderedDict[str, Tokens] = OrderedDict()  # least recently used first
+        self._open: OrderedDict[str, tokenizers.Tokens] = OrderedDict()  # least recently used first
         self._writing = threading.Lock()  # two writers of one piece would share its temporary name
         self._kept: KeptPieces | None = None  # None: pieces that are added stay for good
 
@@ -195,11 +186,9 @@ class TokenDataset:
 
     @property
     def size_bytes(self) -> int:
-        """Disk space of all pieces."""
         return sum(self._sizes.values())
 
     def sequences(self, length: int) -> int:
-        """Number of training sequences of `length`."""
         return _sequences(self.manifest.training, length)
 
     def sequences_in(self, pieces: int, length: int) -> int:
@@ -217,8 +206,7 @@ class TokenDataset:
         """Returns the held-out sequences at `positions`, in the form of `batch`."""
         return self._gather(self.manifest.held_out, positions, length)
 
-    # -----------------------------------------------------------------------------------------------
-    # Exchanged between nodes
+    # -- Exchanged between nodes --------------------------------------------------------------------
 
     def keep_within(self, room: int) -> None:
         """Limits the pieces that are added to `room` bytes in all: the least recently needed ones are removed."""
@@ -234,8 +222,7 @@ class TokenDataset:
         """Returns the space that a node needs for the pieces of a round and of the first held-out sequences."""
         drawn = pieces_of_a_round(sequences, length * self._type.itemsize / PIECE_BYTES)
         pieces = min(drawn, len(self.manifest.training.pieces))
-        count = min(held_out, self.held_out_sequences(length))
-        pieces += len(self._pieces_of(self.manifest.held_out, np.arange(count), length))
+        pieces += len(self._held_out_pieces(held_out, length))
         return min(pieces * PIECE_BYTES, self.size_bytes - self._prepared_pieces)
 
     @property
@@ -249,8 +236,7 @@ class TokenDataset:
 
     def need_held_out(self, sequences: int, length: int) -> list[bytes]:
         """Like `missing_held_out`, and keeps these pieces as `need` does."""
-        count = min(sequences, self.held_out_sequences(length))
-        return self._need("held out", self._pieces_of(self.manifest.held_out, np.arange(count), length))
+        return self._need("held out", self._held_out_pieces(sequences, length))
 
     def expect(self, positions: Positions, length: int) -> list[bytes]:
         """Returns the missing pieces of a later round that fit beside those that are needed now."""
@@ -283,8 +269,7 @@ class TokenDataset:
 
     def missing_held_out(self, sequences: int, length: int) -> list[bytes]:
         """Returns the digests of the pieces missing from the first `sequences` held-out sequences."""
-        count = min(sequences, self.held_out_sequences(length))
-        return self._absent(self._pieces_of(self.manifest.held_out, np.arange(count), length))
+        return self._absent(self._held_out_pieces(sequences, length))
 
     def held_out_here(self, length: int) -> int:
         """Counts the held-out sequences, from the first on, whose pieces are all here."""
@@ -295,7 +280,6 @@ class TokenDataset:
         return max(0, whole * PIECE_BYTES // self._type.itemsize - 1) // length
 
     def missing_anywhere(self) -> list[bytes]:
-        """Digests of all missing pieces of the data set."""
         return self._absent(self._sizes)
 
     def add_piece(self, name_digest: bytes, piece: bytes) -> None:
@@ -338,23 +322,24 @@ class TokenDataset:
         return piece
 
     def manifest_bytes(self) -> bytes:
-        """Returns the manifest for a peer."""
         return self.manifest.encode()
 
     def tokenizer_bytes(self) -> bytes | None:
         """Returns the tokenizer's file for a peer; None if the data set has none, or the file is still missing."""
         try:
-            file_bytes = _read_file(self.directory / TOKENIZER_NAME, TOKENIZER_BYTES_MAX)
+            file_bytes = _read_file(self.directory / TOKENIZER_NAME, tokenizers.TOKENIZER_BYTES_MAX)
         except OSError:
             return None
-        return file_bytes if file_bytes and tokenizer_digest(file_bytes) == self.tokenizer.digest else None
+        return file_bytes if file_bytes and tokenizers.tokenizer_digest(file_bytes) == self.tokenizer.digest else None
 
     def store_tokenizer(self, file_bytes: bytes) -> None:
         """Stores the tokenizer's file that a peer sent, after checking that the manifest names it."""
         assert self.tokenizer.kind == "json", "the bytes tokenizer has no file"
-        if len(file_bytes) > TOKENIZER_BYTES_MAX:
-            raise RemoteProtocolError(f"tokenizer file of {len(file_bytes)} bytes; the limit is {TOKENIZER_BYTES_MAX}")
-        if (found := tokenizer_digest(file_bytes)) != self.tokenizer.digest:
+        if len(file_bytes) > tokenizers.TOKENIZER_BYTES_MAX:
+            raise RemoteProtocolError(
+                f"tokenizer file of {len(file_bytes)} bytes; the limit is {tokenizers.TOKENIZER_BYTES_MAX}"
+            )
+        if (found := tokenizers.tokenizer_digest(file_bytes)) != self.tokenizer.digest:
             raise RemoteProtocolError(f"tokenizer file {found} instead of {self.tokenizer.digest}")
         try:
             try_out(file_bytes, "the run's tokenizer")
@@ -362,15 +347,14 @@ class TokenDataset:
             raise DataError(str(error)) from error
         self._write(self.directory / TOKENIZER_NAME, file_bytes)
 
-    def open_tokenizer(self) -> Tokenizer:
-        """Loads the tokenizer that the data was made with."""
+    def open_tokenizer(self) -> tokenizers.Tokenizer:
         if self.tokenizer.kind == "bytes":
-            return BytesTokenizer()
+            return tokenizers.BytesTokenizer()
         path = self.directory / TOKENIZER_NAME
         if (file_bytes := self.tokenizer_bytes()) is None:
             raise DataError(f"{path} is missing, or not the tokenizer that the data was made with")
         try:
-            tokenizer = JsonTokenizer(file_bytes, str(path))
+            tokenizer = tokenizers.JsonTokenizer(file_bytes, str(path))
         except ConfigError as error:  # the run's creator chose the file, not this node's owner
             raise DataError(str(error)) from error
         if tokenizer.vocab_size != (named := self.tokenizer.vocab_size):
@@ -385,6 +369,10 @@ class TokenDataset:
         spans = zip(firsts.tolist(), lasts.tolist(), strict=True)
         numbers = {number for first, last in spans for number in range(first, last + 1)}
         return [split.pieces[number] for number in sorted(numbers)]
+
+    def _held_out_pieces(self, sequences: int, length: int) -> list[str]:
+        count = min(sequences, self.held_out_sequences(length))
+        return self._pieces_of(self.manifest.held_out, np.arange(count), length)
 
     def _absent(self, names: Iterable[str]) -> list[bytes]:
         """Returns the pieces, each once, that are missing, damaged or of the wrong size."""
@@ -407,8 +395,7 @@ class TokenDataset:
         with suppress(OSError):  # if the disk cannot be written, the piece counts as missing anyway
             (self._fetched / name).unlink()
 
-    # -----------------------------------------------------------------------------------------------
-    # Batches
+    # -- Batches ------------------------------------------------------------------------------------
 
     def _gather(self, split: Split, positions: Positions, length: int) -> npt.NDArray[np.int64]:
         if not positions.size:
@@ -424,7 +411,7 @@ class TokenDataset:
             gathered[first:last] = self._piece(split.pieces[pieces[first]])[offsets[first:last]]
         return gathered.reshape(len(wanted), length + 1)[places]
 
-    def _piece(self, name: str) -> Tokens:
+    def _piece(self, name: str) -> tokenizers.Tokens:
         """Maps a piece's tokens into memory, checking them on first use."""
         tokens = self._open.pop(name, None)  # a single step, because another thread may remove pieces
         if tokens is None:
@@ -434,7 +421,7 @@ class TokenDataset:
             self._open.popitem(last=False)  # its map is closed together with the last array on it
         return tokens
 
-    def _map(self, name: str) -> Tokens:
+    def _map(self, name: str) -> tokenizers.Tokens:
         path = self._path(name)
         try:
             with path.open("rb") as file:

@@ -44,7 +44,7 @@ class KeptPieces:
     def __init__(self, directory: Path, room: int, names: Container[str], removed: Callable[[str], None]) -> None:
         """room: bytes for all pieces; names: the data set's pieces, since other files in the directory are left alone;
         `removed` is called for each piece that is removed."""
-        self.directory, self.room, self._removed = directory, room, removed
+        self.directory, self.room, self._allowed, self._removed = directory, room, room, removed
         self._held: dict[str, dict[str, int]] = {}  # pieces in use, by user, which are never removed
         self._lock = threading.RLock()
         found = []
@@ -66,6 +66,8 @@ class KeptPieces:
         with self._lock:
             held = {name: size for each, sizes in self._held.items() if each != who for name, size in sizes.items()}
             if (total := sum((held | dict(needed)).values())) > self.room:
+                self.room = self._allowed  # other programs may have given back what they took; `add` finds out
+            if total > self.room:
                 what = f"{total:,} bytes of training data are needed at once, and there is room for {self.room:,}"
                 raise DataError(f"{what}. Allow more with limits.disk_bytes")
             self._held[who] = dict(needed)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from p2ptrain.config import RunConfig
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.data.masking import Masking
-from p2ptrain.data.packing import Packing
+from p2ptrain.data.packing import Masking, Packing
 from p2ptrain.data.tokenizer import MASK_NAMES
 from p2ptrain.errors import ConfigError, DataError
 
@@ -34,7 +33,7 @@ def check_tokens(run: RunConfig, dataset: TokenDataset) -> None:
         if run.model.hf is not None:
             fix = f"The model has {run.model.vocab_size}: prepare the data with its own tokenizer.json"
         raise ConfigError(f"the data has {made.vocab_size} tokens", key="model.vocab_size", fix=fix)
-    if dataset.is_masked and not run.model.supports_packing:
+    if dataset.is_masked and not run.model.has_known_layers:
         what = f"the data has a loss mask, which a model of kind {run.model.kind} would ignore"
         fix = 'Use a model of kind "builtin" or "transformers", or data prepared from plain text'
         raise ConfigError(what, key="model.kind", fix=fix)

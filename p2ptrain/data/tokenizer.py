@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -60,47 +60,6 @@ class Marked:
     learned: tuple[tuple[int, int], ...]  # start and end of each place, in characters
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer, for preparing data and generating text."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest token, plus one."""
-
-    @property
-    def kind(self) -> Literal["bytes", "json"]: ...
-
-    @property
-    def digest(self) -> str:
-        """The digest of the file in hex; empty without a file."""
-
-    @property
-    def file_bytes(self) -> bytes:
-        """The file's bytes, which newcomers fetch; empty if there is no file."""
-
-    @property
-    def end_of_document(self) -> int:
-        """The token that follows each document in training data."""
-
-    @property
-    def mask(self) -> int | None:
-        """The token that a model reads in place of one that it has to fill in; None if there is none."""
-
-    def encode(self, text: str) -> Tokens: ...  # [tokens]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encodes several texts at once, each as `encode` would."""
-
-    def encode_marked(self, texts: Sequence[Marked]) -> list[Tokens]:
-        """Encodes texts with their special tokens; tokens that are not learned become complements."""
-
-    def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str: ...
-
-    @property
-    def added(self) -> dict[str, bool]:
-        """The tokens that were added to the vocabulary, such as the end of a turn, and whether they are special."""
-
-
 def token_type(vocab_size: int, is_masked: bool = False) -> np.dtype[np.integer[Any]]:
     """Returns the integer type that stores tokens below `vocab_size`; with a mask also their complements."""
     if is_masked:
@@ -113,7 +72,7 @@ def tokenizer_digest(file_bytes: bytes) -> str:
 
 
 class BytesTokenizer:
-    """Maps text to its UTF-8 bytes. Zero ends a document, because it does not occur in text."""
+    """Maps text to its UTF-8 bytes, without a file. Zero ends a document, because it does not occur in text."""
 
     vocab_size = 256
     kind: Literal["bytes"] = "bytes"
@@ -139,8 +98,8 @@ class BytesTokenizer:
         return encoded
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
-        # A model may write bytes that are not UTF-8; these are replaced, and the rest is shown.
-        return bytes(np.asarray(tokens).tolist()).decode(errors="replace")
+        # A model may write bytes that are not UTF-8, which are replaced, and tokens that have no text.
+        return bytes(each for each in np.asarray(tokens).tolist() if each < self.vocab_size).decode(errors="replace")
 
 
 class WithoutPanic:
@@ -160,17 +119,19 @@ class WithoutPanic:
 
 
 class JsonTokenizer:
-    """The tokenizer of a tokenizer.json; `source` is its name in error messages."""
+    """The tokenizer of a tokenizer.json; `source` is its name in error messages.
+
+    vocab_size: the largest token, plus one; file_bytes: what newcomers fetch; digest: of these, in hex;
+    end_of_document: the token that follows each document in training data; mask: the one that a model reads in place of
+    one that it has to fill in
+    """
 
     kind: Literal["json"] = "json"
 
     def __init__(self, file_bytes: bytes, source: str = "tokenizer file") -> None:
         if len(file_bytes) > TOKENIZER_BYTES_MAX:
-            raise ConfigError(
-                f"{len(file_bytes)} bytes; the limit is {TOKENIZER_BYTES_MAX}: every node of the run has to fetch it",
-                source=source,
-                fix="Choose a tokenizer with a smaller vocabulary",
-            )
+            what = f"{len(file_bytes)} bytes; the limit is {TOKENIZER_BYTES_MAX}: every node of the run has to fetch it"
+            raise ConfigError(what, source=source, fix="Choose a tokenizer with a smaller vocabulary")
         self.source = source
         with WithoutPanic(source):
             self._library = _load_library_tokenizer(file_bytes, source)
@@ -178,11 +139,8 @@ class JsonTokenizer:
             self.vocab_size = max(self._library.get_vocab().values(), default=0) + 1
         self.file_bytes, self.digest = file_bytes, tokenizer_digest(file_bytes)
         if not 2 <= self.vocab_size <= VOCAB_SIZE_MAX:
-            raise ConfigError(
-                f"{self.vocab_size} tokens; a run needs 2 to {VOCAB_SIZE_MAX}",
-                source=source,
-                fix="Choose another tokenizer",
-            )
+            fix = "Choose another tokenizer"
+            raise ConfigError(f"{self.vocab_size} tokens; a run needs 2 to {VOCAB_SIZE_MAX}", source=source, fix=fix)
         self.end_of_document = self._find_end_of_document(source)
         self.mask = next((self._special[name] for name in MASK_NAMES if name in self._special), None)
 
@@ -195,6 +153,7 @@ class JsonTokenizer:
         return [np.array(encoding.ids, dtype=token_type(self.vocab_size)) for encoding in encodings]
 
     def encode_marked(self, texts: Sequence[Marked]) -> list[Tokens]:
+        """Encodes texts with their special tokens; tokens that are not learned become complements."""
         if not texts:
             return []  # saves loading the file once more
         with WithoutPanic(self.source):
@@ -218,6 +177,7 @@ class JsonTokenizer:
 
     @property
     def added(self) -> dict[str, bool]:
+        """The tokens that were added to the vocabulary, such as the end of a turn, and whether they are special."""
         return {token.content: token.special for token in self._library.get_added_tokens_decoder().values()}
 
     @cached_property
@@ -230,11 +190,11 @@ class JsonTokenizer:
         for name in END_OF_DOCUMENT_NAMES:  # any other token could occur in a text and end it early
             if name in self._special:
                 return self._special[name]
-        raise ConfigError(
-            "no token that ends a document",
-            source=source,
-            fix=f"Add a special token with one of the names {', '.join(END_OF_DOCUMENT_NAMES)}",
-        )
+        fix = f"Add a special token with one of the names {', '.join(END_OF_DOCUMENT_NAMES)}"
+        raise ConfigError("no token that ends a document", source=source, fix=fix)
+
+
+Tokenizer: TypeAlias = BytesTokenizer | JsonTokenizer
 
 
 def _masked(
@@ -249,21 +209,22 @@ def _masked(
     return np.where(is_learned, tokens, ~tokens)
 
 
-def load_tokenizer(path: Path | None) -> JsonTokenizer | BytesTokenizer:
+def load_tokenizer(path: Path | None) -> Tokenizer:
     """Loads the tokenizer from a file or a model's directory; without a path, the bytes tokenizer."""
     if path is None:
         return BytesTokenizer()
     path = path / FILE_NAME if path.is_dir() else path
+    file_bytes = read_beginning(path, TOKENIZER_BYTES_MAX + 1, fix="Name a tokenizer.json, or none to train on bytes")
+    return JsonTokenizer(file_bytes, str(path))
+
+
+def read_beginning(path: Path, size: int, fix: str) -> bytes:
+    """Reads so many bytes of a file that a person names; called with more than there are, `read` would allocate all."""
     try:
         with path.open("rb") as file:
-            file_bytes = file.read(min(os.fstat(file.fileno()).st_size, TOKENIZER_BYTES_MAX) + 1)
+            return file.read(min(os.fstat(file.fileno()).st_size + 1, size))
     except OSError as error:
-        raise ConfigError(
-            f"cannot be read: {error.strerror}",
-            source=str(path),
-            fix="Name a tokenizer.json, or none to train on bytes",
-        ) from error
-    return JsonTokenizer(file_bytes, str(path))
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path), fix=fix) from error
 
 
 def _load_library_tokenizer(file_bytes: bytes, source: str, reads_special: bool = False) -> LibraryTokenizer:
@@ -272,18 +233,11 @@ def _load_library_tokenizer(file_bytes: bytes, source: str, reads_special: bool 
     try:
         library = LibraryTokenizer.from_buffer(judged(file_bytes, source))
     except ValueError as error:
-        raise ConfigError(
-            f"not a tokenizer: {str(error)[:WHY_MAX]}",
-            source=source,
-            fix="Name a tokenizer.json as the tokenizers library saves it",
-        ) from error
+        fix = "Name a tokenizer.json as the tokenizers library saves it"
+        raise ConfigError(f"not a tokenizer: {str(error)[:WHY_MAX]}", source=source, fix=fix) from error
     if getattr(library.model, "dropout", None):
-        raise ConfigError(
-            "the model has dropout, so a text is encoded differently each time",
-            source=source,
-            key="model.dropout",
-            fix="Set it to null",
-        )
+        what = "the model has dropout, so a text is encoded differently each time"
+        raise ConfigError(what, source=source, key="model.dropout", fix="Set it to null")
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = not reads_special  # otherwise those in a text are plain text

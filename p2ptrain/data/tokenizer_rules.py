@@ -40,7 +40,7 @@ KINDS = {
     },
     "post_processor": {"Sequence", "ByteLevel", "TemplateProcessing", "BertProcessing", "RobertaProcessing"},
     "decoder": {
-        *("Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "WordPiece", "ByteLevel", "Metaspace", "BPEDecoder"),
+        *("Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "WordPiece", "ByteLevel", "Metaspace", "BPEDecoder")
     },
     "model": {"BPE", "WordPiece", "Unigram", "WordLevel"},
 }

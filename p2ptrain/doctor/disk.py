@@ -11,7 +11,7 @@ from time import perf_counter
 from p2ptrain.doctor.findings import Diagnosis
 from p2ptrain.errors import ConfigError
 from p2ptrain.exact.shortage import mega
-from p2ptrain.files import nearest_existing
+from p2ptrain.files import is_there, nearest_existing
 from p2ptrain.identity import Identity
 from p2ptrain.node.limits import LESS_DISK
 from p2ptrain.store.lock import FIX, LOCK_NAME, LOCK_SUFFIX, beside
@@ -51,7 +51,7 @@ def _for_its_owner(there: Path) -> Diagnosis:
 
 
 def check_key(path: Path) -> Diagnosis:
-    if not path.exists():
+    if not is_there(path):
         return Diagnosis("key", "good", f"none yet: the first start creates {path}")
     try:
         identity = Identity.load(path)
@@ -131,9 +131,5 @@ def judge_speed(rate: float, need: Need | None) -> Diagnosis:
         text += f"; a checkpoint of {mega(need.checkpoint)} takes {seconds:.1f} s"
         if seconds > CHECKPOINT_SECONDS:
             return Diagnosis("disk speed", "warning", text, f"{fix}, or raise storage.checkpoint_every_rounds")
-    return Diagnosis(
-        "disk speed",
-        "warning" if rate < SLOW_BYTES_PER_SECOND else "good",
-        text,
-        fix if rate < SLOW_BYTES_PER_SECOND else "",
-    )
+    is_slow = rate < SLOW_BYTES_PER_SECOND
+    return Diagnosis("disk speed", "warning" if is_slow else "good", text, fix if is_slow else "")

@@ -9,22 +9,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, P2ptrainError
 from p2ptrain.observe.logs import plain
 
 # warning: it works but could be better, or is unknown; failed: a node cannot work like this
 Level = Literal["good", "warning", "failed"]
-T = TypeVar("T")
 VERSION = 1  # the version of the JSON output
 WHAT_WIDTH, LEVEL_WIDTH = 16, 8  # characters of the columns
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result of one check."""
-
     what: str  # the subject of the check
     level: Level
     result: str
@@ -37,40 +34,23 @@ def refused(what: str, error: ConfigError) -> Diagnosis:
     return Diagnosis(what, "failed", f"{place}: {error.problem}" if place else error.problem, error.fix)
 
 
-@dataclass(frozen=True, slots=True)
-class Check(Generic[T]):
-    """A check, with its deadline."""
+def within(what: str, look: Callable[[], list[Diagnosis]], seconds: float, late: Level = "failed") -> list[Diagnosis]:
+    """Runs a check and returns what it found; past its deadline, of level `late`, that it took too long."""
+    found: list[list[Diagnosis]] = []
 
-    what: str
-    look: Callable[[], T]
-    seconds: float
-    late: Level = "failed"  # the level if the deadline passes
-    fix: str = "Find out what it is waiting for: a node would wait as well"
+    def work() -> None:
+        try:
+            found.append(look())
+        except P2ptrainError as error:
+            found.append([Diagnosis(what, "failed", str(error), "Mend it first: a node would meet the same")])
 
-    @property
-    def too_late(self) -> list[Diagnosis]:
-        return [Diagnosis(self.what, self.late, f"no answer within {self.seconds:.0f} s", self.fix)]
-
-
-def within(check: Check[list[Diagnosis]]) -> list[Diagnosis]:
-    """Runs a check; past its deadline the diagnosis says that it took too long."""
-    found = in_time(check)
-    return check.too_late if found is None else found
-
-
-def in_time(check: Check[T]) -> T | None:
-    """Runs a check and returns what it found; None if it took too long."""
-    found: list[T] = []
-
-    def look() -> None:
-        found.append(check.look())
-
-    thread = threading.Thread(target=look, name=f"checking {check.what}", daemon=True)
+    thread = threading.Thread(target=work, name=f"checking {what}", daemon=True)
     thread.start()
-    thread.join(check.seconds)
+    thread.join(seconds)
     if thread.is_alive():
-        return None
-    assert found, f"the check of {check.what} failed; see its traceback"
+        fix = "Find out what it is waiting for: a node would wait as well"
+        return [Diagnosis(what, late, f"no answer within {seconds:.0f} s", fix)]
+    assert found, f"the check of {what} failed; see its traceback"
     return found[0]
 
 

@@ -1,29 +1,40 @@
-"""The machine: Python and torch, the device and its driver, memory, open files, and p2pd.
+"""The machine: Python and torch, the device and its driver, memory, open files, p2pd, and Windows beneath WSL2.
 
-The checks take the facts as arguments, so that tests can run them with other machines' hardware.
+The checks take the facts as arguments, so that tests can run them with other machines' hardware. Those of WSL2 have not
+been tried on Windows; they follow its documentation.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from p2ptrain.config import DeviceConfig, TrackingConfig
+import psutil
+import torch
+
+from p2ptrain.config import DeviceConfig, RecipeConfig, TrackingConfig
 from p2ptrain.doctor.findings import Diagnosis, refused
 from p2ptrain.errors import ConfigError, DeviceError
+from p2ptrain.exact import native
+from p2ptrain.exact.cards import cannot_be_opened, why_unusable
+from p2ptrain.exact.exactness import check_exactness
+from p2ptrain.exact.kernels.launches import why_not
 from p2ptrain.exact.shortage import mega
 from p2ptrain.net.libp2p.process import CONNECTIONS_HIGH, find_binary
+from p2ptrain.net.questions import SKEW_SECONDS_MAX
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.limits import LESS_MEMORY
-from p2ptrain.observe.wandb_run import require_wandb
+from p2ptrain.observe.tracking import require
 from p2ptrain.train.memory import MemoryDemand
 
-PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 14)  # from pyproject.toml; hivemind's pydantic.v1 does not work with 3.14
+PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 15)  # from pyproject.toml: what this has run with
 TORCH_FROM = (2, 6)
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 HIVEMIND = "1.1.12"  # the version whose p2pd is known: go-libp2p 0.32.1, pubsub 0.10.0, quic-go 0.40
@@ -33,12 +44,16 @@ FILES_NEEDED = 1_024  # open files per process: one per stream here, or connecti
 FILES_LEAST = CONNECTIONS_HIGH + 64  # the connections alone need this many
 TIGHT = 1.1  # the need is an estimate, which may be a tenth too low
 CLOSE = "It is tight: close other programs"
+APPLE = "Apple's GPU (mps) takes the steps, and has no fp64 for a round's sums; not tried on a Mac yet"
+ROCM = "nobody has run a node on ROCm yet, and its energy and its use by games are not told"
+TELL = "Tell us what `p2ptrain doctor --measure` says"
+KERNEL = Path("/proc/sys/kernel/osrelease")
+MODE_SECONDS = 5.0
+TIME_KEEPERS = ("systemd-timesyn", "chronyd", "ntpd")  # beginnings of process names
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A CUDA device."""
-
     name: str
     total_bytes: int
     is_bf16: bool
@@ -51,23 +66,28 @@ class Hardware:
     cuda_build: str  # the CUDA version that torch was built for; empty: none
     driver: str  # this machine's NVIDIA driver; empty: none
     gpus: tuple[Gpu, ...] = ()
+    trouble: str = ""  # why torch cannot use a card that is there
+    rocm_build: str = ""  # the ROCm version that torch was built for; empty: none
+    has_mps: bool = False  # an Apple GPU
 
 
 def look_at_hardware() -> Hardware:
-    """Asks torch and the driver about the hardware, which may take some time."""
-    import torch  # noqa: PLC0415  # two seconds, within the deadline of the check
-
-    driver = ""
+    """Asks torch and the driver about the hardware, which may take some time. DeviceError if a card does not answer."""
+    driver, trouble = "", why_unusable()
     with suppress(OSError):
         match = re.search(r"Kernel Module\s+(?:for \S+\s+)?([0-9.]+)", DRIVER_FILE.read_text())
         driver = match[1] if match else "unknown"
     gpus = []
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(number)
-        with torch.cuda.device(number):
-            is_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        try:
+            properties = torch.cuda.get_device_properties(number)
+            with torch.cuda.device(number):
+                is_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        except RuntimeError as error:
+            raise cannot_be_opened(torch.device("cuda", number), error) from error
         gpus.append(Gpu(properties.name, properties.total_memory, is_bf16))
-    return Hardware(torch.version.cuda or "", driver, tuple(gpus))
+    builds, has_mps = (torch.version.cuda or "", torch.version.hip or ""), torch.backends.mps.is_available()
+    return Hardware(builds[0], driver, tuple(gpus), trouble, builds[1], has_mps)
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3], platform: str = sys.platform) -> Diagnosis:
@@ -75,8 +95,11 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3], platform: str 
     if not PYTHON_FROM <= version[:2] < PYTHON_BELOW:
         wanted = f"{PYTHON_FROM[0]}.{PYTHON_FROM[1]} to {PYTHON_BELOW[0]}.{PYTHON_BELOW[1] - 1}"
         return Diagnosis("python", "failed", text, f"Install Python {wanted}, and p2ptrain with it")
+    if platform == "darwin":
+        return Diagnosis("python", "warning", f"{text} on macOS; no node has run on a Mac yet", TELL)
     if platform != "linux":
-        return Diagnosis("python", "failed", f"{text} on {platform}", "Use Linux: p2pd is not built for other systems")
+        fix = "Use Linux or macOS: hivemind has no p2pd for other systems"
+        return Diagnosis("python", "failed", f"{text} on {platform}", fix)
     return Diagnosis("python", "good", text)
 
 
@@ -101,47 +124,64 @@ def installed(package: str) -> str:
 
 def check_tracking(config: TrackingConfig) -> list[Diagnosis]:
     """Checks, as a start does, that the tracking tools in the config are installed."""
-    if not config.wandb:
-        return []
-    try:
-        require_wandb()
-    except ConfigError as error:
-        return [refused("tracking", error)]
-    return [Diagnosis("tracking", "good", f"wandb {installed('wandb')}")]
-
-
-def chosen_device(config: DeviceConfig, found: Hardware) -> str:
-    return config.name if config.name != "auto" else "cuda" if found.gpus else "cpu"
+    found = []
+    for package in (name for name in ("tensorboard", "wandb") if getattr(config, name)):
+        try:
+            require(package)
+        except ConfigError as error:
+            found.append(refused("tracking", error))
+        else:
+            found.append(Diagnosis("tracking", "good", f"{package} {installed(package)}"))
+    return found
 
 
 def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], str | None]) -> Diagnosis:
     """Checks the configured device; `try_it` computes something on it, says what is slow, and raises DeviceError if the
     result is wrong."""
-    name = chosen_device(config, found)
+    named = config.name.split(",")[0].removesuffix(":all")  # of several, the first
+    name = "cpu" if named == "mps" else named if named != "auto" else "cuda" if found.gpus else "cpu"
     if name != "cpu":
         return _check_cuda(name, config, found, try_it)
     try:
         slow = _after(try_it(name))
     except DeviceError as error:
         return Diagnosis("device", "failed", str(error))
-    if config.name != "auto":
+    if config.name == "mps" and not found.has_mps:
+        return Diagnosis("device", "failed", "mps not found", "Set device.name to cpu or to an existing device")
+    if config.name not in ("auto", "mps"):
         return Diagnosis("device", "good", f"cpu{slow}")
+    what, fix = _why_cpu(found)
+    return Diagnosis("device", "warning" if fix else "good", f"cpu{what}{'' if fix else slow}", fix)
+
+
+def _why_cpu(found: Hardware) -> tuple[str, str]:
+    """Returns why no card trains, and what to do if one could."""
+    newer = f"Update the driver to one that supports {_build_of(found)}"
+    if found.has_mps:
+        return f": {APPLE}", ""
+    if found.trouble:
+        return f"; torch cannot use the graphics card: {found.trouble}", newer
     if not found.driver:
-        return Diagnosis("device", "good", f"cpu: there is no NVIDIA driver{slow}")
+        return ": there is no NVIDIA driver", ""
+    there = f"; there is an NVIDIA driver {found.driver}, and torch"
     if found.cuda_build:
-        why, fix = "torch cannot use it", f"Update the driver to one that supports CUDA {found.cuda_build}"
-    else:
-        why, fix = "torch was installed without CUDA", "Install torch's CUDA build"
-    return Diagnosis("device", "warning", f"cpu; there is an NVIDIA driver {found.driver}, and {why}", fix)
+        return f"{there} cannot use it", newer
+    return f"{there} was installed without CUDA", "Install torch's CUDA build"
+
+
+def _build_of(found: Hardware) -> str:
+    return f"ROCm {found.rocm_build}" if found.rocm_build else f"CUDA {found.cuda_build}"
 
 
 def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callable[[str], str | None]) -> Diagnosis:
     number = int(name.partition(":")[2] or 0)
     if number >= len(found.gpus):
         what = f"{name} not found: {len(found.gpus)} CUDA devices, driver {found.driver or 'none'}"
+        what += f"; {found.trouble}" if found.trouble else ""
         return Diagnosis("device", "failed", what, "Set device.name to cpu or to an existing device")
     gpu = found.gpus[number]
-    what = f"{name}: {gpu.name}, {mega(gpu.total_bytes)}, CUDA {found.cuda_build}, driver {found.driver or 'unknown'}"
+    driver = "" if found.rocm_build else f", driver {found.driver or 'unknown'}"
+    what = f"{name}: {gpu.name}, {mega(gpu.total_bytes)}, {_build_of(found)}{driver}"
     try:
         slow = _after(try_it(name))
     except DeviceError as error:
@@ -154,7 +194,10 @@ def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callab
         return Diagnosis(
             "device", "warning", f"{what}, without bf16", 'Set device.autocast to "auto": bf16 is slow there'
         )
-    return Diagnosis("device", "good", f"{what}, {'bf16' if gpu.is_bf16 else 'no bf16: it trains in fp32'}{slow}")
+    what = f"{what}, {'bf16' if gpu.is_bf16 else 'no bf16: it trains in fp32'}{slow}"
+    if found.rocm_build:
+        return Diagnosis("device", "warning", f"{what}; {ROCM}", TELL)
+    return Diagnosis("device", "good", what)
 
 
 def _after(slow: str | None) -> str:
@@ -163,14 +206,8 @@ def _after(slow: str | None) -> str:
 
 def try_device(name: str) -> str | None:
     """Checks that the device's arithmetic is exact, including the edge cases; returns what of it is slow here."""
-    import torch  # noqa: PLC0415
-
-    from p2ptrain.exact import native  # noqa: PLC0415
-    from p2ptrain.exact.aggregate import check_exactness  # noqa: PLC0415
-    from p2ptrain.exact.kernels.launches import why_not  # noqa: PLC0415
-
     device = torch.device(name)
-    check_exactness(64, device)
+    check_exactness(RecipeConfig(), device)
     if device.type == "cuda" and (why := why_not(device)):
         return f"a round's arithmetic is torch's, because {why}"
     if native.library() is None:
@@ -219,3 +256,67 @@ def check_p2pd(listen: tuple[str, ...], version: str) -> list[Diagnosis]:
         fix = "Listen on TCP only: remove the /udp/.../quic-v1 from network.listen"
         found.append(Diagnosis("p2pd weakness", "warning", QUIC_WEAKNESS, fix))
     return found
+
+
+# -- WSL2: the NAT, the clock and the sleep settings of Windows -------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wsl:
+    networking: str  # the networking mode, such as nat or mirrored; empty: unknown
+    keeps_time: bool  # whether a program sets the clock
+
+
+def look_at_wsl() -> Wsl | None:
+    """Looks for WSL2; returns None if this machine is not in it."""
+    try:
+        if "microsoft" not in KERNEL.read_text().lower():
+            return None
+    except OSError:
+        return None
+    return Wsl(networking_mode(), keeps_time(each.info["name"] or "" for each in psutil.process_iter(["name"])))
+
+
+def networking_mode() -> str:
+    """Asks WSL for its networking mode; empty if it has no answer, as before WSL 2.0."""
+    program = shutil.which("wslinfo")
+    if program is None:
+        return ""
+    with suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(  # noqa: S603
+            [program, "--networking-mode"], capture_output=True, text=True, timeout=MODE_SECONDS, check=True
+        )
+        return told.stdout.strip().lower()
+    return ""
+
+
+def keeps_time(programs: Iterable[str]) -> bool:
+    return any(name.startswith(TIME_KEEPERS) for name in programs)
+
+
+def check_wsl(found: Wsl | None) -> list[Diagnosis]:
+    if found is None:
+        return []
+    return [_check_network(found.networking), _check_clock(found.keeps_time), _check_sleep()]
+
+
+def _check_network(mode: str) -> Diagnosis:
+    if mode == "mirrored":
+        text = "mirrored: this node has the addresses of Windows, whose firewall decides who may connect"
+        return Diagnosis("WSL2 network", "good", text)
+    text = f"{mode or 'its mode is unknown'}: behind a NAT of Windows, others reach this node only through relays"
+    fix = "Write [wsl2] and networkingMode=mirrored to .wslconfig in your folder of Windows, then wsl --shutdown there"
+    return Diagnosis("WSL2 network", "warning", text, fix)
+
+
+def _check_clock(keeps: bool) -> Diagnosis:
+    if keeps:
+        return Diagnosis("WSL2 clock", "good", "a program sets it, also after Windows has slept")
+    text = f"nothing sets it: it is behind after Windows has slept, and {SKEW_SECONDS_MAX:.0f} s are too many"
+    return Diagnosis("WSL2 clock", "warning", text, "sudo hwclock -s after each sleep, or let systemd-timesyncd run")
+
+
+def _check_sleep() -> Diagnosis:
+    text = "not seen from here: Windows ends WSL2 when its last window is closed, and stops the node while it sleeps"
+    fix = "Keep a window open, or start the node as a task of Windows; no sleep: powercfg /change standby-timeout-ac 0"
+    return Diagnosis("WSL2 sleep", "warning", text, fix)

@@ -29,17 +29,14 @@ from fractions import Fraction
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from p2ptrain.config import BASIS_PEAK, EXACT_MAX, RecipeConfig
-from p2ptrain.digest import PIECE_BYTES, leaf_digest
-from p2ptrain.errors import DeviceError
+from p2ptrain.config import EXACT_MAX, RecipeConfig
 from p2ptrain.exact import native
-from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, unpack
+from p2ptrain.exact.codec import Contribution, Packed, unpack
 from p2ptrain.exact.kernels.launches import (
     KEPT,
     NESTEROV,
@@ -47,39 +44,17 @@ from p2ptrain.exact.kernels.launches import (
     PLAIN,
     Move,
     attempt,
-    failures,
     flat_of,
-    is_usable,
     launches_of,
-    leaves,
-    refuse,
     to_host,
 )
 from p2ptrain.exact.rules import BY_COORDINATE, Offered, by_rule, middle_votes
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.schedule import Terms, exact_float
 from p2ptrain.exact.shortage import where_it_fits
-from p2ptrain.exact.transform import (
-    FP32_EXACT_MAX,
-    Group,
-    Layout,
-    Strip,
-    first_stage_dtype,
-    integer_basis,
-    inverse,
-)
+from p2ptrain.exact.transform import FP32_EXACT_MAX, Group, Layout, Strip
 
-EXACTNESS_FIX = (
-    "Unset DNNL_DEFAULT_FPMATH_MODE, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and whatever sets torch's float32 matmul "
-    "precision or flush-to-zero mode; or choose another device"
-)
 INT16_MAX, INT32_MAX = 2**15 - 1, 2**31 - 1
-CHECKED: list[dict[str, Any]] = [  # on a card, before its programs are used
-    {"name": "distro", "k": 8, "weight_decay": "1/10"},
-    {"name": "demo", "k": 8, "value_bits": 3},
-    {"name": "local", "k": 64, "value_bits": 4, "momentum": "9/10", "nesterov": True},
-    {"name": "local", "k": 64, "value_bits": 8},
-]
 COUNTED_AT_ONCE = 8  # contributions that are unpacked at a time
 CHUNKS_MEASURED = 4  # of a group, at least, for the update's norm: all would take 2 % of the time of an update
 
@@ -437,81 +412,3 @@ def _cut(layout: Layout, group: Group, strip: Strip, update: Tensor) -> Tensor:
 def rounded_fp32(value: Fraction) -> float:
     """Rounds to fp64, then to fp32."""
     return float(np.float32(exact_float(value)))
-
-
-def check_exactness(chunk: int, device: torch.device) -> None:
-    """Refuses a device or library whose arithmetic on the exact path does not follow IEEE 754.
-
-    Matrix products may be configured to use TF32 or bf16 internally, or a processor to flush subnormals to zero;
-    replicas would drift apart without a visible reason. Checking a few known answers takes a millisecond.
-    """
-    basis = integer_basis(chunk, torch.int64, torch.device("cpu"))
-    for bound in ((FP32_EXACT_MAX - 1) // BASIS_PEAK, (EXACT_MAX - 1) // BASIS_PEAK**2):  # each stage's largest input
-        votes = torch.zeros(3, chunk, chunk, dtype=torch.int64)
-        votes[0, 1, chunk // 2 + 1] = bound  # all votes in one coefficient
-        votes[1, :, 1] = bound // chunk * (1 - 2 * (torch.arange(chunk) % 2))  # a column, which the first product sums
-        votes[2] = bound // chunk**2
-        votes[2, 1, 1] += bound - bound // chunk**2 * chunk**2
-        expected = torch.einsum("ui,nuv,vj->inj", basis, votes, basis)
-        computed = inverse(votes.view(3, -1).int().to(device), chunk, first_stage_dtype(bound, device))
-        if not torch.equal(computed.cpu().long(), expected):
-            raise DeviceError(f"{device} does not multiply matrices exactly", fix=EXACTNESS_FIX)
-    tiny = torch.full((2**20,), 2.0**-140, device=device)  # fp32 below the normal range, enough of them for all threads
-    twice = (tiny + tiny).cpu().view(torch.int32)  # compared as bits, since flushed numbers equal zero
-    if not (twice == 2**10).all():
-        raise DeviceError(f"{device} flushes small numbers to zero", fix=EXACTNESS_FIX)
-    smaller = (tiny * 0.75).cpu().view(torch.int32)  # a product of the momentum, below the normal range
-    if not (smaller == 3 * 2**7).all():
-        raise DeviceError(f"{device} flushes small products to zero", fix=EXACTNESS_FIX)
-    check_kernels(chunk, device)
-
-
-def check_kernels(chunk: int, device: torch.device) -> None:
-    """Has torch do the arithmetic of a card on which the programs give other bits, or do not run."""
-    if not is_usable(device):
-        return
-    try:
-        is_same = all(_is_same(RecipeConfig.model_validate(each | {"chunk": chunk}), device) for each in CHECKED)
-        state = torch.arange(PIECE_BYTES // 4 + 5, dtype=torch.float32)
-        pieces = enumerate(torch.split(state, PIECE_BYTES // 4))
-        expected = [leaf_digest(number, piece.numpy().tobytes()) for number, piece in pieces]
-        is_same = is_same and leaves(state.to(device)) == expected
-    except failures() as error:  # whatever a compiler or a driver raises
-        first = next(iter(str(error).splitlines()), "")
-        refuse(device, f"the programs for a card do not run here ({type(error).__name__}: {first})")
-    else:
-        if not is_same:
-            refuse(device, "the programs for a card give other bits here")
-
-
-def _is_same(recipe: RecipeConfig, device: torch.device) -> bool:
-    """Whether a card's programs move the weights, and pack a contribution, as torch does in main memory."""
-    chunk = recipe.chunk
-    layout = Layout.of([(2 * chunk, chunk), (chunk - 3, chunk + 5), (9,)], recipe)
-    programs = launches_of(layout, device)
-    if programs is None:
-        return True
-    form, draws = PayloadFormat.of(layout, recipe), np.random.default_rng(0)
-    payloads, shapes = [], layout.shapes
-    for number in range(3):
-        residual = torch.from_numpy(draws.standard_normal((layout.chunks, layout.area)).astype(np.float32)).to(device)
-        made, _ = programs.take(residual, recipe.k_max, number, recipe)
-        payloads.append(Packed(made.packed(form), form))
-        if made.in_memory().indices.tobytes() != unpack(*payloads[-1]).indices.tobytes():
-            return False
-    sizes, terms = [math.prod(shape) for shape in shapes], Terms(Fraction(1, 3))
-    state = torch.from_numpy(draws.standard_normal((recipe.state_copies, sum(sizes))).astype(np.float32))
-    offered, found = Offered.of(layout, recipe, payloads, {}, None), []
-    for where in (torch.device("cpu"), device):
-        there = state.to(where, copy=True)
-        parts = [
-            [each.view(shape) for each, shape in zip(torch.split(row, sizes), shapes, strict=True)] for row in there
-        ]
-        weights, momenta = parts[0], parts[1] if recipe.momentum else []
-        if where is not device:
-            votes = sum_votes(layout, recipe, (unpack(*each) for each in payloads), 3, offered.scales, where)
-            apply_votes(layout, recipe, votes, terms, weights, momenta)
-        elif _on_card(layout, recipe, offered, terms, weights, momenta) is None:
-            return True  # no memory now: a round would go to torch as well
-        found.append(there.cpu().view(torch.int32))
-    return torch.equal(*found)

@@ -117,10 +117,6 @@ class PayloadFormat:
         return upper, (self.k, self.low_bits), (self.k, 1), (self.k, self.value_bits - 1)
 
     @property
-    def bits_per_coefficient(self) -> float:
-        return self.payload_bytes * 8 / (self.chunks * self.k)
-
-    @property
     def contribution_bytes(self) -> int:
         """Memory of an unpacked contribution; unpacking peaks at twice this size, or at twice WORK_BYTES if larger."""
         return self.chunks * self.k * ((0 if self.is_dense else 2) + self.value_type.itemsize) + self.groups
@@ -177,8 +173,7 @@ def binomials(positions: int, k: int) -> NDArray[np.int64]:  # [k + 1, a power o
     return table
 
 
-# ---------------------------------------------------------------------------------------------------
-# Contribution to payload and back
+# -- Contribution to payload and back ---------------------------------------------------------------
 
 
 def pack(contribution: Contribution, form: PayloadFormat) -> bytes:
@@ -396,8 +391,7 @@ def _unranked(ranks: NDArray[np.int64], form: PayloadFormat) -> Indices:  # [chu
     return np.ascontiguousarray(positions.T)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Fields of a few bits
+# -- Fields of a few bits ---------------------------------------------------------------------------
 
 
 def pack_fields(fields: Fields, width: int) -> bytes:

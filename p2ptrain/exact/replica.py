@@ -23,7 +23,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.exact.codec import Contribution
 from p2ptrain.exact.outer import Counted, Outer
-from p2ptrain.exact.root import FLOAT_BYTES, covered_pieces, octets, state_leaves, state_root
+from p2ptrain.exact.root import FLOAT_BYTES, covered_pieces, state_leaves, state_root
 from p2ptrain.exact.shortage import where_it_fits
 
 UNPACKED_BYTES = 64 * 2**20  # of contributions kept unpacked between their check and their round; a guess
@@ -73,8 +73,7 @@ class Replica:
         named = dict(zip((WEIGHTS_PREFIX + name for name in self.names), self.outer.parts(weights), strict=True))
         return named | ({MOMENTUM_NAME: momentum} if len(momentum) else {})
 
-    # -----------------------------------------------------------------------------------------------
-    # Rounds
+    # -- Rounds -------------------------------------------------------------------------------------
 
     def check(self, payload: bytes) -> str | None:
         """Returns why a payload is refused, or None if it is good."""
@@ -128,12 +127,7 @@ class Replica:
         """Hashes the pieces of the state."""
         return state_leaves(self.state)
 
-    def as_bytes(self) -> bytes:
-        """A copy of the state, in the form from which the root is computed."""
-        return bytes(octets(self.state))
-
-    # -----------------------------------------------------------------------------------------------
-    # States from elsewhere
+    # -- States from elsewhere ----------------------------------------------------------------------
 
     @torch.no_grad()
     def adopt(self, number: int, pieces: Iterable[bytes | memoryview]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -27,7 +27,7 @@ from p2ptrain.exact.kernels.launches import leaves as leaves_on_card
 
 FLOAT_BYTES = 4
 HASHING_THREADS_MAX = 8  # about as many as main memory feeds; a guess
-FETCHED_PIECES = 64  # copied from a device at a time, two copies in flight: the whole state would double the memory
+FETCHED_PIECES = 64  # copied from a device at a time: the whole state would double the memory
 
 assert sys.byteorder == "little", "the state is hashed as it is in memory"
 
@@ -64,36 +64,10 @@ def state_leaves(state: Tensor) -> list[bytes]:
     if is_usable(state.device) and (found := attempt(partial(leaves_on_card, state), state.device)):
         return found
     with ThreadPoolExecutor(min(cores(), HASHING_THREADS_MAX)) as pool:
-        for block in _fetched(torch.split(state, FETCHED_PIECES * each)):
-            pieces = map(octets, torch.split(block, each))
+        for block in torch.split(state, FETCHED_PIECES * each):
+            pieces = map(octets, torch.split(block.cpu(), each))
             leaves += pool.map(leaf_digest, itertools.count(len(leaves)), pieces)
     return leaves
-
-
-def _fetched(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields blocks in main memory. A GPU copies the next block while this one is hashed. It copies into pinned memory,
-    because an H100 copied only 1.3 GB a second into pageable memory."""
-    if blocks[0].device.type != "cuda":
-        yield from (block.cpu() for block in blocks)
-        return
-    try:
-        rooms = [torch.empty_like(blocks[0], device="cpu", pin_memory=True) for _ in range(2)]
-    except RuntimeError:  # pinning can fail in a container, or when memory is short
-        yield from (block.cpu() for block in blocks)
-        return
-    stream = torch.cuda.current_stream(blocks[0].device)
-
-    def copied(number: int) -> tuple[Tensor, torch.cuda.Event]:
-        room = rooms[number % 2][: len(blocks[number])].copy_(blocks[number], non_blocking=True)
-        return room, stream.record_event()
-
-    coming = copied(0)
-    for number in range(len(blocks)):
-        room, event = coming
-        if number + 1 < len(blocks):
-            coming = copied(number + 1)
-        event.synchronize()
-        yield room
 
 
 def root_of_leaves(leaves: Sequence[bytes], size: int, pieces: list[int] | None = None) -> bytes:

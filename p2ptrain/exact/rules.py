@@ -163,8 +163,7 @@ def _nearest_to_median(votes: Tensor, left: int) -> Tensor:  # [contributions, n
 
 BY_COORDINATE = {"trimmed_coordinates": _without_extremes, "bulyan": _nearest_to_median}
 
-# ---------------------------------------------------------------------------------------------------
-# Comparing whole contributions. Products are Python's integers, for they may take more than 64 bits.
+# -- Comparing whole contributions. Products are Python's integers, for they may take more than 64 bits. ---
 
 
 def _products(offered: Offered, device: torch.device) -> list[list[int]]:

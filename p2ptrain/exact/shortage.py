@@ -11,6 +11,7 @@ import torch
 
 from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.errors import MemoryShortError
+from p2ptrain.exact.cards import failure_of
 
 CPU = torch.device("cpu")
 # The CPU allocator, cuBLAS, and the driver of a full GPU raise no specific error type.
@@ -42,11 +43,14 @@ def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
 
 @contextmanager
 def told(what: str, device: torch.device) -> Iterator[None]:
-    """Raises MemoryShortError, with the device's usage, if memory runs out inside the block."""
+    """Raises MemoryShortError, with the device's usage, if memory runs out inside the block, and DeviceError if the
+    card fails."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
+            if (failed := failure_of(error)) is not None:
+                raise failed from error
             raise
         raise MemoryShortError(f"out of memory while {what}: {memory_taken(device)}. {SETTINGS_THAT_HELP}") from error
 

@@ -21,18 +21,17 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 from msgspec import Struct
 
 if TYPE_CHECKING:
     import asyncio
 
-    from torch import Tensor
-
 HEAD_DOUBLES, HEAD_BYTES = 4, 64
 FLOAT_BYTES = 4
 FRAME_BYTES_MAX = 2**28  # a step's sequences, or the held-out ones
 LENGTH_BYTES, READ_BYTES = 4, 2**20
-LEAVE_SECONDS = 60.0  # for the node to say goodbye and save
+LEAVE_SECONDS = 660.0  # for the node to leave, which may take ten minutes (core/membership.py), and to save
 LOG_NAME = "node.log"  # in the node's directory
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes, in the model's order
@@ -150,7 +149,7 @@ class NodeAnswer(Struct, frozen=True):
     body: Answer
 
 
-def framed(message: ScriptRequest | NodeAnswer) -> bytes:
+def framed(message: Struct) -> bytes:
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
@@ -174,29 +173,32 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(size)
 
 
-def make_memory(parameters: int) -> int:
-    """Makes shared memory for a model of this many parameters, which ends with its users. Returns its descriptor."""
+def make_shared(size: int) -> int:
+    """Makes shared memory of so many bytes, which ends with its users. Returns its descriptor."""
     if sys.platform == "linux":
-        descriptor = os.memfd_create("p2ptrain weights")
+        descriptor = os.memfd_create("p2ptrain")
     else:
         with tempfile.TemporaryFile() as file:  # has no name any more
             descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, HEAD_BYTES + 2 * FLOAT_BYTES * parameters)
+    os.ftruncate(descriptor, size)
     return descriptor
+
+
+def make_memory(parameters: int) -> int:
+    """Makes the memory for a model of this many parameters. Returns its descriptor."""
+    return make_shared(HEAD_BYTES + 2 * FLOAT_BYTES * parameters)
 
 
 class Memory:
     """The shared memory, seen from one of both processes."""
 
     def __init__(self, descriptor: int, parameters: int) -> None:
-        import torch  # noqa: PLC0415  # two seconds
-
         whole = mmap.mmap(descriptor, HEAD_BYTES + 2 * FLOAT_BYTES * parameters)
         os.close(descriptor)
         self._head = memoryview(whole)[: 8 * HEAD_DOUBLES].cast("d")
-        self.base: Tensor = torch.frombuffer(whole, dtype=torch.float32, count=parameters, offset=HEAD_BYTES)
+        self.base = torch.frombuffer(whole, dtype=torch.float32, count=parameters, offset=HEAD_BYTES)
         second = HEAD_BYTES + FLOAT_BYTES * parameters
-        self.moved: Tensor = torch.frombuffer(whole, dtype=torch.float32, count=parameters, offset=second)
+        self.moved = torch.frombuffer(whole, dtype=torch.float32, count=parameters, offset=second)
 
     def keep_pace(self, number: int, usual: float, last: float) -> None:
         """Notes when the others contribute to this round and no longer wait, in seconds from now."""

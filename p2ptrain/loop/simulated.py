@@ -25,12 +25,6 @@ class SimulatedRound:
     payload_bytes: int  # that each peer sends
 
 
-@dataclass(slots=True)
-class _Peer:
-    optimizer: torch.optim.Optimizer
-    residual: Residual
-
-
 def simulate(
     model: nn.Module,
     data: Iterator[Any],
@@ -59,22 +53,22 @@ def simulate(
     rate = float(run.recipe.inner_learning_rate)
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0))
     outer, found = Outer(run.recipe, [tuple(each.shape) for each in trained]), []
-    swarm = [_Peer(make(trained), Residual(outer.layouts, torch.device("cpu"))) for _ in range(peers)]
+    swarm = [(make(trained), Residual(outer.layouts, torch.device("cpu"))) for _ in range(peers)]
     state = torch.zeros(outer.state_numbers)
     agreed = outer.parts(state[: outer.parameters])
     for base, each in zip(agreed, trained, strict=True):
         base.copy_(each.detach())
     for number in range(rounds):
         payloads, losses = [], []
-        for peer in swarm:
-            losses += _steps(model, data, loss, run.recipe, peer.optimizer)
+        for steps, residual in swarm:
+            losses += _steps(model, data, loss, run.recipe, steps)
             moved = [base - each.detach().cpu() for base, each in zip(agreed, trained, strict=True)]
-            peer.residual.add(number, moved, float(run.recipe.decay))
-            payloads.append(outer.pack(peer.residual.take(number, run.recipe), 0))
+            residual.add(number, moved, float(run.recipe.decay))
+            payloads.append(outer.pack(residual.take(number, run.recipe), 0))
             _load(trained, agreed)
         counted = outer.apply(state, number, payloads)
-        for peer, payload in zip(swarm, payloads, strict=True):
-            peer.residual.forget(number, counted.uncounted(payload))
+        for (_, residual), payload in zip(swarm, payloads, strict=True):
+            residual.forget(number, counted.uncounted(payload))
         _load(trained, agreed)
         found.append(SimulatedRound(number + 1, sum(losses) / len(losses), outer.payload_bytes))
     return found

@@ -19,11 +19,11 @@ import torch
 from p2ptrain.core.complaints import Code, Complaint, complaint
 from p2ptrain.core.messages import authored, payload_digest
 from p2ptrain.data.assignment import Positions
-from p2ptrain.errors import ConfigError, DataError, NodeEndedError, P2ptrainError, PassedError
+from p2ptrain.errors import ConfigError, DataError, NodeEndedError, P2ptrainError, PassedError, StoppedError
 from p2ptrain.exact.outer import Uncounted
 from p2ptrain.loop.channel import Memory, RoundTrained
 from p2ptrain.node.local_worker import LearnerThread
-from p2ptrain.node.work import Base, Done, Fetch, Figures, StoppedError, Task, Upstream
+from p2ptrain.node.work import Base, Done, Fetch, Figures, Task, Upstream
 from p2ptrain.share import Share
 from p2ptrain.store.diary import Trained
 from p2ptrain.train.private import Privacy
@@ -120,8 +120,7 @@ class ScriptWorker:
         self.stop()
         self._thread.close()
 
-    # -----------------------------------------------------------------------------------------------
-    # Trainings
+    # -- Trainings ----------------------------------------------------------------------------------
 
     async def train(self, task: Task) -> Done:
         work = Work(task, self.positions(task.share), self._base, asyncio.get_running_loop().create_future())

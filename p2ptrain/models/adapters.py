@@ -35,8 +35,7 @@ NAMED_MAX = 6  # modules listed in an error
 ORIGIN_FIX = "Whoever began the run made it so: install the versions that its founder has, or join another"
 
 
-# ---------------------------------------------------------------------------------------------------
-# The model
+# -- The model --------------------------------------------------------------------------------------
 
 
 class Adapter(nn.Module):
@@ -124,21 +123,18 @@ def _is_matrix(module: nn.Module) -> bool:
 def _targets(model: Model, outer: set[int], adapt: AdaptConfig) -> list[tuple[str, nn.Module]]:
     """Returns the modules that get adapters, by name. Raises ConfigError if a named module does not exist."""
     able = [(name, each) for name, each in model.named_modules() if _is_matrix(each) and id(each.weight) not in outer]
-    chosen = [(name, each) for name, each in able if not adapt.targets or f".{name}".endswith(_ends(adapt.targets))]
+    ends = tuple(f".{target}" for target in adapt.targets)
+    chosen = [(name, each) for name, each in able if not ends or f".{name}".endswith(ends)]
     for target in adapt.targets:
         if not any(f".{name}".endswith(f".{target}") for name, _ in able):
-            ends = sorted({name.rpartition(".")[2] for name, _ in able})
-            fix = f"Choose from {', '.join(ends[:NAMED_MAX])}{', ...' if len(ends) > NAMED_MAX else ''}"
+            known = sorted({name.rpartition(".")[2] for name, _ in able})
+            fix = f"Choose from {', '.join(known[:NAMED_MAX])}{', ...' if len(known) > NAMED_MAX else ''}"
             raise ConfigError(f"the model has no matrix {target}", key="adapt.targets", fix=fix)
     for name, each in chosen:
         if adapt.rank > (least := min(_sizes(each))):
             what = f"{adapt.rank} is more than {name} has rows or columns"
             raise ConfigError(what, key="adapt.rank", fix=f"Set it to {least} or less, usually 8 to 64")
     return chosen
-
-
-def _ends(targets: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f".{target}" for target in targets)
 
 
 def is_transposed(model: ModelConfig) -> bool:
@@ -152,8 +148,7 @@ def merged(weight: Tensor, first: Tensor, second: Tensor, run: RunConfig) -> Ten
     return weight + (change.T if is_transposed(run.model) else change)
 
 
-# ---------------------------------------------------------------------------------------------------
-# The base
+# -- The base ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +165,11 @@ def make_base(directory: Path, weights: Mapping[str, Tensor]) -> FrozenBase:
     """Writes a base into the directory, under its digest; the same weights make the same file everywhere."""
     make_directory(directory)
     partial = directory / f"new{PARTIAL_SUFFIX}"  # one process at a time uses a data directory
+    stored = {name: _stored_type(tensor) for name, tensor in sorted(weights.items())}
+    tensors = [(name, dtype, tuple(weights[name].shape)) for name, dtype in stored.items()]
     try:
-        _write_base(partial, weights)
+        with trouble(partial):
+            write_tensors(partial, tensors, (octets(weights[name].to(dtype)) for name, dtype in stored.items()))
         written = read_base(partial)
         path = base_file(directory, written.digest)
         with trouble(path):
@@ -184,13 +182,6 @@ def make_base(directory: Path, weights: Mapping[str, Tensor]) -> FrozenBase:
 def base_file(directory: Path, digest: str) -> Path:
     """Returns the path of the base with this digest, if the file exists."""
     return directory / f"{digest}.safetensors"
-
-
-def _write_base(path: Path, weights: Mapping[str, Tensor]) -> None:
-    stored = {name: _stored_type(tensor) for name, tensor in sorted(weights.items())}
-    tensors = [(name, dtype, tuple(weights[name].shape)) for name, dtype in stored.items()]
-    with trouble(path):
-        write_tensors(path, tensors, (octets(weights[name].to(dtype)) for name, dtype in stored.items()))
 
 
 def _stored_type(tensor: Tensor) -> torch.dtype:

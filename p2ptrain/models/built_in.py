@@ -22,8 +22,6 @@ below, which is the order of the state root: moving a line in an `__init__` chan
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,13 +29,11 @@ from torch.utils.checkpoint import checkpoint
 
 from p2ptrain.config import ModelConfig
 from p2ptrain.data.packing import within_documents
+from p2ptrain.models.loss import cross_entropy
 
 NORM_EPSILON = 1e-5  # Llama's
 INITIAL_DEVIATION = 0.02  # GPT-2's and Llama's
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # matrices that write to the residual stream
-# Bytes of fp32 logits that exist at a time. With a large vocabulary a whole pass's logits would be most of its memory.
-# On a CPU 32 MiB was fastest (log/); elsewhere a larger block keeps the device busy, which is a guess.
-LOGITS_BYTES, DEVICE_LOGITS_BYTES = 2**25, 2**29
 
 
 class Linear(nn.Linear):
@@ -148,63 +144,6 @@ class Block(nn.Module):
         stream = stream + self.self_attn(self.input_layernorm(stream), cosine, sine, mask)
         output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
         return output
-
-
-def logits_rows(vocab_size: int, device: str) -> int:
-    """Number of tokens whose logits are computed at a time."""
-    return max(1, (LOGITS_BYTES if device == "cpu" else DEVICE_LOGITS_BYTES) // (4 * vocab_size))
-
-
-class FusedLoss(torch.autograd.Function):
-    """Mean cross entropy of linear(hidden, weight), a block of tokens at a time.
-
-    A block's gradient follows directly from its logits (softmax minus one at the target), so the logits are computed
-    only once, yet need not be kept for the backward pass. The idea is Liger Kernel's (arXiv 2410.10989), without a
-    custom GPU kernel.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradient: bool) -> Tensor:
-        """hidden: [tokens, dim]; weight: [vocab, dim] fp32; targets: [tokens] int64"""
-        device, count = hidden.device.type, len(hidden)
-        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        step = logits_rows(len(weight), device)
-        total = torch.zeros((), device=hidden.device)
-        to_hidden = torch.empty_like(hidden if with_gradient else hidden[:0])
-        is_trained = with_gradient and weight.requires_grad
-        to_weight = torch.zeros_like(weight if is_trained else weight[:0])
-        with torch.autocast(device, enabled=False):
-            cast = weight.to(kind)
-            for start in range(0, count, step):
-                inputs, wanted = hidden[start : start + step].to(kind), targets[start : start + step, None]
-                logits = (inputs @ cast.T).float()  # bf16 cannot hold a sum of exponentials
-                norms = logits.logsumexp(dim=1, keepdim=True)
-                total += (norms - logits.gather(1, wanted)).sum()
-                if with_gradient:
-                    logits.sub_(norms).exp_().scatter_add_(1, wanted, torch.full_like(norms, -1.0))
-                    gradient = logits.div_(count).to(kind)
-                    to_hidden[start : start + step] = gradient @ cast
-                    if is_trained:
-                        to_weight += gradient.T @ inputs
-                    del gradient
-                del logits  # frees the memory before the next block needs it
-        ctx.save_for_backward(to_hidden, to_weight)
-        return total / max(1, count)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        to_hidden, to_weight = ctx.saved_tensors
-        of_weight = to_weight * gradient if ctx.needs_input_grad[1] else None  # a frozen weight has none
-        return to_hidden * gradient.to(to_hidden.dtype), of_weight, None, None
-
-
-def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean cross entropy of linear(hidden, weight).
-
-    hidden: [tokens, dim]; weight: [vocab, dim] fp32; targets: [tokens] int64
-    """
-    loss: Tensor = FusedLoss.apply(hidden, weight, targets, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
-    return loss
 
 
 def _working_type(device: str) -> torch.dtype:

@@ -37,18 +37,9 @@ from p2ptrain.digest import PIECE_BYTES, leaf_digest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.root import FLOAT_BYTES, covered_pieces, octets, root_of_leaves
 from p2ptrain.files import PARTIAL_SUFFIX, forget, open_regular, rename, sync, trouble, write_file
+from p2ptrain.models import kinds
 from p2ptrain.models.adapters import FIRST, SECOND, base_tensors, is_transposed, merged
 from p2ptrain.models.built_in import INITIAL_DEVIATION, NORM_EPSILON, Model
-from p2ptrain.models.kinds import (
-    NamedShapes,
-    build_with,
-    by_name,
-    exported_name,
-    exported_shapes,
-    named_shapes,
-    parameter_count,
-    without_adapters,
-)
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.models.tensor_file import write_tensors
 
@@ -100,27 +91,31 @@ class Weights:
 
     @property
     def parameters(self) -> int:
-        return parameter_count(self.run.model, self.run.adapt)
+        return kinds.parameter_count(self.run.model, self.run.adapt)
 
     def flat(self) -> Tensor:  # -> [parameters] fp32
         """Reads all weights in the order of the state, without the outer momentum that may follow them."""
+        return self.state()[: self.parameters]
+
+    def state(self) -> Tensor:  # -> [parameters, or twice as many] fp32
+        """Reads all of the state."""
         self.check_size()
         flat = torch.empty(self.size // FLOAT_BYTES, dtype=torch.float32)
         into, at = octets(flat), 0
         for piece in self.pieces():
             into[at : at + len(piece)] = piece
             at += len(piece)
-        return flat[: self.parameters]
+        return flat
 
     def named(self) -> dict[str, Tensor]:
         """Reads all weights, by the names of the model's parameters."""
-        return by_name(self.flat(), named_shapes(self.run.model, self.run.adapt))
+        return kinds.by_name(self.flat(), kinds.named_shapes(self.run.model, self.run.adapt))
 
 
 def load_model(weights: Weights, device: torch.device) -> Model:
     """Loads the weights into a model, and checks them."""
     run, named = weights.run, weights.named()
-    return build_with(run.model, named, run.adapt, weights.base).eval().to(device).requires_grad_(False)
+    return kinds.build_with(run.model, named, run.adapt, weights.base).eval().to(device).requires_grad_(False)
 
 
 def export(
@@ -160,12 +155,17 @@ def _write(target: Path, files: Mapping[str, bytes], weights: Weights, *, only_a
         partial = place / target.name
         try:
             partial.mkdir()
+            model = weights.run.model
             if only_adapters:
-                _write_adapters(partial / "adapter_model.safetensors", weights)
+                trained = kinds.named_shapes(model, weights.run.adapt)
+                shapes = tuple((PEFT_PREFIX + kinds.exported_name(model, name), shape) for name, shape in trained)
+                _write_file(partial / "adapter_model.safetensors", weights, shapes, _without_momentum(weights))
             elif weights.run.adapt.is_on:
-                _write_merged(partial / "model.safetensors", weights)
+                shapes = kinds.exported_shapes(kinds.without_adapters(model))
+                _write_file(partial / "model.safetensors", weights, shapes, _merged_numbers(weights))
             else:
-                _write_weights(partial / "model.safetensors", weights)
+                shapes = kinds.exported_shapes(model)
+                _write_file(partial / "model.safetensors", weights, shapes, _without_momentum(weights))
             for name, content in files.items():
                 write_file(partial / name, content, mode=MODE)
             sync(partial)
@@ -180,12 +180,7 @@ def check_target(target: Path) -> None:
         raise ConfigError("it exists already", source=str(target), fix="Name a directory that does not exist yet")
 
 
-# ---------------------------------------------------------------------------------------------------
-# Weights
-
-
-def _write_weights(path: Path, weights: Weights) -> None:
-    _write_file(path, weights, exported_shapes(weights.run.model), _without_momentum(weights))
+# -- Weights ----------------------------------------------------------------------------------------
 
 
 def _without_momentum(weights: Weights) -> Iterator[bytes]:
@@ -197,38 +192,24 @@ def _without_momentum(weights: Weights) -> Iterator[bytes]:
         left -= len(piece)
 
 
-def _write_adapters(path: Path, weights: Weights) -> None:
-    shapes = named_shapes(weights.run.model, weights.run.adapt)
-    named = tuple((PEFT_PREFIX + exported_name(weights.run.model, name), shape) for name, shape in shapes)
-    _write_file(path, weights, named, _without_momentum(weights))
-
-
-def _write_merged(path: Path, weights: Weights) -> None:
-    """Writes the frozen weights with the adapters' changes added, a tensor at a time."""
-    run, adapters, model, base = weights.run, weights.named(), without_adapters(weights.run.model), weights.base
+def _merged_numbers(weights: Weights) -> Iterator[memoryview]:
+    """Yields the frozen weights with the adapters' changes added, a tensor at a time."""
+    run, adapters, base = weights.run, weights.named(), weights.base
     assert base is not None, "a run that trains adapters has one"
-    shapes = named_shapes(model)
-
-    def numbers() -> Iterator[memoryview]:
-        for name, frozen in base_tensors(base, dict(shapes)):
-            module = name.removesuffix("weight")
-            whole = frozen
-            if module + FIRST in adapters:
-                whole = merged(frozen, adapters[module + FIRST], adapters[module + SECOND], run)
-            yield octets(whole)
-
-    _write_file(path, weights, exported_shapes(model), numbers())
+    for name, frozen in base_tensors(base, dict(kinds.named_shapes(kinds.without_adapters(run.model)))):
+        module = name.removesuffix("weight")
+        is_adapted = module + FIRST in adapters
+        yield octets(merged(frozen, adapters[module + FIRST], adapters[module + SECOND], run) if is_adapted else frozen)
 
 
-def _write_file(path: Path, weights: Weights, shapes: NamedShapes, content: Iterable[bytes | memoryview]) -> None:
+def _write_file(path: Path, weights: Weights, shapes: kinds.NamedShapes, content: Iterable[bytes | memoryview]) -> None:
     """Writes fp32 tensors of these shapes. A tied output matrix is left out, because it is the embedding."""
     told = {"run": weights.run.run_id, "round": str(weights.round), "state_root": weights.root.hex()}
     tensors = [(name, torch.float32, shape) for name, shape in shapes]
     write_tensors(path, tensors, content, {"format": "pt", **told})
 
 
-# ---------------------------------------------------------------------------------------------------
-# The other files for transformers
+# -- The other files for transformers ---------------------------------------------------------------
 
 
 def _json(content: object) -> bytes:
@@ -270,7 +251,9 @@ def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
 
 def _peft_config(run: RunConfig) -> dict[str, Any]:
     """Returns the adapter_config.json with which the peft library loads the adapters beside the run's model."""
-    modules = [name.removesuffix(f".{FIRST}") for name, _ in named_shapes(run.model, run.adapt) if name.endswith(FIRST)]
+    modules = [
+        name.removesuffix(f".{FIRST}") for name, _ in kinds.named_shapes(run.model, run.adapt) if name.endswith(FIRST)
+    ]
     return {
         "base_model_name_or_path": None,
         "bias": "none",
@@ -280,7 +263,7 @@ def _peft_config(run: RunConfig) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": run.adapt.rank,
-        "target_modules": [exported_name(run.model, module) for module in modules],
+        "target_modules": [kinds.exported_name(run.model, module) for module in modules],
         "task_type": "CAUSAL_LM",
     }
 
@@ -355,8 +338,7 @@ def bytes_tokenizer(*, has_mask: bool = False) -> bytes:
     return library.to_str(pretty=True).encode()
 
 
-# ---------------------------------------------------------------------------------------------------
-# The model card
+# -- The model card ---------------------------------------------------------------------------------
 
 
 def model_card(weights: Weights, members: tuple[int, int] | None, only_adapters: bool = False) -> str:
@@ -384,116 +366,34 @@ def model_card(weights: Weights, members: tuple[int, int] | None, only_adapters:
     }
     if run.adapt.is_on:
         facts["adapters"] = f"{run.adapt.kind}, rank {run.adapt.rank}, alpha {run.adapt.alpha}: "
-        facts["adapters"] += f"{parameter_count(config, run.adapt):,} parameters beside the base `{run.adapt.base}`"
+        facts["adapters"] += (
+            f"{kinds.parameter_count(config, run.adapt):,} parameters beside the base `{run.adapt.base}`"
+        )
     table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
     kind = config.hf.model_type if config.hf else "llama"
     length = f"{config.sequence_length:,}"
-    front, load = ("", _LOAD_PLUGIN) if config.kind == "plugin" else (_FRONT, _LOAD)
+    front, load, check = _part("front"), "load", "check_merged" if run.adapt.is_on else "check"
+    if config.kind == "plugin":
+        front, load = "", "load_plugin"
     if config.objective == "masked":
-        front, load = _FRONT.replace("text-generation", "fill-mask"), _LOAD_MASKED
-    check = _CHECK_MERGED if run.adapt.is_on else _CHECK
+        front, load = front.replace("text-generation", "fill-mask"), "load_masked"
+    told = _part(check)
     if only_adapters:
-        front, load = _FRONT.replace("transformers", "peft", 1), _LOAD_ADAPTERS
-        check = _CHECK.replace("model.", "adapter_model.", 1)
+        front, load = _part("front").replace("transformers", "peft", 1), "load_adapters"
+        told = _part("check").replace("model.", "adapter_model.", 1)
     names = {"name": run.name, "kind": kind, "round": f"{weights.round:,}", "table": table, "length": length}
-    return (front + _CARD + check).format(load=load.format(plugin=config.plugin, length=length), **names)
+    how = _part(load).rstrip().format(plugin=config.plugin, length=length)
+    return "\n".join(filter(None, (front, _part("card"), told))).format(load=how, **names)
+
+
+def _part(name: str) -> str:
+    return (Path(__file__).with_name("card") / f"{name}.md").read_text(encoding="utf-8")
 
 
 def _sizes(config: ModelConfig) -> str:
     """Describes the model's size."""
-    count = f"{parameter_count(without_adapters(config)):,} parameters"
+    count = f"{kinds.parameter_count(kinds.without_adapters(config)):,} parameters"
     if config.kind == "plugin":
         return f"{config.plugin}, {count}"
     kind = f"{config.hf.model_type}, " if config.hf else ""
     return f"{kind}{count}, {config.layers} layers, width {config.dim}, {config.heads} heads on {config.kv_heads}"
-
-
-_FRONT = """\
----
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- p2ptrain
-- {kind}
----
-
-"""
-_CARD = """\
-# {name}, after {round} rounds
-
-Trained with p2ptrain, by machines that each train on their own part of the data and arrive at the same bits. `run.json`
-holds all settings of the run; its BLAKE3 digest, under the domain "run id", is the run's id.
-
-| | |
-|---|---|
-{table}
-
-## Load it
-
-{load}
-
-## Check it
-
-"""
-_CHECK = """\
-After its header, `model.safetensors` is the agreed state as the swarm hashes it, fp32 in the model's order: everyone
-who took part in the run can compare its root.
-"""
-_CHECK_MERGED = """\
-`model.safetensors` is the frozen weights with what the adapters add. The agreed state that the swarm hashes is the
-adapters alone: `p2ptrain export --adapter` writes them as they are.
-"""
-_LOAD_ADAPTERS = """\
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-base = "..."  # the model that the run adapts
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ".")
-```"""
-_LOAD = """\
-```python
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-place = "."  # this directory
-tokenizer = AutoTokenizer.from_pretrained(place)
-model = AutoModelForCausalLM.from_pretrained(place)
-prompt = tokenizer("The ", add_special_tokens=False).input_ids
-text = model.generate(torch.tensor([[model.config.bos_token_id, *prompt]]), max_new_tokens=40)
-print(tokenizer.decode(text[0, 1:]))
-```
-
-In training a document follows the token that ends the previous one, so the prompt above starts with that token. The
-model has seen up to {length} tokens at once; its behaviour with more is unknown."""
-_LOAD_MASKED = """\
-```python
-import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer
-
-place = "."  # this directory
-tokenizer = AutoTokenizer.from_pretrained(place)
-model = AutoModelForMaskedLM.from_pretrained(place)
-text = f"The {{tokenizer.mask_token}}"
-tokens = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-filled = torch.where(tokens == tokenizer.mask_token_id, model(tokens).logits.argmax(-1), tokens)
-print(tokenizer.decode(filled[0]))
-```
-
-The model fills in masked tokens, and writes no text. It has seen up to {length} tokens at once, cut from the text
-without a token before them."""
-_LOAD_PLUGIN = """\
-The model is the package {plugin}: install that version of it, beside p2ptrain.
-
-```python
-from pathlib import Path
-
-from p2ptrain.config import RunConfig
-from p2ptrain.models.kinds import build_with
-from p2ptrain.models.plugins import allow
-from safetensors.torch import load_file
-
-allow(["{plugin}"])
-run = RunConfig.from_canonical(Path("run.json").read_bytes())
-model = build_with(run.model, load_file("model.safetensors")).eval()
-```"""

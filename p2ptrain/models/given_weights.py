@@ -1,4 +1,4 @@
-"""Reads first weights that the owner has: a Hugging Face directory, a safetensors file, GGUF, or a run's checkpoint.
+"""Reads first weights that the owner has: a Hugging Face directory, a safetensors file, or a run's checkpoint.
 
 Tensors are matched by name, with or without the prefix that transformers gives a model's body; a second copy of a tied
 matrix is ignored. They become fp32. An error names tensors that are missing, left over or of another shape. Pickles are
@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from p2ptrain.config import ModelConfig
-from p2ptrain.config.hf import ARCHITECTURES, HF_CONFIG_BYTES_MAX, WITHOUT_EFFECT, HfConfig, read_hf_config
+from p2ptrain.config.hf import ARCHITECTURES, HF_CONFIG_BYTES_MAX, HfConfig, read_hf_config
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import read_regular
 from p2ptrain.models.export import Weights, model_config
@@ -60,7 +59,7 @@ class Found:
 
 def read_weights(path: Path, model: ModelConfig) -> Tensor:  # -> [parameters] fp32
     """Reads the weights at `path` for this model, in the order of its state. Raises ConfigError if they do not fit."""
-    with _opened(path, model) as found:
+    with _opened(path) as found:
         _refuse_other_config(path, model)
         return _flat(path, model, found)
 
@@ -81,8 +80,6 @@ def read_checkpoint(weights: Weights, model: ModelConfig) -> Tensor:  # -> [para
 def config_beside(path: Path) -> str:
     """Returns the config.json beside weights, for a run that has none of its own; empty if there is none."""
     _check_exists(path)
-    if path.suffix == ".gguf":
-        return _config_of_gguf(path)
     place = (path if path.is_dir() else path.parent) / CONFIG_NAME
     encoded = read_regular(place, HF_CONFIG_BYTES_MAX)
     try:
@@ -91,8 +88,7 @@ def config_beside(path: Path) -> str:
         raise ConfigError("not UTF-8 text", source=str(place), fix="Save it as UTF-8") from error
 
 
-# ---------------------------------------------------------------------------------------------------
-# Files
+# -- Files ------------------------------------------------------------------------------------------
 
 
 def _check_exists(path: Path) -> None:
@@ -102,14 +98,11 @@ def _check_exists(path: Path) -> None:
 
 
 @contextmanager
-def _opened(path: Path, model: ModelConfig) -> Iterator[dict[str, Found]]:
+def _opened(path: Path) -> Iterator[dict[str, Found]]:
     """Opens all tensors at `path`, by their names in the files."""
     _check_exists(path)
     if path.suffix in PICKLES:
         raise ConfigError("a pickle runs code when it is read, so it is not", source=str(path), fix=SAFE_FIX)
-    if path.suffix == ".gguf":
-        yield _of_gguf(path, model)
-        return
     with ExitStack() as stack:
         found: dict[str, Found] = {}
         for file in _files(path):
@@ -121,7 +114,7 @@ def _opened(path: Path, model: ModelConfig) -> Iterator[dict[str, Found]]:
                     shape = tuple(opened.get_slice(name).get_shape())
                     found[name] = Found(shape, lambda opened=opened, name=name: opened.get_tensor(name))  # type: ignore[misc]
             except (SafetensorError, OSError) as error:
-                raise DataError(f"{file}: not safetensors ({error})") from error
+                raise DataError(f"{file}: not safetensors ({error})", fix=SAFE_FIX) from error
         yield found
 
 
@@ -137,8 +130,7 @@ def _files(path: Path) -> list[Path]:
         if pickles:
             what = f"its weights are a pickle ({pickles[0]}), which runs code when it is read, so it is not read"
             raise ConfigError(what, source=str(path), fix=SAFE_FIX)
-        gguf = sorted(each.name for each in path.iterdir() if each.suffix == ".gguf")
-        fix = f"Name {path / gguf[0]}" if gguf else f"Name a directory that a model was saved to, or a file. {DRAWN}"
+        fix = f"Name a directory that a model was saved to, or a file. {DRAWN}"
         raise ConfigError(f"there is no {SINGLE_NAME}", source=str(path), fix=fix)
     try:
         names = {str(name) for name in json.loads(encoded)["weight_map"].values()}
@@ -151,50 +143,12 @@ def _files(path: Path) -> list[Path]:
     return [path / name for name in sorted(names)]
 
 
-def _of_gguf(path: Path, model: ModelConfig) -> dict[str, Found]:
-    if model.hf is None:
-        fix = 'Set model.kind = "transformers", which has the architecture of the file'
-        raise ConfigError("a GGUF is read into a model of transformers", source=str(path), fix=fix)
-    from p2ptrain.models.hf_model import make_net  # noqa: PLC0415
-
-    with torch.device("meta"):
-        net = make_net(model.hf)
-    read = _read_gguf(path, return_tensors=True, model_to_load=net, torch_dtype=torch.float32)["tensors"]
-    return {name: Found(tuple(tensor.shape), lambda tensor=tensor: tensor) for name, tensor in read.items()}  # type: ignore[misc]
-
-
-def _read_gguf(path: Path, **options: Any) -> dict[str, Any]:
-    from p2ptrain.models.hf_model import INSTALL, library  # noqa: PLC0415
-
-    library()  # turns the network off
-    reader = import_module("transformers.modeling_gguf_pytorch_utils")
-    if not reader.is_gguf_available():
-        raise ConfigError("reading a GGUF takes the package gguf", source=str(path), fix=INSTALL)
-    try:
-        read: dict[str, Any] = reader.load_gguf_checkpoint(str(path), **options)
-    except (ValueError, KeyError, IndexError, OSError, NotImplementedError) as error:
-        raise DataError(f"{path}: transformers cannot read this GGUF ({' '.join(str(error).split())[:200]})") from error
-    return read
-
-
-def _config_of_gguf(path: Path) -> str:
-    """Returns the config.json that transformers makes from a GGUF, without keys that have no effect on training."""
-    raw = _accepted(_read_gguf(path)["config"])
-    return json.dumps({key: value for key, value in raw.items() if key not in WITHOUT_EFFECT}, indent=2)
-
-
-# ---------------------------------------------------------------------------------------------------
-# Fitting them to a model
-
-
-def _prefix(model: ModelConfig) -> str:
-    if model.kind == "builtin":
-        return BUILTIN_PREFIX
-    return "" if model.hf is None else model.hf.architecture.base
+# -- Fitting them to a model ------------------------------------------------------------------------
 
 
 def _flat(path: Path, model: ModelConfig, found: Mapping[str, Found]) -> Tensor:
-    prefix, wanted = _prefix(model), dict(exported_shapes(model))
+    prefix = BUILTIN_PREFIX if model.kind == "builtin" else "" if model.hf is None else model.hf.architecture.base
+    wanted = dict(exported_shapes(model))
     here: dict[str, Found] = {}
     for written, each in found.items():
         name = written
@@ -262,7 +216,7 @@ def _accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_other_config(path: Path, model: ModelConfig) -> None:
     """Refuses weights whose own config.json describes different arithmetic, which the shapes would not reveal."""
-    if path.suffix == ".gguf" or model.kind == "plugin" or not (text := config_beside(path)):
+    if model.kind == "plugin" or not (text := config_beside(path)):
         return
     try:
         raw = json.loads(text)

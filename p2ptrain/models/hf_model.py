@@ -25,7 +25,8 @@ from torch.nn import functional
 from p2ptrain.config import ModelConfig
 from p2ptrain.config.hf import HfConfig, Objective
 from p2ptrain.errors import ConfigError, DeviceError
-from p2ptrain.models.built_in import Model, cross_entropy, only_learned
+from p2ptrain.models.built_in import Model, only_learned
+from p2ptrain.models.loss import cross_entropy
 
 INSTALL = "pip install 'p2ptrain[hf]'"
 AUTO_CLASSES: dict[Objective, str] = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}

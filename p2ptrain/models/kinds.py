@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from p2ptrain.config import WHOLE, AdaptConfig, ModelConfig
 from p2ptrain.digest import digest
@@ -87,11 +89,7 @@ def _build(config: ModelConfig, checkpointing: bool, seed: int) -> Model:
 
 
 def first_model(
-    config: ModelConfig,
-    seed: int,
-    checkpointing: bool = False,
-    adapt: AdaptConfig = WHOLE,
-    base: Path | None = None,
+    config: ModelConfig, seed: int, checkpointing: bool = False, adapt: AdaptConfig = WHOLE, base: Path | None = None
 ) -> Model:
     """Makes the model with its first weights: the same for the same seed on the same machine."""
     model = build(config, checkpointing, seed, adapt, base)
@@ -136,6 +134,30 @@ def build_with(
     for name, parameter in model.named_parameters():  # yields a tied parameter once
         parameter.data = weights[name]
     return model
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """Builds models whose parameters are on the device meta, and have no memory; their buffers are real."""
+
+    def without_numbers(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta:  # tied ones stay one
+            return None
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    with register_module_parameter_registration_hook(without_numbers):  # type: ignore[arg-type]  # torch's types lag
+        yield
+
+
+def layers_of(model: Model, config: ModelConfig) -> nn.ModuleList:
+    """Returns a model's layers. Raises ConfigError for a model that does not hold them in one list."""
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each)]
+    found = max(lists, key=lambda each: sum(p.numel() for p in nn.Module.parameters(each)), default=None)
+    wanted = {"builtin": config.layers, "transformers": config.hf.layers if config.hf else 0}.get(config.kind, 0)
+    if found is None or len(found) != wanted:
+        what = "the layers of this model are not known"
+        raise ConfigError(what, key="device.shard", fix="Set it to false: each process then has the whole model")
+    return found
 
 
 def refuse_trained_buffers(model: nn.Module) -> None:

@@ -33,10 +33,7 @@ class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def sample(
-    model: Model,
-    tokenizer: Tokenizer,
-    request: SampleRequest,
-    on_token: Callable[[], None] = lambda: None,
+    model: Model, tokenizer: Tokenizer, request: SampleRequest, on_token: Callable[[], None] = lambda: None
 ) -> str:
     """Returns the prompt and its continuation: the same request gives the same text on the same device.
 

@@ -1,24 +1,33 @@
-"""The record of one peer: its addresses with their sources, whether it was ever reached, and its priority.
+"""The record of one peer: its addresses with their sources, whether it was ever reached, and its priority. Also bounds
+the dials to addresses that peers told, so that nobody makes us knock at doors of their choice.
 
 An address is worth as much as its source (`Origin`): the address that worked is dialled first, then those given by the
 user and by the peer itself. Hearsay costs nothing to make up, and is dropped first when there is too much.
+
+A place (an IP address and port) at which a dial failed is left alone for a while, whichever peer is said to be there:
+keys cost nothing. And only so many dials a minute may fail, for each priority, so that peers that we need are not kept
+waiting by hearsay. Addresses that the user gave, or at which a peer was reached since the start, are not counted.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from random import Random
 
-from p2ptrain.net.addresses import address_range
+from p2ptrain.net.addresses import address_range, endpoint_of
 
 ADDRESSES_MAX = 8  # per peer; an announcement fits eight of the longest
 TELL_SECONDS = 60.0  # between two log lines about the same problem with an address
 TOLD_MAX = 64
 ANSWERS_KEPT = 5  # latencies kept: few, so that their median covers the last minutes
+FAILED_PER_MINUTE_MAX = 30  # for each priority; DIALS_AT_ONCE of connections.py may be on their way besides
+PLACE_SECONDS = 2.0  # before a place at which a dial failed is tried again; doubles
+PLACE_SECONDS_MAX = 300.0
+PLACES_MAX, REACHED_MAX = 4_096, 1_024  # remembered, those of the last dials
 
 log = logging.getLogger("p2ptrain.net")
 
@@ -46,6 +55,8 @@ class KnownPeer:
 
     origins: dict[str, Origin] = field(default_factory=dict)  # by address
     worked: str = ""  # the address at which it was last reached
+    release: str = ""  # as it says, as is its owner's name
+    owner: str = ""
     is_bootstrap: bool = False
     tries: int = 0
     next_at: float = 0.0
@@ -105,3 +116,43 @@ def tell(told: dict[str, float], problem: str, now: float) -> None:
     while len(told) > TOLD_MAX:
         del told[next(iter(told))]
     log.warning("%s; the node keeps trying", problem)
+
+
+class ToldDials:
+    """Decides which of the told addresses may be dialled now."""
+
+    def __init__(self) -> None:
+        self._failed: dict[Priority, deque[float]] = {each: deque() for each in Priority}  # the times, latest last
+        self._under_way: Counter[Priority] = Counter()
+        # Failures, and when it may be tried again. By priority, so that invented peers close no place to members.
+        self._places: OrderedDict[tuple[Priority, str], tuple[int, float]] = OrderedDict()
+        self._reached: OrderedDict[str, None] = OrderedDict()  # addresses
+
+    def may_dial(self, address: str, priority: Priority, now: float) -> bool:
+        """Whether an address may be dialled; if so, call `ended` afterwards."""
+        failed = self._failed[priority]
+        while failed and failed[0] <= now - 60.0:
+            failed.popleft()
+        _, next_at = self._places.get((priority, endpoint_of(address)), (0, now))
+        has_room = len(failed) + self._under_way[priority] < FAILED_PER_MINUTE_MAX
+        if address in self._reached or (has_room and next_at <= now):
+            self._under_way[priority] += 1
+            return True
+        return False
+
+    def ended(self, address: str, priority: Priority, now: float, *, is_reached: bool) -> None:
+        self._under_way[priority] -= 1
+        place = priority, endpoint_of(address)
+        if is_reached:
+            self._places.pop(place, None)
+            self._reached[address] = None
+            self._reached.move_to_end(address)
+            if len(self._reached) > REACHED_MAX:
+                self._reached.popitem(last=False)
+        elif address not in self._reached:
+            tries, _ = self._places.pop(place, (0, now))
+            wait = min(PLACE_SECONDS * 2.0 ** min(tries, 16), PLACE_SECONDS_MAX)
+            self._places[place] = tries + 1, now + wait
+            self._failed[priority].append(now)
+            if len(self._places) > PLACES_MAX:
+                self._places.popitem(last=False)

@@ -6,7 +6,7 @@ addresses and for those of others, because nobody listens on the source port of 
 failed dial: a peer that answers proves its key in the handshake. But hearsay never displaces an address that the user
 gave, that a peer gave for itself, or that has worked. A peer may tell addresses of the kind it was met on, or wider
 ones: none but a peer on this machine tells loopback addresses, none but one in a private network private ones, and
-names are not resolved unless the user gave them. told_dials.py bounds the dials to what was told.
+names are not resolved unless the user gave them. address_book.py bounds the dials to what was told.
 
 Only a peer that speaks the run's protocol counts as connected; a bootstrap of another run is recognised and reported.
 
@@ -18,7 +18,7 @@ connections when there are too many, is told to prune anchors, bootstraps and me
 Failed dials are retried forever, with backoff and jitter: an outage may last a weekend.
 
 Keys cost nothing, and neither do addresses at which nobody answers. So peers that we need, peers reached before, and
-peers known only by hearsay are dialled and met in separate slots (`Standing`), each within a time limit. The record of
+peers known only by hearsay are dialled and met in separate slots (`Priority`), each within a time limit. The record of
 one peer is in address_book.py.
 """
 
@@ -41,18 +41,9 @@ import msgspec
 from p2ptrain.address import ADDRESS_CHARACTERS_MAX, looks_right
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net import questions
-from p2ptrain.net.address_book import ADDRESSES_MAX, KnownPeer, Origin, Priority, Unmet, tell
-from p2ptrain.net.addresses import (
-    Reach,
-    address_range,
-    is_within,
-    join,
-    met_in,
-    name_in,
-    split,
-)
+from p2ptrain.net.address_book import ADDRESSES_MAX, KnownPeer, Origin, Priority, ToldDials, Unmet, tell
+from p2ptrain.net.addresses import Reach, address_range, is_within, join, met_in, name_in, split
 from p2ptrain.net.tasks import pauses
-from p2ptrain.net.told_dials import ToldDials
 from p2ptrain.net.transport import Transport, TransportError
 
 LOOK_SECONDS = 1.0  # between listings of the connected peers: a few hundred bytes over a unix socket
@@ -79,7 +70,6 @@ SEARCH_SECONDS_MAX = 60.0
 ASKED = 3  # peers asked for other peers in each search
 
 log = logging.getLogger("p2ptrain.net")
-_HINT_ENCODER = msgspec.msgpack.Encoder()
 _HINT = msgspec.msgpack.Decoder(list[str])
 
 Seen = Callable[[bytes], None]
@@ -87,8 +77,6 @@ Seen = Callable[[bytes], None]
 
 @dataclass(slots=True)
 class Connections:
-    """A node's connections to the peers of one run."""
-
     transport: Transport
     run_id: bytes
     speaks: Callable[[bytes], Awaitable[bool]]  # whether a connected peer takes part in our run
@@ -97,7 +85,7 @@ class Connections:
     rng: Random
     roster: Callable[[], Collection[bytes]] = tuple  # the run's members
     known: dict[bytes, KnownPeer] = field(default_factory=dict)
-    linked: dict[bytes, None] = field(default_factory=dict)  # connected, and in our run
+    linked: dict[bytes, str] = field(default_factory=dict)  # connected, and in our run: from which range of addresses
     unmet: dict[bytes, Unmet] = field(default_factory=dict)
     members: frozenset[bytes] = frozenset()  # the roster when we last looked
     shunned: dict[bytes, float] = field(default_factory=dict)  # disconnected on purpose, and until when
@@ -112,8 +100,7 @@ class Connections:
     keep_at: float = -math.inf  # when to tell p2pd again
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # a peer may have connected: check now
 
-    # -----------------------------------------------------------------------------------------------
-    # Known peers
+    # -- Known peers --------------------------------------------------------------------------------
 
     def add(self, address: str, origin: Origin = Origin.HEARSAY, told_in: Reach = Reach.LOOPBACK) -> None:
         """Adds an address, which ends with the peer's id; one that leads into a narrower network than that of whoever
@@ -184,11 +171,9 @@ class Connections:
         while len(self.shunned) > KNOWN_MAX:
             del self.shunned[next(iter(self.shunned))]
 
-    # -----------------------------------------------------------------------------------------------
-    # The loops
+    # -- The loops ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._look_for_ever(group), name="who is connected")
             group.create_task(self._dial_for_ever(group), name="dialling")
@@ -207,6 +192,10 @@ class Connections:
                     group.create_task(work, name="meeting")
                 for peer in self._connected_anew():
                     self._ask_for_addresses(peer, group)
+                for peer, before in self.linked.items():
+                    if before != (place := self.transport.range_of(peer)):  # reached directly, and no longer relayed
+                        self.linked[peer] = place
+                        self.seen(peer)
                 await self._keep()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -268,15 +257,20 @@ class Connections:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MEETING_SECONDS):
                 takes_part = await self.speaks(peer)
-        if not takes_part:
-            await self._is_stranger(peer)
+        now = _now()
+        if takes_part:
+            known = self._of(peer)
+            known.was_reached, known.linked_at = True, now
+            self.linked[peer] = self.transport.range_of(peer)
+            self.unmet.pop(peer, None)
+            self.seen(peer)
+            self._ask_for_addresses(peer, group)
             return
-        known = self._of(peer)
-        known.was_reached, known.linked_at = True, _now()
-        self.linked[peer] = None
-        self.unmet.pop(peer, None)
-        self.seen(peer)
-        self._ask_for_addresses(peer, group)
+        unmet, stranger = self.unmet.setdefault(peer, Unmet(now)), self.known.get(peer)
+        unmet.next_at = now + min(SPEAKS_SECONDS * 2.0 ** min(unmet.tries, 16), SPEAKS_SECONDS_MAX)
+        unmet.tries += 1
+        if stranger is not None and stranger.is_bootstrap and unmet.tries == STRANGER_TRIES:
+            log.warning("%s is reachable, but %s", stranger.best, await questions.why_not(self.transport, peer))
 
     def _ask_for_addresses(self, peer: bytes, group: asyncio.TaskGroup) -> None:
         work = self.transport.boundary.contained("asking for addresses", peer, self._learn_addresses, peer)
@@ -300,15 +294,6 @@ class Connections:
         """Notes that a peer speaks the run's protocol: it came again, was still starting when we met, or searches."""
         self.unmet.pop(peer, None)
         self.changed.set()
-
-    async def _is_stranger(self, peer: bytes) -> None:
-        now = _now()
-        unmet = self.unmet.setdefault(peer, Unmet(now))
-        unmet.next_at = now + min(SPEAKS_SECONDS * 2.0 ** min(unmet.tries, 16), SPEAKS_SECONDS_MAX)
-        unmet.tries += 1
-        known = self.known.get(peer)
-        if known is not None and known.is_bootstrap and unmet.tries == STRANGER_TRIES:
-            log.warning("%s is reachable, but %s", known.best, await questions.why_not(self.transport, peer))
 
     async def _dial_for_ever(self, group: asyncio.TaskGroup) -> None:
         contained = self.transport.boundary.contained
@@ -383,8 +368,12 @@ class Connections:
             tell(known.told, problem, _now())
 
     def _dialled(self, peer: bytes) -> None:
+        """Sets when the next dial may come, should one be needed."""
         self.dialling.discard(peer)
-        self._put_off(self.known[peer])
+        known = self.known[peer]
+        wait = min(DIAL_SECONDS * 2.0 ** min(known.tries, 16), DIAL_SECONDS_MAX)
+        known.tries += 1
+        known.next_at = _now() + wait * self.rng.uniform(0.5, 1.5)
 
     async def _reach(self, known: KnownPeer, priority: Priority) -> str:
         """Connects to a peer at one of its addresses; on failure returns what was wrong with the best one."""
@@ -409,20 +398,16 @@ class Connections:
                             self.told_dials.ended(address, priority, _now(), is_reached=is_reached)
         return problems[0] if problems else f"cannot connect to {known.best}: no answer"
 
-    def _put_off(self, known: KnownPeer) -> None:
-        """Sets when the next dial may come, should one be needed."""
-        wait = min(DIAL_SECONDS * 2.0 ** min(known.tries, 16), DIAL_SECONDS_MAX)
-        known.tries += 1
-        known.next_at = _now() + wait * self.rng.uniform(0.5, 1.5)
-
     async def _announce_for_ever(self) -> None:
+        failing = pauses(LOOK_SECONDS, ANNOUNCE_SECONDS)
         while True:
-            told = False
+            pause = LOOK_SECONDS
             with self.transport.boundary.contain("announcing our addresses"), contextlib.suppress(TransportError):
                 if (addresses := self._mine()) and self.linked:
-                    await self.transport.announce(topic_of(self.run_id), _HINT_ENCODER.encode(addresses), HINT_SECONDS)
-                    told = True
-            await asyncio.sleep(ANNOUNCE_SECONDS if told else LOOK_SECONDS)
+                    hint, pause = msgspec.msgpack.encode(addresses), next(failing)  # unless somebody accepts it
+                    await self.transport.announce(topic_of(self.run_id), hint, HINT_SECONDS)
+                    pause, failing = ANNOUNCE_SECONDS, pauses(LOOK_SECONDS, ANNOUNCE_SECONDS)
+            await asyncio.sleep(pause)
 
     async def _search_for_ever(self) -> None:
         wait = SEARCH_SECONDS
@@ -442,13 +427,15 @@ class Connections:
         Returns whether it answered."""
         took = self._of(peer).answered_in.append
         try:
-            addresses = await questions.ask_peers(self.transport, peer, self.run_id, took)
+            answer = await questions.ask_peers(self.transport, peer, self.run_id, took)
         except TransportError:
             return False
         except RemoteProtocolError:
             return True  # its answer was invalid: asking again will not help
-        for address in addresses:
-            self._take_hint(address, peer)
+        self._of(peer).release, self._of(peer).owner = answer.release, answer.owner
+        for address in answer.addresses:
+            origin = Origin.ITSELF if address.endswith(join("", peer)) else Origin.HEARSAY
+            self._take_hint(address, origin, self.met.get(peer, Reach.PUBLIC))
         return True
 
     def _take_hints(self, hints: dict[bytes, bytes]) -> None:
@@ -464,23 +451,14 @@ class Connections:
 
         Any connected peer may have made up the peer and its record, so they count as told by the least trusted.
         """
-        own = _end_of(peer)
         for address in list(addresses)[:ADDRESSES_MAX]:
-            with contextlib.suppress(TransportError):
-                if looks_right(address) and address.endswith(own):
-                    self.add(address, Origin.ITSELF, min(self.met.values(), default=Reach.LOOPBACK))
+            if address.endswith(join("", peer)):
+                self._take_hint(address, Origin.ITSELF, min(self.met.values(), default=Reach.LOOPBACK))
 
-    def _take_hint(self, address: str, teller: bytes) -> None:
+    def _take_hint(self, address: str, origin: Origin, told_in: Reach) -> None:
         with contextlib.suppress(TransportError):
-            if not looks_right(address):
-                return
-            origin = Origin.ITSELF if address.endswith(_end_of(teller)) else Origin.HEARSAY
-            self.add(address, origin, self.met.get(teller, Reach.PUBLIC))
-
-
-def _end_of(peer: bytes) -> str:
-    """Returns how every address of a peer ends."""
-    return join("", peer)
+            if looks_right(address):
+                self.add(address, origin, told_in)
 
 
 def _now() -> float:

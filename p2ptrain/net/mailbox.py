@@ -1,9 +1,9 @@
 """Mailboxes: small messages to one peer at a time, over one one-way stream per peer that is closed when idle.
 
-Messages deliver envelopes, ask for messages by name, and ask for histories by branch and round. `post` never waits:
-the queue of each peer is bounded, and what does not fit is dropped and counted, since the core asks again for whatever
-it still lacks. A broken stream is reopened after a pause and the message in flight is sent again, so a receiver has to
-cope with duplicates.
+Messages deliver envelopes, ask for messages by name, and ask for histories by branch and round. `Mailboxes.post` never
+waits: the queue of each peer is bounded, and what does not fit is dropped and counted, since the core asks again for
+whatever it still lacks. A broken stream is reopened after a pause and the message in flight is sent again, so a
+receiver has to cope with duplicates.
 
 A history may be longer than a frame. It travels in parts, between which other messages may pass, so that no vote waits
 for it. Its length comes first, and it is accepted only from a peer that was asked, while that request is open.
@@ -11,38 +11,35 @@ for it. Its length comes first, and it is accepted only from a peer that was ask
 Few bytes ask for many. So requests for histories are answered within a share of the upload limit, and those of all
 strangers together within a smaller one; what exceeds it is dropped before any work, and the asker tries another peer.
 
-What strangers say is read only when their budget allows, so that a flood waits in the network and costs nothing here.
+What strangers say is read only when their budget allows, so that a flood waits in the network and costs nothing here. A
+peer that is not admitted says little: a hello a second while it catches up, questions for histories, and now and then a
+join request. All share the budget, because a key costs nothing, and one address range leaves some of it to the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
 
 from p2ptrain.core import wire
 from p2ptrain.core.history import HISTORY_BYTES_MAX
-from p2ptrain.core.messages import SHORT_BYTES
+from p2ptrain.core.messages import ENVELOPE_BYTES_MAX, SHORT_BYTES, Digest, Number, Short
+from p2ptrain.core.wire import decode_strictly
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.mail import (
-    NAMES_MAX,
-    PART_BYTES,
-    Deliver,
-    Frame,
-    HistoryBegins,
-    HistoryPart,
-    HistoryQuery,
-    Mail,
-    TellHistory,
-    decode_frame,
-    frames_of,
-)
 from p2ptrain.net.rate_limit import PeerLimits, TokenBucket
 from p2ptrain.net.tasks import Tasks, report_crash
 from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, Transport, TransportError
 
+NAMES_MAX = 1_024  # in a `MessageQuery`: as many messages as a round of the largest run has
+ENVELOPES_MAX = 64  # in a `Deliver`: verifying their signatures takes 10 ms
+ENVELOPE_ROOM = 8  # overhead in bytes of an envelope in a frame; msgpack takes five
+PART_BYTES = 2**19  # of a history: a vote may have to wait for one, 40 ms at 100 Mbit/s
 QUEUED_MAX = 256  # messages queued for one peer
 QUEUED_BYTES_MAX = 16 * 2**20
 STRANGER_QUEUED_BYTES_MAX = 2**21  # the same for a stranger: one answer of the core (core/repair.py), and hellos
@@ -65,13 +62,78 @@ LONG_RATES = 2**18, 2**20  # of longer frames, which are read over: bytes a seco
 BODY_SECONDS = 60.0  # for the rest of a frame whose length has come
 HISTORY_BYTES_LEAST = 2**16  # of a share: must be left before a history is looked up, and is charged when it is queued;
 # the rest as it is sent, so that who reads nothing takes nothing from others
+STRANGERS_A_SECOND, STRANGER_A_SECOND = 64, 8  # messages of all, which take 10 ms to decode and verify; and of one
 BACKOFF_SECONDS = 0.25  # before a stream is reopened; doubles
 TRIES_MAX = 6  # in a row, over 8 s; then the queue is dropped: the core has long asked elsewhere
 
 
-class Outgoing:
-    """The queue of messages for one peer."""
+class Deliver(Struct, frozen=True, array_like=True, tag="deliver"):
+    """Hands over sealed envelopes, our own or forwarded."""
 
+    envelopes: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=1, max_length=ENVELOPE_BYTES_MAX)], ...],
+        Meta(min_length=1, max_length=ENVELOPES_MAX),
+    ]
+
+
+class MessageQuery(Struct, frozen=True, array_like=True, tag="ask"):
+    """Asks for the messages with these names."""
+
+    names: Annotated[tuple[Short, ...], Meta(min_length=1, max_length=NAMES_MAX)]
+
+
+class HistoryQuery(Struct, frozen=True, array_like=True, tag="ask history"):
+    """Asks for the history after this round of this branch."""
+
+    branch: Digest
+    round: Number
+
+
+class HistoryBegins(Struct, frozen=True, array_like=True, tag="history"):
+    """Announces a history and its size in bytes."""
+
+    size: Annotated[int, Meta(ge=1, le=HISTORY_BYTES_MAX)]
+
+
+class HistoryPart(Struct, frozen=True, array_like=True, tag="part"):
+    """A part of a history; all but the last have PART_BYTES."""
+
+    data: Annotated[bytes, Meta(min_length=1, max_length=PART_BYTES)]
+
+
+Mail: TypeAlias = Deliver | MessageQuery | HistoryQuery
+Frame: TypeAlias = Deliver | MessageQuery | HistoryQuery | HistoryBegins | HistoryPart
+
+_FRAME: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def messages_of_strangers(is_admitted: IsAdmitted, range_of: Callable[[bytes], str]) -> PeerLimits:
+    """Returns the limits of what strangers send to this node alone, in messages."""
+    return PeerLimits(is_admitted, range_of, each=STRANGER_A_SECOND, strangers=STRANGERS_A_SECOND, burst=1)
+
+
+def decode_frame(data: bytes) -> Frame:
+    return decode_strictly(_FRAME, data, "a mailbox message")
+
+
+def frames_of(message: Mail) -> Iterator[bytes]:
+    """Yields the frames of a message; envelopes that do not fit one frame are spread over several."""
+    if not isinstance(message, Deliver):
+        yield wire.encode(message)
+        return
+    waiting: list[bytes] = []
+    size = 0
+    for envelope in message.envelopes:
+        assert 1 <= len(envelope) <= ENVELOPE_BYTES_MAX, "envelopes are checked when they are sealed"
+        if waiting and (size + len(envelope) + ENVELOPE_ROOM > FRAME_BYTES_MAX - 64 or len(waiting) == ENVELOPES_MAX):
+            yield wire.encode(Deliver(tuple(waiting)))
+            waiting, size = [], 0
+        waiting.append(envelope)
+        size += len(envelope) + ENVELOPE_ROOM
+    yield wire.encode(Deliver(tuple(waiting)))
+
+
+class Outgoing:
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
         self.size = 0
@@ -115,8 +177,6 @@ def _parts_of(frame: Frame | None) -> list[Frame]:
 
 
 class PendingHistory:
-    """An open request for a history."""
-
     def __init__(self, now: float) -> None:
         self.until = now + QUESTION_SECONDS  # put off by each part that arrives
         self.end = now + ANSWER_SECONDS
@@ -155,10 +215,9 @@ class Mailboxes:
         )
         self._long_limits = PeerLimits(is_admitted, where, each=LONG_RATES[0], strangers=LONG_RATES[1])
         self.outgoing: dict[bytes, Outgoing] = {}
-        self.incoming: dict[bytes, list[Stream]] = {}
+        self.incoming: list[Stream] = []  # the oldest first
         self._questions: dict[bytes, PendingHistory] = {}
-        self.unasked: dict[Stream, int] = {}  # bytes still to come of an answer that is too late
-        self._counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
         self.history_bytes: Counter[str] = Counter()  # bytes of histories, "sent" and "received"
         self._tasks = Tasks(report_crash)
         self._is_open = False
@@ -170,18 +229,37 @@ class Mailboxes:
 
     async def __aexit__(self, *_: object) -> None:
         self._is_open = False
-        for stream in [stream for streams in self.incoming.values() for stream in streams]:
+        for stream in self.incoming:
             stream.abort()
         await self._tasks.cancel()
 
-    def post(self, peer: bytes, message: Mail | TellHistory) -> bool:
+    def post(self, peer: bytes, message: Mail) -> bool:
         """Queues a message for a connected peer. False if it was dropped because the queue is full."""
-        outgoing = self._to(peer)
-        if outgoing is None:
+        frames, outgoing = list(frames_of(message)), self._to(peer)
+        size = sum(map(len, frames))
+        if (
+            outgoing is None
+            or len(outgoing.frames) + len(frames) > QUEUED_MAX
+            or outgoing.size + size > (QUEUED_BYTES_MAX if self._is_admitted(peer) else STRANGER_QUEUED_BYTES_MAX)
+            or not self._has_room(peer, size, lambda each: each.size)
+        ):
             return self._drop()
-        if isinstance(message, TellHistory):
-            return self._queue_history(peer, outgoing, message.history)
-        return self._queue(peer, outgoing, list(frames_of(message)))
+        outgoing.frames.extend(frames)
+        outgoing.size += size
+        outgoing.wake.set()
+        return True
+
+    def tell_history(self, peer: bytes, history: bytes | bytearray) -> bool:
+        """Answers a `HistoryQuery` likewise, with a `HistoryBegins` and its parts."""
+        assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits on its content keep a history below that"
+        outgoing = self._to(peer)
+        has_room = self._has_room(peer, len(history), lambda each: len(each.history))
+        if outgoing is None or outgoing.history or not has_room:
+            return self._drop()
+        self._history_limits.spend(peer, min(len(history), HISTORY_BYTES_LEAST))
+        outgoing.history = history
+        outgoing.wake.set()
+        return True
 
     def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
         """Asks for a history. Always calls back: with the history, or with the reason why there is none."""
@@ -196,7 +274,6 @@ class Mailboxes:
         self.post(peer, HistoryQuery(branch, number))
 
     def forget(self, peer: bytes) -> None:
-        """Drops the queue of a peer that has gone."""
         if (outgoing := self.outgoing.get(peer)) is not None:
             self._clear(outgoing)
 
@@ -210,16 +287,11 @@ class Mailboxes:
         stream.abort()
         return True
 
-    def counters(self) -> dict[str, int]:
-        return dict(self._counters)
-
     @property
     def queued_frames(self) -> int:
-        """Frames now waiting to be sent."""
         return sum(len(each.frames) for each in self.outgoing.values())
 
-    # ---------------------------------------------------------------------------------------------------
-    # Outgoing
+    # -- Outgoing ---------------------------------------------------------------------------------------
 
     def _to(self, peer: bytes) -> Outgoing | None:
         assert self._is_open
@@ -232,28 +304,6 @@ class Mailboxes:
             self.outgoing[peer] = outgoing  # once there is a task that sends it: else the peer would never be told more
         return outgoing
 
-    def _queue(self, peer: bytes, outgoing: Outgoing, frames: list[bytes]) -> bool:
-        size = sum(map(len, frames))
-        if (
-            len(outgoing.frames) + len(frames) > QUEUED_MAX
-            or outgoing.size + size > (QUEUED_BYTES_MAX if self._is_admitted(peer) else STRANGER_QUEUED_BYTES_MAX)
-            or not self._has_room(peer, size, lambda each: each.size)
-        ):
-            return self._drop()
-        outgoing.frames.extend(frames)
-        outgoing.size += size
-        outgoing.wake.set()
-        return True
-
-    def _queue_history(self, peer: bytes, outgoing: Outgoing, history: bytes | bytearray) -> bool:
-        assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits on its content keep a history below that"
-        if outgoing.history or not self._has_room(peer, len(history), lambda each: len(each.history)):
-            return self._drop()
-        self._history_limits.spend(peer, min(len(history), HISTORY_BYTES_LEAST))
-        outgoing.history = history
-        outgoing.wake.set()
-        return True
-
     def _has_room(self, peer: bytes, size: int, size_of: Callable[[Outgoing], int]) -> bool:
         """Whether so much more fits what waits for admitted peers, or what waits for strangers."""
         is_admitted = self._is_admitted(peer)
@@ -262,11 +312,11 @@ class Mailboxes:
         return total + size <= QUEUED_TOTAL_BYTES_MAX // (1 if is_admitted else STRANGERS_ROOM)
 
     def _drop(self) -> bool:
-        self._counters["dropped"] += 1
+        self.counters["dropped"] += 1
         return False
 
     def _clear(self, outgoing: Outgoing) -> None:
-        self._counters["dropped"] += len(outgoing.frames) + bool(outgoing.history)
+        self.counters["dropped"] += len(outgoing.frames) + bool(outgoing.history)
         outgoing.frames.clear()
         outgoing.size = 0
         outgoing.drop_history()
@@ -285,7 +335,7 @@ class Mailboxes:
                 finally:
                     stream.abort()
             except (TransportError, TimeoutError):
-                self._counters["broken"] += 1
+                self.counters["broken"] += 1
                 outgoing.drop_history()  # half a history is useless, and the request will have expired
                 tries += 1
                 if tries >= TRIES_MAX:
@@ -310,22 +360,18 @@ class Mailboxes:
             self._upload.charge(len(frame))
             self.history_bytes["sent"] += len(frame)
         outgoing.sent(frame)
-        self._counters["sent"] += 1
+        self.counters["sent"] += 1
         return True
 
-    # ---------------------------------------------------------------------------------------------------
-    # Incoming
+    # -- Incoming ---------------------------------------------------------------------------------------
 
     async def _listen(self, stream: Stream) -> None:
         peer = stream.peer
-        streams = self.incoming.setdefault(peer, [])
-        if not self._is_open or sum(map(len, self.incoming.values())) >= PEERS_MAX:
-            if not streams:
-                del self.incoming[peer]
+        if not self._is_open or len(self.incoming) >= PEERS_MAX:
             stream.abort()
             return
-        streams.append(stream)
-        for old in streams[:-INCOMING_MAX]:
+        self.incoming.append(stream)
+        for old in [each for each in self.incoming if each.peer == peer][:-INCOMING_MAX]:
             old.abort()  # the newest win; the task of the old one removes it from the list
         try:
             while True:
@@ -342,13 +388,10 @@ class Mailboxes:
             pass
         finally:
             stream.abort()
-            self.unasked.pop(stream, None)
             if (question := self._questions.get(peer)) is not None and question.stream is stream:
                 question.end = 0.0
                 question.moved.set()
-            streams.remove(stream)
-            if not streams and self.incoming.get(peer) is streams:
-                del self.incoming[peer]
+            self.incoming.remove(stream)
 
     async def _receive(self, stream: Stream) -> Frame | None:
         """Returns the next frame; one of a stranger when its budget allows, and None if it was too long."""
@@ -365,7 +408,7 @@ class Mailboxes:
                 await stream.skip()
                 return None
             frame = decode_frame(await stream.receive(FRAME_BYTES_MAX))
-        self._counters["received"] += 1
+        self.counters["received"] += 1
         if isinstance(frame, HistoryBegins | HistoryPart):
             self.history_bytes["received"] += size
         elif not is_admitted and is_asked:  # what it says besides costs the same: who is asked has no other rights
@@ -377,7 +420,7 @@ class Mailboxes:
         """Waits until a stranger may send another frame of this size."""
         await self._strangers.take(stream, 1)
         if STRANGER_FRAME_BYTES_MAX < size <= FRAME_BYTES_MAX:
-            self._counters["long messages of strangers"] += 1
+            self.counters["long messages of strangers"] += 1
             await self._long_limits.take(stream, size)
 
     def _take(self, peer: bytes, stream: Stream, frame: Frame) -> None:
@@ -389,40 +432,31 @@ class Mailboxes:
             case HistoryPart(data):
                 self._go_on_with_history(peer, stream, data)
             case HistoryQuery() if self._history_limits.seconds_until(peer, HISTORY_BYTES_LEAST) > 0.0:
-                self._counters["history requests dropped"] += 1
+                self.counters["history requests dropped"] += 1
             case _:
                 self._hear(peer, frame)
 
     def _begin_history(self, peer: bytes, stream: Stream, size: int) -> None:
         question = self._questions.get(peer)
-        if stream in self.unasked or (question is not None and question.stream is stream):
+        if question is not None and question.stream is stream:
             raise RemoteProtocolError("a history that begins inside another one")
         if question is None or question.stream is not None:
-            self._counters["unasked"] += 1  # late, most likely: it is read and discarded
-            if not self._is_admitted(peer):  # who would have us read 64 MiB for nothing
-                raise TransportError("a history that was not asked for, or long ago")
-            self.unasked[stream] = size
-            return
+            self.counters["unasked"] += 1
+            raise TransportError("a history that was not asked for, or long ago")  # of 64 MiB, to be read for nothing
         question.stream, question.size = stream, size
         self._progress(question)
 
     def _go_on_with_history(self, peer: bytes, stream: Stream, data: bytes) -> None:
         question = self._questions.get(peer)
-        if question is not None and question.stream is stream:
-            missing = question.size - len(question.parts)
-        elif stream in self.unasked:
-            question, missing = None, self.unasked[stream]
-        else:
+        if stream.is_gone:  # it was too late
+            return
+        if question is None or question.stream is not stream:
             raise RemoteProtocolError("a history part without a history")
+        missing = question.size - len(question.parts)
         if len(data) != min(PART_BYTES, missing):
             raise RemoteProtocolError(f"a history part of {len(data)} bytes, but {missing} are missing")
-        if question is None:
-            self.unasked[stream] = missing - len(data)
-            if not self.unasked[stream]:
-                del self.unasked[stream]
-            return
         question.parts += data
-        self._download.charge(len(data))  # not for unrequested answers: any stranger can send those
+        self._download.charge(len(data))
         self._progress(question)
         if len(data) == missing:
             self._history(peer, bytes(question.parts))
@@ -448,10 +482,7 @@ class Mailboxes:
                     await question.moved.wait()
         if self._questions.get(peer) is question:
             if question.stream is not None and question.end > 0:
-                if self._is_admitted(peer):
-                    self.unasked[question.stream] = question.size - len(question.parts)
-                else:  # the rest would be read for nothing
-                    question.stream.abort()
+                question.stream.abort()  # the rest would be read for nothing
             so_far = f"after {len(question.parts)} of {question.size} bytes" if question.size else "at all"
             self._give_up(peer, f"no answer {so_far}")
 

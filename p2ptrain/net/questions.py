@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -28,8 +29,10 @@ from p2ptrain.net.transport import IsAdmitted, Stream, Transport, TransportError
 PROTOCOL = "/p2ptrain/1/ask"
 RUNS_MAX = 64  # in one answer; a node takes part in one run, a bootstrap in a few
 STATES_MAX = 16
+FOLLOWS_MAX = 64
 PEERS_MAX = 32  # addresses per answer: enough to find the rest
 NAME_MAX = 64
+RELEASE_MAX = 32
 QUESTION_BYTES_MAX = 256
 ANSWER_BYTES_MAX = CONFIG_BYTES_MAX + 1_024  # a config is the largest
 ANSWERS_BYTES_PER_SECOND = 4_096  # per peer, after a first megabyte; a node asks for 14 KB a minute at most
@@ -38,6 +41,8 @@ STRANGERS_ANSWERS_BYTES_PER_SECOND = 2**17  # at most, with or without an upload
 ANSWER_BYTES_LEAST = 1_024  # what an answer counts, however short: strangers get 128 a second, 5% of the event loop
 LOOK_SECONDS = 1.0  # between listings of the connected peers, which take milliseconds when there are hundreds
 SECONDS = 15.0
+TRIES = 3  # attempts to ask for the time; the quickest answer is the most precise
+SKEW_SECONDS_MAX = 3.0  # hivemind's DHT refuses nodes whose clocks are further off
 
 
 class AskRuns(Struct, frozen=True, array_like=True, tag="runs"):
@@ -69,6 +74,7 @@ class RunInfo(Struct, frozen=True, array_like=True):
     name: Annotated[str, Meta(max_length=NAME_MAX, pattern=r"^[A-Za-z0-9._-]*\Z")]  # others may control a terminal
     round: Number
     members: Annotated[int, Meta(ge=0, le=2**16)]
+    follows: Annotated[tuple[Digest, ...], Meta(max_length=FOLLOWS_MAX)] = ()  # the runs before it, the last one first
 
 
 class Runs(Struct, frozen=True, array_like=True, tag="runs"):
@@ -87,6 +93,9 @@ class Peers(Struct, frozen=True, array_like=True, tag="peers"):
     addresses: Annotated[
         tuple[Annotated[str, Meta(max_length=ADDRESS_CHARACTERS_MAX)], ...], Meta(max_length=PEERS_MAX)
     ] = ()
+    # of who answers, as it says; others may control a terminal
+    release: Annotated[str, Meta(max_length=RELEASE_MAX, pattern=r"^[0-9A-Za-z.+!-]*\Z")] = ""
+    owner: Annotated[str, Meta(max_length=NAME_MAX, pattern=r"^[A-Za-z0-9._ -]*\Z")] = ""
 
 
 class Seen(Struct, frozen=True, array_like=True, tag="seen"):
@@ -204,12 +213,31 @@ async def ask_states(transport: Transport, peer: bytes, run_id: bytes) -> tuple[
 
 async def ask_peers(
     transport: Transport, peer: bytes, run_id: bytes, took: Callable[[float], None] | None = None
-) -> tuple[str, ...]:
-    return (await _ask(transport, peer, AskPeers(run_id), Peers, took)).addresses
+) -> Peers:
+    return await _ask(transport, peer, AskPeers(run_id), Peers, took)
 
 
-async def ask_seen(transport: Transport, peer: bytes) -> Seen:
-    return await _ask(transport, peer, AskSeen(), Seen)
+@dataclass(frozen=True, slots=True)
+class PeerAnswer:
+    """One peer's answer about us, and how long it took."""
+
+    offset_seconds: float  # how far its clock is ahead of ours
+    uncertain_seconds: float  # half of the round trip
+    seen_at: str = ""  # our address, as it sees it
+
+
+async def look_from(transport: Transport, peer: bytes, clock: Callable[[], float] = time.time) -> PeerAnswer:
+    """Estimates the clock's offset as NTP does, assuming that the peer answered in the middle of the round trip."""
+    best: PeerAnswer | None = None
+    for _ in range(TRIES):
+        before = clock()
+        seen = await _ask(transport, peer, AskSeen(), Seen)
+        after = clock()
+        offset, uncertain = seen.milliseconds / 1_000 - (before + after) / 2, (after - before) / 2
+        if best is None or uncertain < best.uncertain_seconds:
+            best = PeerAnswer(offset, uncertain, seen.address)
+    assert best is not None
+    return best
 
 
 async def why_not(transport: Transport, peer: bytes) -> str:

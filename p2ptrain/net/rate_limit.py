@@ -165,7 +165,6 @@ class PeerLimits:
             limit.spend(size)
 
     def _limits(self, peer: bytes, size: int) -> list[TokenBucket]:
-        """Returns the limits that a peer takes from."""
         is_admitted = self._is_admitted(peer)
         everyone, upload = self._of_all[is_admitted], self._upload.rate if self._upload else 0
         rate = max(1, upload // self._parts[is_admitted]) if upload else 0

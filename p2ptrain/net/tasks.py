@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """The background tasks of one owner."""
-
     def __init__(self, on_crash: OnCrash) -> None:
         self._on_crash = on_crash
         self._tasks: set[asyncio.Task[None]] = set()
@@ -42,12 +40,12 @@ class Tasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def pauses() -> Iterator[float]:
+def pauses(first: float = BACKOFF_SECONDS, most: float = BACKOFF_SECONDS_MAX) -> Iterator[float]:
     """Yields the seconds to wait between attempts, doubling up to a limit, without end."""
-    pause = BACKOFF_SECONDS
+    pause = first
     while True:
         yield pause
-        pause = min(2 * pause, BACKOFF_SECONDS_MAX)
+        pause = min(2 * pause, most)
 
 
 def report_crash(error: BaseException) -> None:

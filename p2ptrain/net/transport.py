@@ -49,33 +49,26 @@ class Stream(Protocol):
     @property
     def is_gone(self) -> bool:
         """Whether it was closed from here, by whomever."""
-        ...
 
     async def send(self, frame: bytes | memoryview) -> None:
         """Sends a frame; returns when there is room for the next. TransportError if the stream is gone."""
-        ...
 
     async def coming(self) -> int:
         """Waits for the next frame and returns its size, which nothing is allocated for yet. TransportError if the
         stream is gone or was closed by the peer."""
-        ...
 
     async def skip(self) -> None:
         """Reads over the next frame, of which only a part is in memory at a time."""
-        ...
 
     async def receive(self, bytes_max: int) -> bytes:
         """Returns the next frame. RemoteProtocolError if it is longer than `bytes_max`, TransportError if the stream
         is gone or was closed by the peer."""
-        ...
 
     async def close(self) -> None:
         """Closes the stream after delivering everything that was sent."""
-        ...
 
     def abort(self) -> None:
         """Closes the stream at once; data in flight may be lost."""
-        ...
 
 
 Handler: TypeAlias = Callable[[Stream], Awaitable[None]]  # serves an incoming stream, which is closed when it returns
@@ -95,70 +88,54 @@ class Transport(Protocol):
 
     def addresses(self) -> list[str]:
         """Returns the known addresses at which others may reach this node, with its id."""
-        ...
 
     async def connect(self, address: str) -> bytes:
         """Connects to an address, and returns the peer. TransportError names the address and the reason."""
-        ...
 
     async def disconnect(self, peer: bytes) -> None: ...
 
     async def peers(self) -> dict[bytes, list[str]]:
         """Returns the connected peers and their known addresses, with ids."""
-        ...
 
     def range_of(self, peer: bytes) -> str:
         """Returns the range of addresses that a peer is connected from; empty if that is not known."""
-        ...
 
     def ends_of(self, peer: bytes) -> frozenset[str]:
         """Returns the far ends of the connections with a peer at the last listing of peers."""
-        ...
 
     async def keep(self, peers: Collection[bytes]) -> None:
         """Sets the peers whose connections are pruned last when there are too many; replaces the previous set."""
-        ...
 
     async def subscribe(self, topic: str, hear: Hear, is_heard: IsAdmitted = everyone) -> None:
         """Subscribes to a topic, also across restarts of the network. Once per topic. Messages of publishers that are
         not heard are dropped undecoded."""
-        ...
 
     def leave(self, topic: str) -> None:
         """Leaves a topic until `come_back`, also across restarts of the network. We can still publish in it."""
-        ...
 
     def come_back(self, topic: str) -> None:
         """Subscribes again to a topic that was left."""
-        ...
 
     async def publish(self, topic: str, data: bytes) -> None:
         """Sends to the other subscribers of a topic. `data` longer than MESSAGE_BYTES_MAX fails an assertion."""
-        ...
 
     async def serve(self, protocol: str, handler: Handler) -> None:
-        """Sets the handler for the streams that peers open for this protocol. Once per protocol."""
-        ...
+        """Sets the handler for the streams that peers open for this protocol, in place of an earlier one."""
 
     def prefer(self, is_admitted: IsAdmitted) -> None:
         """Sets which peers' incoming streams take the slots of all others. Until then, no peer's."""
-        ...
 
     async def open(self, peer: bytes, protocol: str) -> Stream:
         """Opens a stream to a connected peer. TransportError if it does not speak the protocol."""
-        ...
 
     async def announce(self, key: str, value: bytes, seconds: float) -> None:
         """Publishes a hint in the DHT under this key, signed by this node."""
-        ...
 
     async def look_up(self, key: str) -> dict[bytes, bytes]:
         """Returns the values that peers announced under this key. Their signatures are valid, but the contents are
         hints."""
-        ...
 
     def counters(self) -> dict[str, int]:
         """Returns at least "bytes sent" and "bytes received", "gossip sent" and "gossip received"."""
-        ...
 
     async def close(self) -> None: ...

@@ -15,24 +15,21 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import numpy as np
-from blake3 import blake3
 from torch import Tensor
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.auditing import beside
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, content_of
 from p2ptrain.core.state import Taken
-from p2ptrain.data.assignment import Positions
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.exact.shortage import is_out_of_memory
 from p2ptrain.identity import peer_id_of
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import Worker
-from p2ptrain.train.matched_filter import SET, Match
+from p2ptrain.train.matched_filter import Match, drawn
 
-OTHERS_MIN = 4 * SET  # sequences to compare with, however few steps its author took
-REFERENCES = 16  # other contributions that it is compared with, at most
 AUDIT_SECONDS = 300.0  # with the data that it takes; beyond that it would come too late
 
 log = logging.getLogger("p2ptrain.node")
@@ -40,14 +37,6 @@ log = logging.getLogger("p2ptrain.node")
 
 class DroppedError(P2ptrainError):
     """An audit cannot be done now, and is not done later."""
-
-
-def _drawn(positions: Positions, count: int, draw: bytes) -> Positions:
-    """Draws so many, in whole sets, the same on all machines."""
-    order = sorted(
-        np.unique(positions).tolist(), key=lambda each: blake3(draw + int(each).to_bytes(8, "little")).digest()
-    )
-    return np.array(order[: min(count, len(order)) // SET * SET], np.int64)
 
 
 class Audits:
@@ -65,7 +54,6 @@ class Audits:
         self._worker, self._replica, self._edges, self._give, self._goes_on = worker, replica, edges, give, goes_on
 
     async def audit(self, effect: ev.Audit) -> None:
-        """Measures a contribution, and tells the core."""
         number, key = effect.manifest.round, effect.taken.author
         try:
             match = await self.measure(effect)
@@ -91,13 +79,13 @@ class Audits:
     async def _measured(self, effect: ev.Audit) -> Match:
         if not self._goes_on():
             raise DroppedError("the node does not train now")
-        own, others = await asyncio.to_thread(self._positions, effect)
-        if len(own) < SET or len(others) < OTHERS_MIN:
-            raise DroppedError(f"too few sequences: {len(own)}, and {len(others)} to compare with")
+        taken, count, draw = effect.taken, effect.sequences, effect.manifest.digest + effect.taken.author
+        recipe, positions_of = self._edges.view.run.recipe, self._worker.positions
+        own, others = await asyncio.to_thread(drawn, positions_of, effect.share, taken.steps, recipe, count, draw)
         await self._edges.fetching.ahead(np.concatenate([own, others]), self._goes_on)
         rounds = [await self._payloads(manifest, manifest.counted) for manifest in effect.since]
-        beside = self._beside(effect)
-        payloads = await self._payloads(effect.manifest, (effect.taken, *beside))
+        others_taken = beside(effect.manifest, taken, self._replica.replica.outer.fragment_of)
+        payloads = await self._payloads(effect.manifest, (taken, *others_taken))
         weights = await self._replica.run(self._weights_before, effect.since[-1].round, rounds)
         began = perf_counter()
         match = await self._worker.measure(effect.share.round, weights, payloads, own, others)
@@ -105,22 +93,6 @@ class Audits:
         if not (math.isfinite(match.z) and math.isfinite(match.strength)):
             raise DroppedError("the model's gradients are not finite")
         return match
-
-    def _positions(self, effect: ev.Audit) -> tuple[Positions, Positions]:
-        """Returns the sequences to read: of the author's own, from the steps that it says it took, and others."""
-        recipe, draw = self._edges.view.run.recipe, effect.manifest.digest + effect.taken.author
-        own, after = self._worker.positions(effect.share), self._worker.positions(effect.share.next)
-        steps = min(effect.taken.steps or recipe.local_steps, recipe.local_steps)
-        mine = _drawn(own[: steps * recipe.step_sequences], effect.sequences, draw)
-        return mine, _drawn(after[~np.isin(after, own)], max(len(mine), OTHERS_MIN), draw)
-
-    def _beside(self, effect: ev.Audit) -> list[Taken]:
-        """Draws the contributions that it is compared with, of those to the same part of the model."""
-        outer, draw = self._replica.replica.outer, effect.manifest.digest + effect.taken.author
-        part = outer.fragment_of(effect.taken.round)
-        others = [each for each in effect.manifest.counted if each.author != effect.taken.author]
-        others = [each for each in others if outer.fragment_of(each.round) == part]
-        return sorted(others, key=lambda each: blake3(draw + each.author).digest())[:REFERENCES]
 
     async def _payloads(self, manifest: Manifest, taken: Sequence[Taken]) -> list[bytes]:
         found = [await self._edges.persistence.payload(each.payload) for each in taken]

@@ -69,8 +69,7 @@ async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, 
         return False
 
 
-# ---------------------------------------------------------------------------------------------------
-# The demands of a run
+# -- The demands of a run ---------------------------------------------------------------------------
 
 
 def terms_of(run: RunConfig, home: Home, members: int, seen: RoundsSeen | None) -> dict[str, str]:
@@ -154,8 +153,7 @@ async def watch_rounds(transport: Transport, sources: RunSources, run_id: bytes)
     return RoundsSeen(max(0, after - before), ended - began)
 
 
-# ---------------------------------------------------------------------------------------------------
-# The question
+# -- The question -----------------------------------------------------------------------------------
 
 
 def is_at_terminal() -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
+from p2ptrain.files import replace_file
 
 NAME = "daemon.json"
 REQUEST_BYTES_MAX = 65_536  # a prompt is the longest
@@ -39,20 +40,17 @@ class Control:
         self._open = 0
 
     async def start(self) -> None:
-        with suppress(FileNotFoundError):
-            self.socket.unlink()
+        self.socket.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, self.socket, limit=REQUEST_BYTES_MAX)
         self.socket.chmod(0o600)
-        partial = self.note.with_suffix(".partial")
-        partial.write_text(json.dumps({"pid": os.getpid(), "socket": str(self.socket)}) + "\n")
-        partial.replace(self.note)
+        note = json.dumps({"pid": os.getpid(), "socket": str(self.socket)}) + "\n"
+        replace_file(self.note, note.encode(), is_synced=False)
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
         for path in (self.note, self.socket):
-            with suppress(FileNotFoundError):
-                path.unlink()
+            path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
@@ -92,9 +90,14 @@ def _answer_seconds(request: dict[str, Any]) -> float:
     match request.get("do"):
         case "sample" | "checkpoint" | "audit":
             return SAMPLE_SECONDS
-        case "status" | "peers" | "rounds":
+        case "status" | "peers" | "rounds" | "agenda":
             return LOOK_SECONDS
     return ANSWER_SECONDS
+
+
+def _refused(data_dir: Path, error: OSError) -> P2ptrainError:
+    what = f"this user may not ask the daemon in {data_dir}, if one runs: {error.strerror}"
+    return P2ptrainError(f"{what}. Ask as the user that runs it, such as with sudo")
 
 
 def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
@@ -102,6 +105,8 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
     try:
         note = json.loads((data_dir / NAME).read_text())
         path, pid = str(note["socket"]), int(note["pid"])
+    except PermissionError as error:
+        raise _refused(data_dir, error) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NoDaemonError(f"no daemon is running in {data_dir}") from error
     line = json.dumps(request).encode() + b"\n"
@@ -123,6 +128,8 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
                 reply += part
     except (TimeoutError, BlockingIOError) as error:  # BlockingIOError: the daemon's backlog is full
         raise SilentDaemonError(f"the daemon in {data_dir} (pid {pid}) does not answer; it may be suspended") from error
+    except PermissionError as error:
+        raise _refused(data_dir, error) from error
     except OSError as error:
         raise NoDaemonError(
             f"no daemon is running in {data_dir}; the last one (pid {pid}) did not shut down cleanly"

@@ -4,7 +4,8 @@ The effect queue (core/effect_queue.py) decides in which order effects are carri
 disk. Long work (training, applying, fetching) runs in a task, and its result comes back as an event. No decision about
 rounds is made here.
 
-The queue of events, and what peers put into it, is in intake.py.
+The queue of events, and what peers put into it, is in intake.py. Contributions are fetched here, and checked before the
+core hears that they are here.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.effect_queue import EffectQueue
+from p2ptrain.core.messages import author_of, content_name
 from p2ptrain.core.node import Node
-from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.core.state import Taken
+from p2ptrain.errors import DataError, RemoteProtocolError, StoppedError
 from p2ptrain.net.blobs.blob import verified
 from p2ptrain.net.blobs.server import FetchError
-from p2ptrain.net.mail import Deliver, MessageQuery
+from p2ptrain.net.mailbox import Deliver, MessageQuery
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.audits import Audits
 from p2ptrain.node.edges import Edges, Telling
-from p2ptrain.node.intake import Intake
-from p2ptrain.node.payload_fetches import PayloadFetches
+from p2ptrain.node.fetching import ignore
+from p2ptrain.node.intake import Intake, Spawn
 from p2ptrain.node.persistence import DISK_SECONDS
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.trainings import Trainings
-from p2ptrain.node.work import StoppedError, Worker
+from p2ptrain.node.work import Worker
 from p2ptrain.store.store import PayloadLostError
 
 EFFECTS_MAX = 4_096  # waiting for a failing disk; beyond it, no more events are handled
@@ -44,6 +47,95 @@ Actions = Mapping[type, Callable[[Any], object]]  # how each kind of effect is c
 OnEvent = Callable[[float, ev.Event, Sequence[ev.Effect] | None], None]  # effects is None if the core crashed
 
 log = logging.getLogger("p2ptrain.node")
+
+
+class PayloadFetches:
+    """Fetches payloads from peers, each of them once, and checks them."""
+
+    def __init__(self, replica: ReplicaThread, intake: Intake, edges: Edges, spawn: Spawn) -> None:
+        self.running: dict[bytes, dict[asyncio.Task[None], Sequence[bytes]]] = {}  # by payload: who is asked by each
+        self._replica, self._intake, self._edges, self._spawn = replica, intake, edges, spawn
+        self._boundary = edges.transport.boundary
+
+    def fetch_payload(self, effect: ev.Fetch) -> None:
+        """Fetches a payload that the core wants, unless its size is none that the run has."""
+        if effect.payload_bytes not in self._replica.payload_sizes:
+            for source in effect.sources:
+                why = f"no contribution has {effect.payload_bytes} bytes"
+                self._intake.give(ev.FetchFailed(effect.payload, source, why))
+            return
+        fetches = self.running.setdefault(effect.payload, {})
+        asked = {source for sources in fetches.values() for source in sources}
+        fresh = tuple(source for source in effect.sources if source not in asked)
+        task = self._spawn(self._beside(list(fetches), fresh, effect), "fetch")
+        fetches[task] = fresh
+        task.add_done_callback(lambda task: self._forget(effect.payload, task))
+
+    def _forget(self, payload: bytes, task: asyncio.Task[None]) -> None:
+        del self.running[payload][task]
+        if not self.running[payload]:
+            del self.running[payload]
+
+    async def _beside(self, others: list[asyncio.Task[None]], fresh: Sequence[bytes], effect: ev.Fetch) -> None:
+        """Fetches a payload from those who are not being asked for it: another announcement of it may be a lie, whose
+        author holds up what is fetched from it. If there are none, the other fetches may make this one unnecessary."""
+        if others and not fresh:
+            await asyncio.wait(others)
+            others, fresh = [], effect.sources
+        payload = await self._edges.persistence.payload(effect.payload)
+        if payload is None:
+            failed = dict.fromkeys(effect.sources, "")
+
+            def tell(peer: bytes, why: str) -> None:
+                failed.pop(peer, None)
+                self._intake.give(ev.FetchFailed(effect.payload, peer, why))
+
+            try:
+                with self._boundary.guard("the fetch of a payload"):
+                    payload = await self._edges.fetching.payload(effect.payload, effect.payload_bytes, fresh, tell)
+            except (FetchError, TransportError) as error:
+                if others:
+                    await asyncio.wait(others)
+                for source in failed:
+                    self._intake.give(ev.FetchFailed(effect.payload, source, str(error)))
+                return
+            for other in others:
+                other.cancel()
+            self._edges.persistence.put(effect.payload, payload)
+        why = await self._intake.refusal(author_of(payload), payload)
+        if why is not None:
+            log.info("contribution rejected: %s", why)
+        self._intake.give(
+            ev.PayloadArrived(effect.payload, why is None, author_of(payload), len(payload), content_name(payload))
+        )
+
+    async def fetch_lost(self, name: bytes, payload_bytes: int = 0) -> None:
+        """Fetches a payload that was stored here but has been lost. Any connected peer may still have it.
+
+        payload_bytes: its size; 0: one of those that there are
+        """
+        sources = list(self._edges.connections.linked)
+        for size in (payload_bytes,) if payload_bytes else sorted(self._replica.payload_sizes):
+            try:
+                with self._boundary.guard("the fetch of a lost payload"):
+                    payload = await self._edges.fetching.payload(name, size, sources, ignore)
+            except (FetchError, TransportError) as error:
+                log.warning("%s; trying again", error)
+            else:
+                self._edges.persistence.put(name, payload)
+                return
+        await asyncio.sleep(DISK_SECONDS)
+
+    async def agreed(self, taken: Taken, adopted: int) -> bytes | None:
+        """Returns a payload of an agreed round, and fetches it again if the disk has lost it.
+
+        None if another state has been adopted meanwhile, and the payload is no longer needed.
+        """
+        store, held = self._edges.persistence, self._replica.replica
+        while (payload := await store.payload(taken.payload)) is None and held.adopted == adopted:
+            log.warning("payload %s of an agreed round is lost; fetching it again", taken.payload.hex()[:16])
+            await self.fetch_lost(taken.payload, taken.payload_bytes)
+        return payload
 
 
 class NodeTasks:
@@ -145,6 +237,7 @@ class Driver:
 
     def _actions(self) -> Actions:
         spawn, mailboxes, worker = self.tasks.spawn, self.edges.mailboxes, self.worker
+        disk = self.edges.persistence
         return {
             ev.Publish: self.telling.publish,
             ev.Send: lambda effect: mailboxes.post(effect.peer, Deliver(effect.envelopes)),
@@ -157,7 +250,7 @@ class Driver:
             ev.Apply: lambda effect: spawn(self._apply(effect, self.replica.replica.adopted), "apply"),
             ev.Return: lambda effect: worker.settled(effect.round, None),
             ev.Persist: lambda effect: None,  # the record is on the disk by now
-            ev.NoteWrongState: lambda effect: spawn(self.edges.persistence.note_mismatch(effect.round), "mismatch"),
+            ev.NoteWrongState: lambda effect: spawn(disk.on_disk(disk.store.mismatches.note, effect.round), "mismatch"),
             ev.CatchUp: self._catch_up,
             ev.Audit: lambda effect: spawn(self.audits.audit(effect), "audit"),
             ev.Disconnect: self.telling.disconnect,
@@ -197,8 +290,7 @@ class Driver:
             if count % EVENTS_IN_A_ROW == 0:
                 await asyncio.sleep(0)
 
-    # -----------------------------------------------------------------------------------------------
-    # The replica
+    # -- The replica --------------------------------------------------------------------------------
 
     async def _apply(self, effect: ev.Apply, adopted: int) -> None:
         """Applies a round, unless another state has been adopted since the core asked for it."""
@@ -233,13 +325,11 @@ class Driver:
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
-                    like = await self.replica.state_of({number for number, _ in effect.roots})
                     with self.edges.transport.boundary.guard("the fetch of a state"):
                         size = self.replica.replica.state_bytes
-                        fetched = self.edges.fetching.state(effect.roots, effect.sources, size, like)
+                        fetched = self.edges.fetching.state(effect.roots, effect.sources, size)
                         number, root, state = await stack.enter_async_context(fetched)
-                was_wrong = self.node.view().is_quarantined
-                await self.replica.adopt(number, root, verified(state), was_wrong=was_wrong)
+                await self.replica.adopt(number, root, verified(state))
         except (FetchError, DataError, RemoteProtocolError, TransportError, TimeoutError) as error:
             log.info("cannot fetch the state yet: %s", error)
             self.intake.give(ev.CatchUpFailed(str(error), effect.attempt))

@@ -1,13 +1,21 @@
-"""The edges of a daemon: everything through which it reaches disk and network, and how it says what the core says."""
+"""The edges of a daemon: everything through which it reaches disk and network, and how it says what the core says.
+
+Gossip of strangers is not heard (net/libp2p/pubsub.py), but p2pd checks its signatures and passes it on, and has no
+setting against that: 2,300 messages a second take 0.2 of a core. It ignores, unchecked, what comes in a topic that it
+has left. Members hear one another by stream, so while strangers flood the topic a node leaves it, unless it is needed:
+by this node, because it is not connected to everyone, or by a member that gossips.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from random import SystemRandom
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import HISTORY_BYTES_MAX, encode_answer
@@ -15,20 +23,23 @@ from p2ptrain.core.view import NodeView
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections, topic_of
-from p2ptrain.net.mail import Deliver, TellHistory
-from p2ptrain.net.mailbox import Mailboxes
+from p2ptrain.net.mailbox import Deliver, Mailboxes
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import STRANGERS, Transport, TransportError
 from p2ptrain.node.fetching import Fetching
 from p2ptrain.node.intake import Spawn
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.served_blobs import ServedBlobs
-from p2ptrain.node.strangers import Topic
 
 UNHEARD_ROUNDS = 2  # after which a member is taken to be away from everyone; a lost message may cost one
 OUTBOX_MAX = 1_024
 HISTORIES_MAX = 16  # being encoded, or waiting for that, a second for all; beyond it only for members
 SHUN_SECONDS = 60.0  # before a peer that we disconnected from is dialled again
+FLOOD_A_SECOND = 100  # gossiped messages of strangers; p2pd's queues have 32 places
+LOOK_SECONDS = 1.0  # over which the rate is taken: with it, each look at a flood lasts as long
+PAUSE_SECONDS, PAUSE_SECONDS_MAX = 10.0, 300.0  # out of a flooded topic; doubles: a long flood is looked at 1/300 of it
+CALM_SECONDS = 60.0  # in the topic without a flood, after which the next pause is short again
+USED_SECONDS = 30.0  # after a member gossiped: one that has nothing to say gossips a hello every 20 s
 LOST = "messages not published"
 
 log = logging.getLogger("p2ptrain.node")
@@ -72,20 +83,6 @@ class Edges:
             each.key in linked or each.key == me or each.absent >= UNHEARD_ROUNDS for each in self.view.state.admitted
         )
 
-    async def gossip(self, envelope: bytes) -> None:
-        await self.transport.publish(topic_of(self.run_id), envelope)
-
-    def topic(self) -> Topic:
-        """Returns the watch over the run's topic."""
-        counters = self.transport.counters
-        return Topic(
-            self.transport,
-            topic_of(self.run_id),
-            junk=lambda: counters().get(STRANGERS, 0),
-            heard=lambda: counters().get("gossip received", 0),
-            is_needed=lambda: not self.view.has_started or not self.reaches_all(),
-        )
-
 
 class Telling:
     """Publishes messages, sends histories and parts from peers, as the core asks for it.
@@ -119,7 +116,7 @@ class Telling:
             while self._waiting:
                 is_lost = True
                 with self._boundary.contain("gossiping a message"), suppress(TransportError):
-                    await self._edges.gossip(self._waiting[0])
+                    await self._edges.transport.publish(topic_of(self._edges.run_id), self._waiting[0])
                     is_lost = False
                 self._counters[LOST] += is_lost
                 self._waiting.popleft()
@@ -152,7 +149,7 @@ class Telling:
                 "a history has more than %d bytes and is not sent; the peer has to ask another node", HISTORY_BYTES_MAX
             )
             return
-        self._edges.mailboxes.post(effect.peer, TellHistory(encoded))
+        self._edges.mailboxes.tell_history(effect.peer, encoded)
 
     def disconnect(self, effect: ev.Disconnect) -> None:
         """Parts from a peer, and dials it again after a while at the earliest."""
@@ -166,3 +163,47 @@ class Telling:
             await self._edges.transport.disconnect(peer)
         except TransportError as error:
             log.debug("cannot disconnect: %s", error)
+
+
+class Topic:
+    """The run's topic: left while strangers flood it and nobody needs it, and looked at again after growing pauses."""
+
+    def __init__(self, edges: Edges) -> None:
+        self._edges, self._transport, self._name = edges, edges.transport, topic_of(edges.run_id)
+        self._rng = SystemRandom()
+
+    @property
+    def _is_needed(self) -> bool:
+        return not self._edges.view.has_started or not self._edges.reaches_all()
+
+    async def watch(self) -> None:
+        loop, pause = asyncio.get_running_loop(), PAUSE_SECONDS
+        while True:
+            calm_at = loop.time() + CALM_SECONDS
+            await self._until_flooded()
+            if loop.time() >= calm_at:
+                pause = PAUSE_SECONDS
+            seconds = pause * self._rng.uniform(0.5, 1.5)
+            log.info("strangers flood the topic: left for %.0f s; members are heard by stream", seconds)
+            self._transport.leave(self._name)
+            try:
+                until = loop.time() + seconds
+                while loop.time() < until and not self._is_needed:  # noqa: ASYNC110  # connections tell no event
+                    await asyncio.sleep(LOOK_SECONDS)
+            finally:  # a node that ends leaves it itself
+                self._transport.come_back(self._name)
+            pause = min(2 * pause, PAUSE_SECONDS_MAX)
+
+    async def _until_flooded(self) -> None:
+        """Returns when strangers flood the topic and nobody needs it."""
+        loop, before = asyncio.get_running_loop(), Counter(self._transport.counters())
+        looked_at, heard_at = loop.time(), -math.inf
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now, counts = loop.time(), Counter(self._transport.counters())
+            if counts["gossip received"] != before["gossip received"]:
+                heard_at = now
+            is_used = now < heard_at + USED_SECONDS or self._is_needed
+            if counts[STRANGERS] - before[STRANGERS] > FLOOD_A_SECOND * (now - looked_at) and not is_used:
+                return
+            before, looked_at = counts, now

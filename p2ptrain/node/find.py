@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from typing import TypeVar
 
 import msgspec
 
-from p2ptrain.config import PROTOCOL_VERSION, NetworkConfig, RunConfig
-from p2ptrain.data.dataset import MANIFEST_NAME, TokenDataset
+from p2ptrain.config import PROTOCOLS, NetworkConfig, RunConfig
+from p2ptrain.core.admission import Invitation, decode_invitation, make_claim
+from p2ptrain.core.origin import Descent
+from p2ptrain.data.dataset import MANIFEST_NAME, TokenDataset, store_manifest
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError, P2ptrainError, RemoteProtocolError, TooLargeError
 from p2ptrain.files import forget
+from p2ptrain.identity import Identity
 from p2ptrain.models.adapters import FrozenBase, base_file, read_base
 from p2ptrain.net import questions
 from p2ptrain.net.address_book import tell
@@ -26,15 +30,18 @@ from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import FetchError
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
-from p2ptrain.node.fetching import fetch_base, fetch_manifest, fetch_tokenizer
+from p2ptrain.node.fetching import fetch_base, fetch_manifest, fetch_tokenizer, ignore
+from p2ptrain.node.heirs import fetch_origin, find_heir, keep_origin
 from p2ptrain.node.home import Home
 from p2ptrain.node.limits import keep_data_within
+from p2ptrain.store.store import ORIGIN_NAME, origin_in
 from p2ptrain.visible import count_of
 
 RUN_ID_DIGITS = 64  # a shorter name may be that of many runs, as whoever makes runs can arrange
 FIND_SECONDS = 2.0  # between attempts to ask the bootstraps for the run; doubles up to
 FIND_SECONDS_MAX = 15.0  # short enough for a person who waits for the node to come up
 REST_SECONDS = 2.0  # to wait for the other bootstraps once one has answered; longer if its answer was useless
+HEIRS_MAX = 8  # runs of one answer that are asked whether they follow the wanted one
 ASK_SECONDS = 5.0  # for bootstraps to answer, if the run is known from an earlier start
 
 log = logging.getLogger("p2ptrain.node")
@@ -70,6 +77,7 @@ class RunSources:
     addresses: Sequence[str]
     peers: list[bytes]
     told: questions.RunInfo | None = None  # by the first of them
+    origins: Sequence[Descent] = ()  # if the run follows the one that was asked for: how that and those between ended
 
     async def ask_again(self, transport: Transport, run_id: bytes, rest_seconds: float) -> None:
         """Asks all addresses again and puts new peers of the run first."""
@@ -122,13 +130,11 @@ async def find_run(transport: Transport, home: Home, wanted: str | None) -> tupl
     that return to it to another run; a single one is taken if none of them answers.
     """
     addresses = home.config.network.bootstrap
-    mine = home.runs(wanted)
+    mine = home.current(wanted)
     stored = mine
     if addresses and not wanted:  # a bootstrap unknown to the runs on this disk means another run, if it is named
         stored = [run for run in mine if _is_among_peers(run, home, addresses)]
-    if not addresses and not stored:
-        fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
-        raise ConfigError("no address to ask", key="--bootstrap", fix=fix)
+    home.check_whom_to_ask(stored)
     wait, told = FIND_SECONDS, dict[str, float]()
     while True:
         found: Found = {}
@@ -141,6 +147,9 @@ async def find_run(transport: Transport, home: Home, wanted: str | None) -> tupl
             tell(told, problem, now)
         matching = {run_id: each for run_id, each in found.items() if run_id.hex().startswith(wanted or "")}
         ours = {run_id: each for run_id, each in matching.items() if run_id in {run.id for run in mine}}
+        is_there = bool(ours or (matching and not mine))
+        if not is_there and (heir := await find_successor(transport, home, found, addresses, wanted, mine)) is not None:
+            return heir
         if matching and mine and not ours and len(wanted or "") < RUN_ID_DIGITS:
             return _keep_stored_run(matching, mine, stored), RunSources(addresses, [])
         matching = ours or matching
@@ -148,23 +157,54 @@ async def find_run(transport: Transport, home: Home, wanted: str | None) -> tupl
             names = "\n".join(f"  {run_id.hex()}  {info.name}" for run_id, (info, _) in sorted(matching.items()))
             raise ConfigError(f"there are {len(matching)} runs:\n{names}", key="--run", fix="Name one of them")
         for run_id, (info, peers) in matching.items():
-            run = await _fetch_config(transport, run_id, peers)
+            run = await fetch_config(transport, run_id, peers)
             if run is not None:
                 return run, RunSources(addresses, peers, info)
-        if len(stored) == 1:
-            [run] = stored
-            if addresses:
-                log.warning("no bootstrap node answers; continuing run %s (%s) from this disk", run.name, run.run_id)
-            return run, RunSources(addresses, [])
-        if len(stored) > 1:
-            names = ", ".join(run.run_id[:16] for run in stored)
-            raise ConfigError(
-                f"there are {len(stored)} runs on this disk: {names}", key="--run", fix="Name one of them"
-            )
+        if stored:
+            return _only_one(stored, has_asked=bool(addresses)), RunSources(addresses, [])
         if found and not matching:
             tell(told, _without_wanted(found, wanted, have_all_answered=not problems), now)
         await asyncio.sleep(wait)
         wait = min(2 * wait, FIND_SECONDS_MAX)
+
+
+async def find_successor(
+    transport: Transport,
+    home: Home,
+    found: Found,
+    addresses: Sequence[str],
+    wanted: str | None,
+    mine: Sequence[RunConfig],
+) -> tuple[RunConfig, RunSources] | None:
+    """Returns the run that follows the wanted one, or one of `mine`, if that has ended while this node was away."""
+    names = {run.id for run in mine}
+    for run_id, (info, peers) in [*found.items()][:HEIRS_MAX]:
+        meant = [each for each in info.follows if each in names or (wanted and each.hex().startswith(wanted))]
+        if not meant:
+            continue
+        try:
+            run = await fetch_config(transport, run_id, peers)
+        except ConfigError as error:  # nobody has proved yet that it follows
+            log.warning("what is said to follow run %s: %s", meant[-1].hex()[:16], error)
+            continue
+        if run is None:
+            continue
+        if origins := await find_heir(transport, home, meant[-1], run, peers):
+            what = "run %s has ended with round %s, as its members decided; it goes on as %s (%s)"
+            log.warning(what, meant[-1].hex()[:16], origins[0].last.manifest.round, run.run_id[:16], run.name)
+            return run, RunSources(addresses, peers, info, origins)
+    return None
+
+
+def _only_one(stored: Sequence[RunConfig], *, has_asked: bool) -> RunConfig:
+    """Returns the run of this disk to go on with; raises ConfigError if there are several."""
+    if len(stored) > 1:
+        names = ", ".join(run.run_id[:16] for run in stored)
+        raise ConfigError(f"there are {len(stored)} runs on this disk: {names}", key="--run", fix="Name one of them")
+    [run] = stored
+    if has_asked:
+        log.warning("no bootstrap node answers; continuing run %s (%s) from this disk", run.name, run.run_id)
+    return run
 
 
 def _without_wanted(found: Found, wanted: str | None, *, have_all_answered: bool) -> str:
@@ -222,7 +262,7 @@ def with_relays(home: Home, wanted: str | None) -> NetworkConfig:
     return network.model_copy(update={"trusted_relays": (*network.bootstrap, *remembered)})
 
 
-async def _fetch_config(transport: Transport, run_id: bytes, peers: list[bytes]) -> RunConfig | None:
+async def fetch_config(transport: Transport, run_id: bytes, peers: list[bytes]) -> RunConfig | None:
     """Fetches the run's config from the first peer that sends the right one."""
     for peer in peers:
         try:
@@ -243,8 +283,9 @@ def _check_protocol(run_id: bytes, encoded: bytes) -> None:
     """Raises ConfigError if the run uses another protocol version."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         needed = msgspec.json.decode(encoded, type=dict[str, object]).get("protocol")
-        if needed != PROTOCOL_VERSION:
-            what = f"{run_id.hex()[:16]} uses protocol {ascii(needed)[:20]}, and this release speaks {PROTOCOL_VERSION}"
+        if needed not in PROTOCOLS:
+            spoken = " and ".join(map(str, PROTOCOLS))
+            what = f"{run_id.hex()[:16]} uses protocol {ascii(needed)[:20]}, and this release speaks {spoken}"
             raise ConfigError(what, key="--run", fix="Install a release that speaks it")
 
 
@@ -265,7 +306,8 @@ async def fetch_dataset(
     """Fetches the data set's manifest and tokenizer; its pieces are fetched when they are needed."""
 
     async def fetch(fetcher: Fetcher) -> TokenDataset:
-        data = await fetch_manifest(fetcher, run, directory, sources.peers)
+        encoded = await fetch_manifest(fetcher, run.data.manifest, sources.peers)
+        data = await asyncio.to_thread(store_manifest, directory, encoded, run.data.manifest)
         if run.tokenizer.kind == "json":
             await fetch_tokenizer(fetcher, run, data, sources.peers)
         await asyncio.to_thread(keep_data_within, run, home, data)
@@ -293,6 +335,20 @@ async def find_base(transport: Transport, home: Home, run: RunConfig, sources: R
     return await asyncio.to_thread(read_base, path)
 
 
+async def find_origin(transport: Transport, home: Home, run: RunConfig, sources: RunSources) -> None:
+    """Makes sure that this disk has where a run comes from, if it follows another."""
+    if not run.predecessor.run:
+        return
+    try:
+        if origin_in(home.of_run(run.id)) is not None:
+            return
+    except DataError as error:
+        log.warning("%s: fetching it again", error)
+        forget(home.of_run(run.id) / ORIGIN_NAME)
+    fetch = await _keep_trying(transport, home, run, sources, lambda fetcher: fetch_origin(fetcher, run, sources.peers))
+    await asyncio.to_thread(keep_origin, home, run, fetch)
+
+
 async def _keep_trying(
     transport: Transport,
     home: Home,
@@ -301,10 +357,8 @@ async def _keep_trying(
     fetch: Callable[[Fetcher], Awaitable[T]],
 ) -> T:
     """Fetches what the node cannot begin without, for as long as it takes."""
-    run_id = run.id
-    fetcher = Fetcher(
-        transport, run_id, download=TokenBucket(home.config.limits.download_bytes_per_second), blame=_blame_nobody
-    )
+    run_id, rate = run.id, TokenBucket(home.config.limits.download_bytes_per_second)
+    fetcher = Fetcher(transport, run_id, download=rate, blame=ignore)
     wait = FIND_SECONDS
     while True:
         try:
@@ -316,5 +370,20 @@ async def _keep_trying(
         wait = min(2 * wait, FIND_SECONDS_MAX)
 
 
-def _blame_nobody(peer: bytes, why: str) -> None:
-    log.warning("%s: %s", peer.hex()[:16], why)
+def read_invitation(text_or_file: str) -> Invitation:
+    """Reads an invitation, or the file that contains it."""
+    try:
+        if re.fullmatch(r"[0-9a-f]{128,}", text_or_file):  # longer than what people call a file
+            return decode_invitation(text_or_file)
+        return decode_invitation(Path(text_or_file).read_text())
+    except (OSError, ValueError, RemoteProtocolError) as error:  # ValueError: not UTF-8, or a name with a zero byte
+        fix = "Use the invitation exactly as you received it: its text, or the file that contains it"
+        raise ConfigError(f"not an invitation: {error}", key="--invitation", fix=fix) from error
+
+
+def claim_for(invitation: Invitation, identity: Identity, run_id: str) -> bytes:
+    """Returns the claim that this node shows when it asks to join: the bearer's signature for its key."""
+    bearer = Identity(invitation.seed)
+    if bearer.key != invitation.ticket.bearer:
+        raise ConfigError("not an invitation: its key is damaged", key="--invitation", fix="Ask for it again")
+    return make_claim(invitation.ticket, bearer.sign, bytes.fromhex(run_id), identity.key)

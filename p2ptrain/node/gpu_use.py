@@ -1,10 +1,15 @@
-"""Tells whether other programs use the GPU that this node trains on, through NVML.
+"""Asks NVML about the card that this node trains on: the energy that it uses, and whether other programs use it.
+
+Energy comes from NVML's counter, or without one from the power at each reading. Everything that uses the card is
+included, and nothing else: not the fans, the main memory or the losses of the power supply. Energy is counted only
+while the node is not paused. Processors are not measured: only root may read Linux's RAPL counters, since they leak
+secrets of other programs (Lipp et al. 2021, PLATYPUS).
 
 The driver says which processes have something on the card, and on most systems how busy each keeps it. Where it does
-not say the latter, a process that holds much of the card's memory counts as using it. Where it does not even list this
-node's own process, as in WSL2 or in a container with process ids of its own, nothing can be told.
+not list this node's own process, as in WSL2 or in a container with process ids of its own, nothing can be told.
 
-None of this has been tried on a card yet: the thresholds are guesses, and the calls follow NVML's documentation.
+Whether other programs use a card has not been tried on one yet: the thresholds are guesses, and the calls follow NVML's
+documentation.
 """
 
 from __future__ import annotations
@@ -14,24 +19,93 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from statistics import mean
 from time import monotonic
+from typing import Any
 
+import psutil
 import pynvml
 import torch
 
 from p2ptrain.net.tasks import in_daemon_thread
-from p2ptrain.node.energy import UNTOLD, handle_of
 
-LOOK_SECONDS = 5.0  # a game that has just begun is in no hurry: it loads first
+READ_SECONDS = 10.0  # between readings of energy; a guess
+WATTS_MAX = 5_000.0  # of a device: beyond this, the counter was reset, as after a sleep
+# No driver, no such function or number, or CUDA has no meter.
+UNTOLD = (OSError, ValueError, AttributeError, RuntimeError, pynvml.NVMLError)
+LOOK_SECONDS = 5.0  # between looks at other programs; a game that has just begun is in no hurry: it loads first
 FREE_SECONDS = 60.0  # without others before training resumes, so that a menu between two games does not count; a guess
 BUSY_PERCENT = 10  # of the card's time, by all others together: a desktop with a browser stays below; a guess
-BUSY_BYTES = 2**30  # of the card's memory, where the time is not told: more than a desktop holds; a guess
 # No sample, or more at once than a moment before: the next look has them.
 NOTHING_NEW = (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
 
 log = logging.getLogger("p2ptrain.node")
+
+
+class Nvml:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = monotonic) -> None:
+        self._handle, self._clock = handle_of(device), clock
+        self._joules, self._looked_at = 0.0, clock()
+
+    def read(self) -> float:
+        """Returns joules, counted from anywhere. Raises an error of UNTOLD if the card does not tell."""
+        try:
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+        except pynvml.NVMLError:  # cards before Volta and MIG slices have no counter
+            watts = pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
+        now = self._clock()
+        self._joules += watts * min(now - self._looked_at, 2 * READ_SECONDS)
+        self._looked_at = now
+        return self._joules
+
+
+def handle_of(device: torch.device) -> Any:
+    """Returns NVML's handle of a CUDA device's card. Raises an error of UNTOLD if there is none."""
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+
+def meter_of(device: torch.device) -> Callable[[], float]:
+    """Returns what reads the meter of a device. Raises an error of UNTOLD if it has none."""
+    if device.type != "cuda":
+        raise OSError(f"{device.type} has no energy counter")
+    return Nvml(device).read
+
+
+class Energy:
+    """Periodically reads the device's meter in a thread, and reports the energy used since the last reading."""
+
+    def __init__(
+        self,
+        make: Callable[[], Callable[[], float]],
+        note: Callable[[float], None],
+        is_counted: Callable[[], bool],
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._make, self._note, self._is_counted, self._clock = make, note, is_counted, clock
+        self._read: Callable[[], float] | None = None
+        self._before: float | None = None
+        self._looked_at = 0.0
+
+    def look(self) -> float | None:
+        """Returns the joules since the last reading; None if this is the first, or the figure is implausible."""
+        if self._read is None:
+            self._read = self._make()
+        found, now = self._read(), self._clock()
+        before, seconds = self._before, now - self._looked_at
+        self._before, self._looked_at = found, now
+        return found - before if before is not None and 0 <= found - before <= WATTS_MAX * seconds else None
+
+    async def watch(self) -> None:
+        """Runs until the meter fails. Most machines have none, and it ends at once."""
+        while True:
+            try:
+                used = await in_daemon_thread(self.look, UNTOLD)
+            except UNTOLD:
+                return
+            if used is not None and self._is_counted():
+                self._note(used)
+            await asyncio.sleep(READ_SECONDS)
 
 
 class CardUse:
@@ -43,29 +117,15 @@ class CardUse:
 
     def is_by_others(self) -> bool:
         """Whether other processes use the card now. Raises an error of UNTOLD if it does not tell."""
-        held = self._held()
-        if os.getpid() not in held:
+        if os.getpid() not in {each.pid for each in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}:
             raise OSError("the driver does not list this process itself")
-        percents = self._percents()
-        if percents is None:
-            return any(size >= BUSY_BYTES for pid, size in held.items() if pid != os.getpid())
-        return sum(percent for pid, percent in percents.items() if pid != os.getpid()) >= BUSY_PERCENT
+        own = {os.getpid(), *(each.pid for each in psutil.Process().children(recursive=True))}
+        return sum(percent for pid, percent in self._percents().items() if pid not in own) >= BUSY_PERCENT
 
-    def _held(self) -> dict[int, int]:
-        """Returns the card's memory that each process holds; 0: untold."""
-        held: dict[int, int] = {}
-        for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses):
-            with suppress(pynvml.NVMLError_NotSupported):  # a card for computing draws nothing
-                for each in ask(self._handle):
-                    held[each.pid] = max(each.usedGpuMemory or 0, held.get(each.pid, 0))
-        return held
-
-    def _percents(self) -> dict[int, float] | None:
-        """Returns how busy each process kept the card since the last call; None if it does not tell."""
+    def _percents(self) -> dict[int, float]:
+        """Returns how busy each process kept the card since the last call."""
         try:
             samples = pynvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_until)
-        except pynvml.NVMLError_NotSupported:
-            return None
         except pynvml.NVMLError as error:
             if error.value not in NOTHING_NEW:
                 raise

@@ -1,9 +1,15 @@
-"""Home: what a node has on this machine's disk, and where."""
+"""Home: what a node has on this machine's disk, and where; and which run a run file has begun here.
+
+Defaults change from release to release, and a run that exists does not. So a start finds the run that the same file has
+begun: what the file said is stored beside the run at its first start, and a start goes on only with a run whose file
+said exactly that. A key that was added or removed since begins another run.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,8 +17,13 @@ import platformdirs
 
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.files import make_directory, read, trouble, write_atomically
 
-RUN_NAME = "run.json"  # in a run's directory
+RUN_NAME, SUCCESSOR_NAME, SAID_NAME = "run.json", "successor", "said.json"  # in a run's directory
+# Filled in when a run begins, and what a run file has there until then.
+SEALED = {"data.manifest", "state.initial_root", "admission.founders", "model.shapes", "adapt.base", "adapt.base_bytes"}
+UNFILLED: tuple[object, ...] = ("", [], "embedded", 0)
+GENERATIONS_MAX = 64  # runs, one after the other
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -24,16 +35,18 @@ class Home:
         self.config = config
         self.directory = Path(config.storage.directory or platformdirs.user_data_dir("p2ptrain"))
         self.identity_file = Path(config.identity.file) if config.identity.file else self.directory / "identity.key"
+        self.ports_file = self.directory / "ports"  # the addresses that it listened on last
         self.bases = self.directory / "bases"  # the frozen weights of runs that train adapters
 
     def of_run(self, run_id: bytes) -> Path:
-        """Returns a run's directory."""
         return self.directory / "runs" / run_id.hex()[:16]
 
     def runs(self, wanted: str | None = None) -> list[RunConfig]:
         """Returns the runs that this node has taken part in, whose ids begin with `wanted`."""
         stored = []
-        for path in sorted((self.directory / "runs").glob(f"*/{RUN_NAME}")):
+        with trouble(self.directory, "cannot be read"):
+            paths = sorted((self.directory / "runs").glob(f"*/{RUN_NAME}"))
+        for path in paths:
             try:
                 run = RunConfig.from_canonical(path.read_bytes())
             except (OSError, RemoteProtocolError) as error:
@@ -42,9 +55,53 @@ class Home:
                 stored.append(run)
         return [run for run in stored if run.run_id.startswith(wanted or "")]
 
+    def current(self, wanted: str | None = None) -> list[RunConfig]:
+        """Returns the runs to choose from: those whose ids begin with `wanted`, but without it none that this node has
+        gone on from."""
+        stored = self.runs(wanted)
+        left = {run.predecessor.run for run in stored}  # also while this node is still going over
+        return [run for run in stored if wanted or not (run.run_id in left or self.heir_of(run.id))]
+
+    def heir_of(self, run_id: bytes) -> bytes | None:
+        """Returns the id of the run to which this node has gone over from this one, however many lie between."""
+        heir: bytes | None = None
+        seen = {run_id}
+        while (found := read(self.of_run(heir or run_id) / SUCCESSOR_NAME)) is not None:
+            with suppress(ValueError):
+                if (after := bytes.fromhex(found.decode("ascii", "replace").strip())) not in seen:
+                    heir = after
+                    seen.add(after)
+                    continue
+            break
+        return heir
+
+    def is_going_over(self, run: RunConfig) -> bool:
+        """Whether this node was ended while it went over to a run from the one before, which it has taken part in."""
+        if not run.predecessor.run or not (self.of_run(run.id) / "origin").exists():
+            return False
+        before = bytes.fromhex(run.predecessor.run)
+        return (self.of_run(before) / RUN_NAME).exists() and self.heir_of(before) is None
+
+    def ancestors(self, run: RunConfig) -> tuple[bytes, ...]:
+        """Returns the ids of the runs that a run follows, the last one first, as far as this disk has them."""
+        from p2ptrain.store.store import origin_in  # noqa: PLC0415  # the command line does without
+
+        found: list[bytes] = []
+        while run.predecessor.run and len(found) < GENERATIONS_MAX:
+            found.append(bytes.fromhex(run.predecessor.run))
+            try:
+                origin = origin_in(self.of_run(run.id))
+            except DataError as error:
+                log.warning("%s", error)
+                break
+            if origin is None:
+                break
+            run = RunConfig.from_canonical(origin.config)
+        return tuple(found)
+
     def run(self, wanted: str | None) -> RunConfig:
         """Returns the one stored run whose id begins with `wanted`."""
-        runs = self.runs(wanted)
+        runs = self.current(wanted)
         if len(runs) == 1:
             return runs[0]
         if not runs:
@@ -53,11 +110,18 @@ class Home:
         names = "\n".join(f"  {run.run_id}  {run.name}" for run in runs)
         raise ConfigError(f"there are {len(runs)} runs:\n{names}", key="--run", fix="Name one of them")
 
+    def check_whom_to_ask(self, stored: Sequence[RunConfig]) -> None:
+        """Raises ConfigError if no address is known to ask for a run, and none of these may be gone on with."""
+        if not self.config.network.bootstrap and not stored:
+            fix = "Give a node's address: --bootstrap ADDR, or network.bootstrap in the config file"
+            raise ConfigError("no address to ask", key="--bootstrap", fix=fix)
+
     def peers_of(self, run: RunConfig) -> Sequence[str]:
-        """Returns the addresses that are remembered of a run's peers."""
+        """Returns the addresses that are remembered of a run's peers, and of those of the runs before it."""
         from p2ptrain.store.records import remembered_peers  # noqa: PLC0415  # the command line does without
 
-        return remembered_peers(self.of_run(run.id))
+        runs = (run.id, *self.ancestors(run))
+        return tuple(dict.fromkeys(each for run_id in runs for each in remembered_peers(self.of_run(run_id))))
 
     def usual_dataset(self, manifest: str) -> Path:
         """Returns where a data set goes that is made or fetched."""
@@ -73,3 +137,50 @@ class Home:
                 if manifest_digest(read_manifest(path)) == manifest:
                     return path
         return usual
+
+
+def begun_here(run: RunConfig, said: Mapping[str, object], home: Home, me: str) -> RunConfig | None:
+    """Returns the run that this node began from the file, even if defaults have changed since, if there is one.
+
+    run: what the file means with today's defaults; said: what is in it
+    """
+    encoded = _encoded(said)
+    begun = [
+        each
+        for each in home.runs()
+        if each.admission.founders == (me,) and read(home.of_run(each.id) / SAID_NAME) == encoded
+    ]
+    return max(begun, key=lambda each: _is_of(each, run), default=None)
+
+
+def note_begun(run: RunConfig, wanted: RunConfig, said: Mapping[str, object], home: Home) -> None:
+    """Stores what the file said beside the run that it has begun, unless only its defaults have made it another.
+
+    wanted: what the file means with today's defaults
+    """
+    directory = home.of_run(run.id)
+    path, encoded = directory / SAID_NAME, _encoded(said)
+    if read(path) != encoded and _is_of(run, wanted):
+        make_directory(directory)
+        write_atomically(path, encoded)
+
+
+def _encoded(said: Mapping[str, object]) -> bytes:
+    return json.dumps(said, sort_keys=True, default=str).encode() + b"\n"
+
+
+def _is_of(run: RunConfig, wanted: RunConfig) -> bool:
+    """Whether a sealed run is what is wanted, with the rest filled in."""
+    theirs, ours = _flat(run), _flat(wanted)
+    filled = {key for key in SEALED if ours[key] in UNFILLED}
+    return all(theirs[key] == ours[key] for key in ours.keys() - filled)
+
+
+def _flat(run: RunConfig) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, part in run.model_dump(mode="json").items():
+        if isinstance(part, dict):
+            found |= {f"{name}.{key}": value for key, value in part.items()}
+        else:
+            found[name] = part
+    return found

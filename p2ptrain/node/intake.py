@@ -3,7 +3,7 @@
 Messages from peers are decoded here, and attached payloads are checked before they are queued. Events
 from peers are dropped (and counted) when the queue is full or a peer exceeds its share of it: the core asks again for
 what it misses, and so do the peers. Events from our own edges are never dropped; there are only as many as the core has
-asked for. What strangers say by gossip does not come here (net/libp2p/subscription.py), and what they send to this node
+asked for. What strangers say by gossip does not come here (net/libp2p/pubsub.py), and what they send to this node
 alone has a small budget (net/mailbox.py takes from it, too, before it reads).
 """
 
@@ -16,23 +16,13 @@ from functools import partial
 from typing import Any
 
 from p2ptrain.core import events as ev
+from p2ptrain.core import messages as msg
 from p2ptrain.core.context import Signer
 from p2ptrain.core.history import decode_history
-from p2ptrain.core.messages import (
-    Announcement,
-    Certificate,
-    Evidence,
-    Hello,
-    JoinRequest,
-    Message,
-    Received,
-    bare,
-    decode,
-)
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.boundary import Boundary
-from p2ptrain.net.mail import Deliver, HistoryQuery, Mail, MessageQuery
+from p2ptrain.net.mailbox import Deliver, HistoryQuery, Mail, MessageQuery
 from p2ptrain.net.rate_limit import PeerLimits
 from p2ptrain.net.transport import IsAdmitted, TransportError
 from p2ptrain.node.replica_thread import ReplicaThread
@@ -64,7 +54,6 @@ class Intake:
         self._boundary = boundary
         self.counters: Counter[str] = Counter()
         self.events: deque[tuple[ev.Event, bytes]] = deque()  # each with the peer that caused it, if any
-        self.dropped_last = b""  # the peer whose event was dropped last
         self._signer, self._replica = signer, replica
         self._is_admitted, self._strangers, self._keep = is_admitted, strangers, keep
         self._has_events = asyncio.Event()
@@ -75,8 +64,7 @@ class Intake:
         self._came_by_gossip: dict[bytes, bool] = {}  # by digest: an author may send a message by stream as well
         self._shares: Counter[bytes] = Counter()  # of `events` and of what waits for a check, by peer
 
-    # -----------------------------------------------------------------------------------------------
-    # The queue
+    # -- The queue ----------------------------------------------------------------------------------
 
     def begin(self, started: ev.Started, spawn: Spawn) -> None:
         """Puts the start event first in the queue, before anything peers have sent already."""
@@ -94,7 +82,6 @@ class Intake:
         self._has_events.set()
 
     def take(self) -> ev.Event | None:
-        """Returns the next event, if there is one."""
         if not self.events:
             return None
         event, peer = self.events.popleft()
@@ -123,12 +110,8 @@ class Intake:
         share = SHARE_OF_MEMBER_MAX if self._is_admitted(peer) else SHARE_MAX
         if len(self.events) + self._waiting < EVENTS_MAX and self._shares[peer] < share:
             return True
-        self._drop(peer)
-        return False
-
-    def _drop(self, peer: bytes) -> None:
         self.counters["events dropped"] += 1
-        self.dropped_last = peer
+        return False
 
     def _free(self, peer: bytes) -> None:
         """Gives one place of its share back to a peer."""
@@ -136,8 +119,7 @@ class Intake:
         if self._shares[peer] <= 0:
             del self._shares[peer]
 
-    # -----------------------------------------------------------------------------------------------
-    # Messages from peers
+    # -- Messages from peers ------------------------------------------------------------------------
 
     def hear(self, sender: bytes, data: bytes) -> None:
         """Takes in a message that an admitted peer gossiped."""
@@ -171,7 +153,7 @@ class Intake:
         copy = digest("copy", sender, data)
         if not self._has_room(sender) or self._came_by_gossip.pop(copy, by_gossip) != by_gossip:
             return  # a second copy came the other way; what comes again the same way was asked for, or is useless
-        received = decode(data, self._signer)
+        received = msg.decode(data, self._signer)
         if is_stranger and not self._may_be_of_stranger(sender, received.message):
             self.counters[DROPPED_OF_STRANGERS] += 1
             return
@@ -182,23 +164,23 @@ class Intake:
             self.give(ev.MessageReceived(sender, received), sender)
         elif self._spawn is not None:  # otherwise drop it: it will be sent again
             announcement = received.message
-            assert isinstance(announcement, Announcement), "nothing else has an attachment"
+            assert isinstance(announcement, msg.Announcement), "nothing else has an attachment"
             is_right_size = announcement.payload_bytes in self._replica.attachment_sizes
             is_full = self._checking[sender, announcement.author] >= CHECKS_MAX
             if is_full or not is_right_size or not self._is_admitted(announcement.author):
-                self.give(ev.MessageReceived(sender, bare(received)), sender)  # its payload can be fetched
+                self.give(ev.MessageReceived(sender, msg.bare(received)), sender)  # its payload can be fetched
             else:
                 self._checking[sender, announcement.author] += 1
                 self._waiting += 1
                 self._shares[sender] += 1
                 self._spawn(self._check_attachment(sender, received, announcement), "check")
 
-    def _may_be_of_stranger(self, sender: bytes, message: Message) -> bool:
+    def _may_be_of_stranger(self, sender: bytes, message: msg.Message) -> bool:
         """Whether a stranger says such things. A member that is kept away says what it signed: a vote counts."""
-        is_own = not isinstance(message, Evidence | Certificate) and message.author == sender
-        return isinstance(message, Hello | JoinRequest) or (is_own and self._is_admitted(sender))
+        is_own = not isinstance(message, msg.Evidence | msg.Certificate) and message.author == sender
+        return isinstance(message, msg.Hello | msg.JoinRequest) or (is_own and self._is_admitted(sender))
 
-    async def _check_attachment(self, sender: bytes, received: Received, announcement: Announcement) -> None:
+    async def _check_attachment(self, sender: bytes, received: msg.Received, announcement: msg.Announcement) -> None:
         payload, place = announcement.payload, (sender, announcement.author)
         if (check := self._checks.get(payload)) is None:
             check = self._checks[payload] = asyncio.ensure_future(self._check(sender, payload, received.attachment))

@@ -50,8 +50,7 @@ LESS_DISK = (
 log = logging.getLogger("p2ptrain.node")
 
 
-# ---------------------------------------------------------------------------------------------------
-# Decisions
+# -- Decisions --------------------------------------------------------------------------------------
 
 
 def is_within(hours: str, now: datetime) -> bool:
@@ -99,21 +98,26 @@ def changed(limits: Limits, order: dict[str, Any]) -> Limits:
         raise ConfigError(f"{given[key]!r} is not valid", key=f"--{OPTIONS[key].name}", fix=fix) from error
 
 
-def refuse_too_large(run: RunConfig, home: Home) -> None:
-    """Chooses what the owner has left to the node so that the run fits, and logs how much memory and disk it needs.
+def choose_settings(run: RunConfig, home: Home) -> None:
+    """Sets what the owner has left to the node so that the run fits this machine, and logs it."""
+    from p2ptrain.train.memory import fitting  # noqa: PLC0415  # imports torch
 
-    Raises ConfigError if the config allows less, and TooLargeError if this machine does not have that much.
+    before, home.config = home.config.device, fitting(run, home.config)
+    for name, value in home.config.device:
+        if value != getattr(before, name):
+            log.info("device.%s = %s, chosen for run %s", name, str(value).lower(), run.name)
+
+
+def refuse_too_large(run: RunConfig, home: Home) -> None:
+    """Logs how much memory and disk space the run needs. Raises ConfigError if the config allows less, and
+    TooLargeError if this machine does not have that much.
 
     If the memory is only taken by other programs, it only warns; also if a GPU would fit smaller passes, which training
     then takes by itself. A process that takes more main memory than there is would be ended by the system.
     """
     from p2ptrain.exact.shortage import mega  # noqa: PLC0415
-    from p2ptrain.train.memory import demands_of, need_of, passes_that_fit, that_fits  # noqa: PLC0415  # imports torch
+    from p2ptrain.train.memory import demands_of, need_of, passes_that_fit  # noqa: PLC0415  # imports torch
 
-    before, home.config = home.config.device, that_fits(run, home.config)
-    for name, value in home.config.device:
-        if value != getattr(before, name):
-            log.info("device.%s = %s, so that run %s fits this machine", name, str(value).lower(), run.name)
     demands = demands_of(run, home.config)
     disk = disk_demand(run, home, need_of(run))
     log.info("run %s needs about %s", run.name, " and ".join([*(each.takes for each in demands), disk.takes]))
@@ -183,8 +187,7 @@ def disk_demand(
     return DiskDemand(need.disk(*terms) + data_bytes + frozen, used, free, home.config.limits.disk_bytes, formula)
 
 
-# ---------------------------------------------------------------------------------------------------
-# The machine
+# -- The machine ------------------------------------------------------------------------------------
 
 
 def is_on_battery() -> bool:
@@ -197,7 +200,6 @@ def is_on_battery() -> bool:
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process and its children."""
     me = psutil.Process()
     total = 0
     for process in (me, *me.children(recursive=True)):
@@ -285,7 +287,7 @@ class MachineLimits:
         """Pauses or resumes training according to the limits, and checks the memory in use."""
         limits = self.limits
         now = reasons_to_pause(limits, self._clock(), limits.on_battery == "pause" and self._battery(), self._gpu())
-        for each in now:  # they show up in `health`; news.py logs the changes
+        for each in now:  # they show up in `health`; observe/progress.py logs the changes
             self._pauses.begin(each)
         for code in {Code.OUTSIDE_HOURS, Code.ON_BATTERY, Code.GPU_BUSY} - {each.code for each in now}:
             self._pauses.end(code)

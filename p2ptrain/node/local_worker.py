@@ -19,10 +19,9 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Event
+from threading import Event, Thread
 from typing import Self, TypeVar
 
 import torch
@@ -33,18 +32,17 @@ from p2ptrain.core.complaints import Complaint
 from p2ptrain.core.messages import authored, payload_digest
 from p2ptrain.data.assignment import Positions
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.errors import DataError, MemoryShortError, P2ptrainError, PassedError, TrainingError
+from p2ptrain.errors import DataError, P2ptrainError, PassedError, RanksLostError, StoppedError, TrainingError
 from p2ptrain.exact.outer import Uncounted
 from p2ptrain.exact.shortage import is_out_of_memory
 from p2ptrain.models.adapters import FrozenBase
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.node.pacing import NAP_SECONDS, Pacing
-from p2ptrain.node.work import Base, Done, Fetch, Figures, StoppedError, Task, Upstream
+from p2ptrain.node.work import COST_A_ROUND, Base, Done, Fetch, Figures, Task, Upstream
 from p2ptrain.share import Share
 from p2ptrain.store.diary import Trained
-from p2ptrain.train.learner import Learner
+from p2ptrain.train.learner import Learner, MakeElsewhere
 from p2ptrain.train.live import StepResult, mean_loss
-from p2ptrain.train.matched_filter import Match
 from p2ptrain.train.own_data import OwnData
 from p2ptrain.train.private import Privacy
 from p2ptrain.train.saved_state import Capture
@@ -75,7 +73,8 @@ class _Diary:
     """The trainings that the diary knows, from before a restart and since."""
 
     def __init__(self) -> None:
-        self.trained = 0  # the number of the last training that the learner's state includes
+        self.trained = 0  # the number of the last training
+        self.included = 0  # of the last one that the learner's state includes
         self._failed: Trained | None = None  # the last training, if it failed after a step
         self.waiting: deque[Trained] = deque()  # trainings that are to be repeated
         self.repeated: dict[int, _Repeated] = {}  # by round
@@ -96,10 +95,17 @@ class _Diary:
 
     def next_number(self) -> int:
         self.trained += 1
+        self.included = self.trained
         return self.trained
 
     def go_on_from(self, last: int) -> None:
         self.trained = last
+        self.include()
+
+    def include(self) -> None:
+        """Notes that the learner's state includes all trainings but those that wait."""
+        waiting = [*self.waiting]  # which another thread may clear
+        self.included = waiting[0].number - 1 if waiting else self.trained
 
     def fail(self, entry: Trained) -> None:
         self._failed = entry
@@ -112,6 +118,7 @@ class _Diary:
     def begin_middle(self, job: asyncio.Future[None]) -> None:
         """Notes a repeated training that awaits a round in its middle."""
         self._in_middle = job
+        job.add_done_callback(lambda job: job.cancelled() or job.exception())  # a node that ends waits for no job
 
     async def end_middle(self) -> None:
         """Waits until that has ended."""
@@ -122,6 +129,7 @@ class _Diary:
     def clear(self) -> None:
         self.waiting.clear()
         self.repeated.clear()
+        self.include()
 
 
 class LearnerThread:
@@ -131,6 +139,7 @@ class LearnerThread:
         """`thread` is the one in which the learner was made: torch counts its threads for each calling thread."""
         self.learner, self.threads = learner, threads
         self._thread = thread or ThreadPoolExecutor(1, "worker")
+        self.measure = partial(self.run, learner.audit)
 
     @classmethod
     async def open(
@@ -141,10 +150,12 @@ class LearnerThread:
         *,
         own: OwnData | None = None,
         base: FrozenBase | None = None,
+        elsewhere: MakeElsewhere | None = None,
     ) -> Self:
         """Makes the learner in its thread."""
         thread = ThreadPoolExecutor(1, "worker")
-        make = partial(Learner, run, config, dataset, own=own, initial=False, base=base.path if base else None)
+        path = base.path if base else None
+        make = partial(Learner, run, config, dataset, own=own, initial=False, base=path, elsewhere=elsewhere)
         loop = asyncio.get_running_loop()
         learner = await loop.run_in_executor(thread, make)
         return cls(learner, thread, await loop.run_in_executor(thread, torch.get_num_threads))
@@ -181,13 +192,10 @@ class LearnerThread:
 
         return await self.run(look)
 
-    async def measure(
-        self, number: int, weights: Tensor, payloads: Sequence[bytes], own: Positions, others: Positions
-    ) -> Match:
-        return await self.run(self.learner.audit, number, weights, payloads, own, others)
-
     def close(self) -> None:
         """Cancels the waiting jobs. A running job ends by itself, a training after its current step."""
+        if self.learner.elsewhere is not None:  # which may take seconds, that the caller's loop does not have
+            Thread(target=self.learner.elsewhere.close, name="end of the ranks").start()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -208,12 +216,10 @@ class LocalWorker:
         self._has_moved = Event()  # the replica
         # For a repeated training: how many states were adopted before it, and a call that tells that it awaits a round.
         self._awaits: tuple[int, Callable[[], object]] = (0, lambda: None)
-        self.capture = partial(thread.capture, lambda: self._diary.trained)
+        self.capture = partial(thread.capture, lambda: self._diary.included)
         self.evaluate, self.sample, self.measure = thread.evaluate, thread.sample, thread.measure
-
-    @property
-    def device(self) -> torch.device:
-        return self.learner.device
+        self.set_percent, self.keep_pace = self.pacing.set_percent, self.pacing.keep
+        self.device = thread.learner.device
 
     @property
     def drift(self) -> float | None:
@@ -237,25 +243,20 @@ class LocalWorker:
     def set_threads(self, count: int) -> None:
         self.threads = count
 
-    def set_percent(self, percent: int) -> None:
-        self.pacing.set_percent(percent)
-
     def set_k_max(self, k: int) -> None:
         self._k_max = k
 
-    def keep_pace(self, number: int, usual: float, last: float) -> None:
-        self.pacing.keep(number, usual, last)
-
     def stop(self) -> None:
         self.pacing.stop()
+        if self.learner.elsewhere is not None:
+            self.learner.elsewhere.stop()
         self._has_moved.set()
 
     def close(self) -> None:
         self.stop()
         self._thread.close()
 
-    # -----------------------------------------------------------------------------------------------
-    # What the swarm agrees on
+    # -- What the swarm agrees on -------------------------------------------------------------------
 
     def settled(self, number: int, uncounted: Uncounted | None) -> None:
         self._diary.repeated.pop(number, None)
@@ -266,13 +267,12 @@ class LocalWorker:
             self._diary.clear()
         self._has_moved.set()
 
-    # -----------------------------------------------------------------------------------------------
-    # Trainings
+    # -- Trainings ----------------------------------------------------------------------------------
 
     async def train(self, task: Task) -> Done:
         try:
             done, entry = await self._thread.run(self._train, task)
-        except (DataError, MemoryShortError, TrainingError):
+        except COST_A_ROUND:
             if (failed := self._diary.take_failed()) is not None:
                 await self._note(failed)
             raise
@@ -283,7 +283,8 @@ class LocalWorker:
     def _train(self, task: Task) -> tuple[Done, Trained | None]:
         """Returns the contribution, and its entry in the diary; None if it has one, or is never repeated."""
         learner, diary = self.learner, self._diary
-        if self.pacing.rest_before() and self.replica.round >= task.round:
+        has_rested, has_waited = self.pacing.rest_before(), learner.wait()
+        if (has_rested or has_waited) and self.replica.round >= task.round:
             raise PassedError("it passed while the device rested")  # the next order is for a round that is still open
         learner.catch_up()
         if (again := diary.again(task, learner.round)) is not None:  # killed between training and announcing it
@@ -303,16 +304,26 @@ class LocalWorker:
 
         try:
             payload = self._steps(task, None, shifted)
-        except (DataError, MemoryShortError, TrainingError):
-            if self.figures.step and is_noted:  # with as many sequences a pass as there was memory for before it failed
-                diary.fail(self._entry(task, FAILED, sequences, self.figures.step))
+        except COST_A_ROUND as error:
+            elsewhere = learner.elsewhere
+            steps = elsewhere.kept if elsewhere and isinstance(error, RanksLostError) else self.figures.step
+            if steps and is_noted:  # with as many sequences a pass as there was memory for before it failed
+                diary.fail(self._entry(task, FAILED, sequences, steps))
+            elif steps:
+                self._leave_out()
             raise
         tail = task.shift.end(task.round) if task.shift else b""
         done = _done(payload, tail, learner.round)
         if not is_noted:
+            self._leave_out()
             return done, None
         steps = self.figures.steps if self.figures.steps < learner.run.recipe.local_steps else 0
         return done, self._entry(task, done.name.hex(), learner.live.sequences_per_pass, steps, tail)
+
+    def _leave_out(self) -> None:
+        """Leaves a gap in the diary, so that nothing is repeated without this training."""
+        if self.privacy is None:  # with which nothing is ever noted
+            self._diary.next_number()
 
     def _entry(self, task: Task, payload: str, sequences: int, steps: int, tail: bytes = b"") -> Trained:
         diary, base = self._diary, self.learner.round - bool(self._applied_after)
@@ -340,7 +351,9 @@ class LocalWorker:
         seconds = self.pacing.worked
         if before is None and self._takes_fewer:
             self.pacing.end(task.round, len(results))
-        self.figures.add(mean_loss(results), self.learner.own_drift, len(results), tokens, seconds, norm, k=task.k)
+        ranks = self.learner.elsewhere.figures if self.learner.elsewhere else ()
+        drift = self.learner.own_drift
+        self.figures.add(mean_loss(results), drift, len(results), tokens, seconds, norm, k=task.k, ranks=ranks)
         return payload
 
     def _on_step(self, number: int, before: Trained | None, result: StepResult) -> bool:
@@ -350,11 +363,18 @@ class LocalWorker:
             raise StoppedError("the node ends")
         self.pacing.step()
         goes_on = self.pacing.takes_another(number, step) if before is None else step != before.steps
-        if goes_on and before is not None and step == before.applied_after:
+        fails = before is not None and before.payload == FAILED and not goes_on
+        if (goes_on or fails) and before is not None and step == before.applied_after:
             self._await_round()
+        if fails:
+            raise _FailedAgainError("as before")
         if goes_on and step < most:
-            if before is None and self._may_rebase and self.learner.rebase():
-                self._applied_after = step
+            if before is None and self._may_rebase:
+                base = self.learner.round
+                try:
+                    self.learner.rebase()
+                finally:  # also if ranks are lost while they get it
+                    self._applied_after = step if self.learner.round > base else 0
             self.pacing.rest()
         return goes_on
 
@@ -369,8 +389,7 @@ class LocalWorker:
         is_next = self.replica.round == self.learner.round + 1
         return is_next and not self._applied_after and not self._diary.waiting and self.learner.can_overlap
 
-    # -----------------------------------------------------------------------------------------------
-    # Trainings before a restart
+    # -- Trainings before a restart -----------------------------------------------------------------
 
     def repeat_all(self, trainings: Sequence[Trained], last: int) -> None:
         if self.privacy is None:  # with which the owner may have started again
@@ -381,6 +400,10 @@ class LocalWorker:
         diary = self._diary
         async with diary.turn:
             await diary.end_middle()
+            if diary.waiting and diary.waiting[0].base_round < self.replica.round:  # as after an end in its middle
+                log.warning("the training of round %d cannot be repeated: its base has passed", diary.waiting[0].round)
+                diary.waiting.clear()
+                diary.include()
             while (each := diary.due(self.replica.round)) is not None and (is_applying or not each.applied_after):
                 await fetch(each.share)
                 begun, adopted = asyncio.get_running_loop().create_future(), self.replica.adopted
@@ -390,8 +413,9 @@ class LocalWorker:
                 awaits = adopted, partial(asyncio.get_running_loop().call_soon_threadsafe, _set, begun)
                 job = asyncio.ensure_future(self._thread.run(self._repeat, each, awaits))
                 if each.applied_after:
+                    diary.begin_middle(job)
                     await asyncio.wait((job, begun), return_when=asyncio.FIRST_COMPLETED)
-                    return diary.begin_middle(job)
+                    return
                 await job
 
     def _repeat(self, each: Trained, awaits: tuple[int, Callable[[], object]]) -> None:
@@ -404,38 +428,22 @@ class LocalWorker:
         task = Task(each.share, frozenset(each.outstanding), k=each.k, step_sequences=each.step_sequences)
         try:
             self._refuse_another_state()
-            if each.payload == FAILED and each.steps:
-                self._fail_again(task, each)
-                return
             payload = self._steps(task, each)
-        except (DataError, MemoryShortError, TrainingError) as error:
+        except _FailedAgainError:
+            self._diary.include()
+            return
+        except COST_A_ROUND as error:
             log.warning("the training of round %d cannot be repeated: %s", each.round, error)
             self._diary.waiting.clear()
+            self._diary.include()
             return
         finally:  # the current setting is for new trainings
             learner.live.set_sequences_per_pass(sequences)
         done = _done(payload, bytes.fromhex(each.tail), learner.round)
+        self._diary.include()
         self._diary.repeated[each.round] = _Repeated(each, done, self.figures.steps)
         if done.name.hex() != each.payload:
             log.warning("the training of round %d came out differently than before the restart", each.round)
-
-    def _fail_again(self, task: Task, each: Trained) -> None:
-        """Takes the steps of a training that failed after them, and contributes nothing."""
-
-        def on_step(result: StepResult) -> None:
-            step = self.figures.stepped()
-            if self.is_stopping:
-                raise StoppedError("the node ends")
-            if step == each.applied_after:
-                self._await_round()
-            if step == each.steps:
-                raise _FailedAgainError("as before")
-
-        self._applied_after = 0
-        self.figures.begin()
-        self.learner.restore_all_but(task.outstanding)
-        with suppress(_FailedAgainError):
-            self.learner.train(task.share, on_step, sequences=task.step_sequences)
 
     def _await_round(self) -> None:
         """Takes in the next round, once the replica has it."""

@@ -30,7 +30,7 @@ def notify(**said: str) -> bool:
         return False
     lines = [f"{key}={' '.join(value.split())[:TEXT_MAX]}" for key, value in said.items()]
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.setblocking(False)
             sender.connect("\0" + name[1:] if name.startswith("@") else name)
             sender.send("\n".join(lines).encode("utf-8", "replace"))

@@ -52,12 +52,10 @@ class Pacing:
         return due > 0.0 and self._rest(due) > 0.0
 
     def begin(self) -> None:
-        """Begins a training."""
         self._owed = self._rested = 0.0
         self._began = self._stepped_at = perf_counter()
 
     def step(self) -> None:
-        """Notes a step's end."""
         now = perf_counter()
         self._owed, self._stepped_at = rest_seconds(now - self._stepped_at, self.percent), now
 

@@ -1,4 +1,4 @@
-"""Writes contributions, history and checkpoints to the store, each kind in its own thread.
+"""Writes contributions, history and checkpoints to the store, each kind in its own thread, and the log of events.
 
 A checkpoint is copied in the worker's thread, between two trainings, and written in another, so that training does not
 wait for the disk. It is made every `storage.checkpoint_every_rounds`, at the end, and of a state that was taken over,
@@ -12,16 +12,21 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from shutil import disk_usage
 from time import monotonic
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
+import msgspec
+
+from p2ptrain.core import events as ev
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.digest import leaves_of
 from p2ptrain.errors import DataError
 from p2ptrain.node.replica_thread import Standing
 from p2ptrain.node.served_blobs import SavedStates
 from p2ptrain.node.work import Worker
+from p2ptrain.replay import EventLog, Header, NotingSigner
 from p2ptrain.store.checkpoints import Checkpoint
 from p2ptrain.store.diary import Trained
 from p2ptrain.store.records import Batch
@@ -32,6 +37,8 @@ DISK_SECONDS = 5.0  # between attempts to write to a failing disk, or to fetch w
 FRESH_SECONDS = 60.0  # by then the core has counted a payload that arrived, or does not need it
 LAST_CHANCE = 0.75  # share of the kept history that may pass without a checkpoint before training waits for one
 NOT_OFFERED = "it is damaged, or its root covers only a part of it"
+EVENTS_BYTES_MAX = 2**24  # of a file of events, and one event more; 1,400 rounds of a small swarm
+EVENT_FILES_KEPT = 12  # 192 MiB
 PRUNE_ROUNDS = 8  # between prunings of the store
 
 log = logging.getLogger("p2ptrain.node")
@@ -50,11 +57,13 @@ class Persistence:
         checkpoint_rounds: int,
         history_rounds: int,
         needed: Callable[[], Collection[bytes]],
+        forget_before: Callable[[], bool] = lambda: True,
     ) -> None:
         """A checkpoint older than `history_rounds` is useless; `needed` returns the payloads that the core may still
-        ask for.
+        ask for; `forget_before` removes what earlier runs have saved, and is called until it returns True.
         """
         self.store, self._states, self._needed = store, states, needed
+        self._forget_before: Callable[[], bool] | None = forget_before
         self._checkpoint_rounds, self._history_rounds = checkpoint_rounds, history_rounds
         self.fresh: dict[bytes, float] = {}  # payloads that the core may not know of yet, and when they arrived
         self.records_trouble = ""  # the error, while records cannot be written
@@ -79,8 +88,7 @@ class Persistence:
         """Runs a job in the one thread that writes to the store."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, job, *arguments)
 
-    # -----------------------------------------------------------------------------------------------
-    # Contributions
+    # -- Contributions ------------------------------------------------------------------------------
 
     def put(self, name: bytes, payload: bytes) -> None:
         """Stores a payload that the core is about to be told of."""
@@ -112,22 +120,18 @@ class Persistence:
             known = self.store.payloads.names()  # `needed` cannot name payloads that arrive from now on
             try:
                 await self.on_disk(self.store.prune, {*self._needed(), *self.fresh}, known)
+                if self._forget_before is not None and await self.on_disk(self._forget_before):
+                    self._forget_before = None
             except DataError as error:
                 log.error("%s", error)
 
-    async def note_mismatch(self, number: int) -> None:
-        """Notes that this node computed a wrong state. Raises HardwareError if that has happened too often."""
-        await self.on_disk(self.store.mismatches.note, number)
-
-    # -----------------------------------------------------------------------------------------------
-    # History for people
+    # -- History for people -------------------------------------------------------------------------
 
     async def record(self, batch: Batch) -> bool:
         """Writes records; False if that failed. Only history is lost then, and the caller may try again."""
         return await self._note(self.store.records.write, batch)
 
     async def remember(self, addresses: Sequence[str]) -> bool:
-        """Stores addresses for the next start."""
         return await self._note(self.store.records.remember, addresses)
 
     async def look_for_room(self) -> None:
@@ -148,8 +152,7 @@ class Persistence:
         self.records_trouble = ""
         return True
 
-    # -----------------------------------------------------------------------------------------------
-    # Checkpoints
+    # -- Checkpoints --------------------------------------------------------------------------------
 
     async def checkpoint(self, worker: Worker, standings: Standings, number: int) -> None:
         """Saves the state if one is due after this round. Training waits for the copy in memory, not for the disk.
@@ -160,9 +163,8 @@ class Persistence:
         """
         if number - self._saved_round >= LAST_CHANCE * self._history_rounds:
             with self.training_waits():
-                while not worker.is_stopping and number > self._saved_round:
-                    if await self.save(worker, standings) is None:
-                        await asyncio.sleep(DISK_SECONDS)
+                while not worker.is_stopping and await self.save(worker, standings) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(DISK_SECONDS)
         elif not (number % self._checkpoint_rounds or self._turn.locked()):
             await self.save(worker, standings)
 
@@ -192,7 +194,6 @@ class Persistence:
             return capture.round if await loop.run_in_executor(self._writer, self._try, capture, standing) else None
 
     def has(self, number: int) -> bool:
-        """Whether there is a checkpoint of this round."""
         return any(each.round == number for each in self.store.checkpoints.present())
 
     async def save_first(self, worker: Worker, standing: Standing) -> Checkpoint:
@@ -244,3 +245,55 @@ class Persistence:
             self._states.offer(checkpoint, leaves)
         else:
             log.warning("the saved state of round %d is not offered to peers: %s", checkpoint.round, NOT_OFFERED)
+
+
+class EventFile:
+    """Records the daemon's events for `p2ptrain replay`; `round_now` tells where a file begins.
+
+    Each start writes a new file, and goes on in another one when it is full; of all files the newest are kept, so that
+    nobody can end the log by making the node hear much. One that cannot be written is closed with a warning.
+    """
+
+    def __init__(
+        self, directory: Path, signer: NotingSigner, header: Header, round_now: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._directory, self._signer, self._header, self._round_now = directory, signer, header, round_now
+        self._file: BinaryIO | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._begin(header)
+        except OSError as error:
+            self._give_up(error)
+
+    def _begin(self, header: Header) -> None:
+        """Begins the next file, and removes the oldest."""
+        self.close()
+        names = sorted(self._directory.glob("*.jsonl"))
+        for old in names[: max(0, len(names) - EVENT_FILES_KEPT + 1)]:
+            old.unlink()
+        number = int(names[-1].stem) + 1 if names and names[-1].stem.isdigit() else 1
+        self.path = self._directory / f"{number:08d}.jsonl"
+        self._file = self.path.open("wb", buffering=0)  # a hung node that gets killed must leave its last events
+        EventLog(self._file).begin(header)
+        self._header = header
+
+    def note(self, now: float, event: ev.Event, effects: Sequence[ev.Effect] | None) -> None:
+        """Records an event after the core has handled it; `effects` is None if the core crashed on it."""
+        made = self._signer.take()
+        if self._file is None:
+            return
+        try:
+            EventLog(self._file).note(now, event, effects, made)
+            if self._file.tell() > EVENTS_BYTES_MAX:
+                self._begin(msgspec.structs.replace(self._header, part=self._header.part + 1, round=self._round_now()))
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("cannot write the event log: %s", error)
+        self.close()

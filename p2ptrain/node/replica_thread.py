@@ -1,16 +1,12 @@
 """The replica of a node, in a thread of its own: what the swarm agrees on is applied at once, whatever the worker does.
 
 Payloads are checked in another thread: strict decoding only uses numpy, and a vote waits for it.
-
-If a state came out wrong, the digests of its pieces are kept until its round has been applied again from a correct
-state: then the log can name the wrong pieces, even if no peer has kept the state of that round.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +16,10 @@ import torch
 
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import KEY_BYTES, content_of, contents_by_author
-from p2ptrain.node.fetching import PIECES_TOLD
 from p2ptrain.node.work import Base, Worker
 
 STANDINGS_KEPT = 64  # more than are applied while a worker makes a copy
 
-log = logging.getLogger("p2ptrain.node")
 T = TypeVar("T")
 
 
@@ -46,7 +40,6 @@ class ReplicaThread:
         """threads: of torch, which counts them for each thread; 0: as it likes"""
         self.replica, self._worker = worker.replica, worker
         self.standings: dict[int, Standing] = {}  # of the last rounds
-        self._wrong: tuple[int, list[bytes]] | None = None  # the round of a wrong state, and its leaves
         begin = partial(torch.set_num_threads, threads) if threads else None
         self._thread = ThreadPoolExecutor(1, "replica", initializer=begin)
         self._check_thread = ThreadPoolExecutor(1, "check")
@@ -98,9 +91,6 @@ class ReplicaThread:
             root = replica.root(manifest.digest)
             self._note(Standing(number, manifest.branch, manifest.digest, root))
             self._worker.moved(Base(number, replica.weights, payloads))
-        if self._wrong is not None and number == self._wrong[0]:
-            self._tell_what_differed(*self._wrong)
-            self._wrong = None
         return root
 
     def _note(self, standing: Standing) -> None:
@@ -109,43 +99,17 @@ class ReplicaThread:
         while len(self.standings) > STANDINGS_KEPT:
             del self.standings[next(iter(self.standings))]
 
-    def _tell_what_differed(self, number: int, before: list[bytes]) -> None:
-        pairs = enumerate(zip(before, self.replica.leaves(), strict=True))
-        differing = [index for index, (was, now) in pairs if was != now]
-        if not differing:
-            log.error("the state of round %d, wrong before, came out the same again", number)
-            return
-        pieces = ", ".join(map(str, differing[:PIECES_TOLD]))
-        what = "the state of round %d, wrong before, came out differently: %d pieces (1 MiB each) differ: %s"
-        log.error(what, number, len(differing), pieces)
+    async def adopt(self, number: int, root: bytes, pieces: Iterable[bytes | memoryview]) -> None:
+        """Adopts a state that has this root."""
+        await self.run(self._adopt, Standing(number, b"", b"", root), pieces)
 
-    async def state_of(self, rounds: Collection[int]) -> tuple[int, bytes] | None:
-        """Returns the current round and state, if it is one of `rounds`; a newcomer has none."""
-
-        def look() -> tuple[int, bytes] | None:
-            number = self.replica.round
-            return (number, self.replica.as_bytes()) if number and number in rounds else None
-
-        return await self.run(look)
-
-    async def adopt(
-        self, number: int, root: bytes, pieces: Iterable[bytes | memoryview], *, was_wrong: bool = False
-    ) -> None:
-        """Adopts a state that has this root; `was_wrong` if it replaces one that differed from what was agreed."""
-        await self.run(self._adopt, Standing(number, b"", b"", root), pieces, was_wrong)
-
-    def _adopt(self, standing: Standing, pieces: Iterable[bytes | memoryview], was_wrong: bool) -> None:
-        replica, wrong = self.replica, self._wrong
-        if was_wrong and standing.round < replica.round:  # for the same round, the fetch has logged the difference
-            wrong = replica.round, replica.leaves()
-        elif wrong is not None and standing.round >= wrong[0]:  # that round will not be applied again
-            wrong = None
+    def _adopt(self, standing: Standing, pieces: Iterable[bytes | memoryview]) -> None:
+        replica = self.replica
         with replica.lock:
             replica.adopt(standing.round, pieces)
             self.standings.clear()
             self._note(standing)
             self._worker.moved(Base(standing.round, replica.weights, None))
-        self._wrong = wrong
 
     def begin(self, standing: Standing) -> None:
         """Notes what the replica is when the node starts."""

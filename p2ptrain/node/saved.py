@@ -10,6 +10,7 @@ name the roots of earlier ones: checkpoints that the log certifies come first, a
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from p2ptrain.config import RunConfig
+from torch import Tensor
+
+from p2ptrain.config import ModelConfig, RunConfig
 from p2ptrain.config.run import CONFIG_BYTES_MAX
 from p2ptrain.core.journal import HistoryVerdict, Journal
 from p2ptrain.core.state import AgreedState
@@ -25,14 +28,15 @@ from p2ptrain.data.dataset import TOKENIZER_NAME, TokenDataset, manifest_digest,
 from p2ptrain.data.run_data import check_tokens
 from p2ptrain.data.tokenizer import TOKENIZER_BYTES_MAX, BytesTokenizer, JsonTokenizer, Tokenizer, tokenizer_digest
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
-from p2ptrain.files import make_directory, read_regular, trouble, write_atomically
+from p2ptrain.files import PARTIAL_SUFFIX, make_directory, read, read_regular, trouble, write_atomically
 from p2ptrain.models.adapters import base_file, read_base
 from p2ptrain.models.export import Weights
 from p2ptrain.models.given_weights import config_beside, read_checkpoint, read_weights
-from p2ptrain.node.home import RUN_NAME, Home
+from p2ptrain.node.home import RUN_NAME, SUCCESSOR_NAME, Home
+from p2ptrain.store.backup import BASES, SEGMENT, BackupPlace, copy_to, newest_certified, newest_round, proof_of
 from p2ptrain.store.checkpoints import LOOKS_MAX, STAMP_NAME, STATE_NAME, Checkpoint, Checkpoints, read_stamp
 from p2ptrain.store.log import read_journal
-from p2ptrain.store.store import CHECKPOINTS_NAME
+from p2ptrain.store.store import CHECKPOINTS_NAME, ORIGIN_NAME
 from p2ptrain.train.begin import GivenWeights
 
 LOG_NAME = "wal"
@@ -77,13 +81,10 @@ class JudgedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedModel:
+class SavedModel(JudgedCheckpoint):
     """An undamaged checkpoint, with all that is needed to load its model."""
 
     run: RunConfig
-    checkpoint: Checkpoint
-    judgement: HistoryVerdict
-    state: AgreedState | None  # the agreed state of its round, if the node's log still has it
     tokenizer: Tokenizer
     base: Path | None  # the frozen weights, if adapters train
 
@@ -131,7 +132,7 @@ def find_model(
         chosen = newest_whole(checkpoints, number)
     tokenizer = _tokenizer(home, run, chosen.checkpoint.path)
     base = _base(home, run, chosen.checkpoint.path) if needs_base else None
-    return SavedModel(run, chosen.checkpoint, chosen.judgement, chosen.state, tokenizer, base)
+    return SavedModel(chosen.checkpoint, chosen.judgement, chosen.state, run, tokenizer, base)
 
 
 def _base(home: Home, run: RunConfig, directory: Path) -> Path | None:
@@ -165,6 +166,50 @@ def open_weights(home: Home, place: Path) -> tuple[GivenWeights, Callable[[], st
     return GivenWeights(place, partial(read_checkpoint, weights)), lambda: weights.run.model.config
 
 
+def backed_up(home: Home, run: RunConfig, place: BackupPlace, every: int | None, kept: int) -> str | None:
+    """Backs the newest certified state up, and returns the folder's name; None if that is not `every` rounds, or one,
+    after the newest backup."""
+    directory = home.of_run(run.id)
+    with place.trouble():
+        last = newest_round(place, run.id)
+        after = -1 if last < 0 else last + (every or 1) - 1
+        found = Checkpoints(directory / CHECKPOINTS_NAME, run.id).present()  # before the log, which may lack later ones
+        journal = read_journal(directory / LOG_NAME) if found and found[-1].round > after else None
+        chosen = newest_certified(found, journal, after) if journal else None
+        if journal is None or chosen is None:
+            if (heir := read(directory / SUCCESSOR_NAME)) is not None:
+                what = f"the run has a successor, {heir.decode('ascii', 'replace')[:64]}"
+                raise ConfigError(what, key="--run", fix="Name that one, and another place for it")
+            if last < 0 and every is None:
+                fix = "Try again later, or give --every, which waits for one"
+                raise DataError("no certified state yet", path=directory, fix=fix)
+            return None
+        with reading(chosen), place.locked():
+            small = beside(home, run) | {SEGMENT: proof_of(chosen, journal)}
+            if (origin := read(directory / ORIGIN_NAME)) is not None:
+                small[ORIGIN_NAME] = origin
+            return copy_to(place, chosen, small, _base(home, run, directory), kept)
+
+
+def open_state(home: Home, backup: Path) -> tuple[RunConfig, GivenWeights]:
+    """Opens a backup for a run that goes on from it: returns its config and, read later, all of its state.
+
+    The frozen weights of a run that trains adapters are copied to where this node keeps such."""
+    weights = weights_in(home, backup)
+    run, name = weights.run, weights.run.adapt.base
+    if run.adapt.is_on and not (own := base_file(home.bases, name)).exists():
+        make_directory(home.bases)
+        with trouble(own):
+            shutil.copyfile(base_file(backup.parent / BASES, name), part := own.with_name(own.name + PARTIAL_SUFFIX))
+            part.replace(own)
+
+    def state_for(model: ModelConfig) -> Tensor:
+        log.info("goes on from the state of round %d of run %s, %s", weights.round, run.name, run.run_id)
+        return weights.state()
+
+    return run, GivenWeights(backup, state_for, is_state=True)
+
+
 def _weights(checkpoint: Checkpoint, run: RunConfig, base: Path | None = None) -> Weights:
     stamp, path = checkpoint.stamp, checkpoint.path / STATE_NAME
     branch, head, root = checkpoint.branch, checkpoint.head, checkpoint.root
@@ -187,9 +232,10 @@ def newest_whole(checkpoints: Checkpoints, number: int | None = None) -> JudgedC
     which = "" if number is None else f" of round {number}"
     if number is not None or checkpoints.found():
         raise DataError(f"{checkpoints.directory}: no undamaged checkpoint{which}")
-    raise DataError(
-        f"{checkpoints.directory}: no checkpoint yet; a node writes the first once it has the run's weights"
-    )
+    why = "no checkpoint yet; a node writes the first once it has the run's weights"
+    if (checkpoints.directory.parent / SUCCESSOR_NAME).exists():
+        why = "no checkpoint any more: they went when the run that follows had its own"
+    raise DataError(f"{checkpoints.directory}: {why}")
 
 
 def _judged(checkpoints: Checkpoints, number: int | None) -> list[JudgedCheckpoint]:
@@ -230,7 +276,8 @@ def _journal_of(directory: Path) -> Journal | str:
 def _judged_by(journal: Journal | str, checkpoint: Checkpoint) -> JudgedCheckpoint:
     if isinstance(journal, str):
         return JudgedCheckpoint(checkpoint, HistoryVerdict("open", journal), None)
-    return JudgedCheckpoint(checkpoint, checkpoint.judged_by(journal), _state_after(journal, checkpoint))
+    state = next((each for each in journal.states if checkpoint.head and each.head == checkpoint.head), None)
+    return JudgedCheckpoint(checkpoint, checkpoint.judged_by(journal), state)
 
 
 def keep_tokenizer(home: Home, run: RunConfig, data: TokenDataset) -> None:
@@ -325,8 +372,3 @@ def _tokenizer(home: Home, run: RunConfig, directory: Path) -> Tokenizer:
     if tokenizer.vocab_size > run.model.vocab_size:  # nobody could have trained with it
         raise DataError(f"{path}: {tokenizer.vocab_size} tokens, but the run's model has {run.model.vocab_size}")
     return tokenizer
-
-
-def _state_after(journal: Journal, checkpoint: Checkpoint) -> AgreedState | None:
-    """Returns the agreed state of a checkpoint's round, if the journal still has it."""
-    return next((state for state in journal.states if checkpoint.head and state.head == checkpoint.head), None)

@@ -1,27 +1,28 @@
-"""The blobs that this node serves to peers: payloads, states, frozen weights, training data, its manifest and the
-tokenizer."""
+"""The blobs that this node serves to peers: payloads, states, frozen weights, training data, its manifest, the
+tokenizer, and where its runs come from."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections.abc import Collection
 from functools import cached_property
+from pathlib import Path
 
 from p2ptrain.config import RunConfig
+from p2ptrain.core.origin import ORIGIN_BYTES_MAX, decode_origin, succeed
 from p2ptrain.data.dataset import MANIFEST_BYTES_MAX, MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest
 from p2ptrain.data.tokenizer import tokenizer_digest
-from p2ptrain.digest import is_piece, leaf_digests
-from p2ptrain.errors import DataError
+from p2ptrain.digest import leaf_digests
+from p2ptrain.errors import DataError, RemoteProtocolError
 from p2ptrain.models.adapters import FrozenBase
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import Blob, BlobName, Check, TreeFile, WholeFile, all_pieces
 from p2ptrain.net.blobs.fetch import Fetcher
-from p2ptrain.store.checkpoints import Checkpoint
+from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint
 from p2ptrain.store.payloads import PayloadStore
-from p2ptrain.store.store import Store
+from p2ptrain.store.store import ORIGIN_NAME, Store
 
 STATES_SERVED = 8  # states whose leaves are kept in memory
-LEAVES_KEPT = 1_024  # payloads whose leaves are kept, 32 bytes per MiB: those of the last few rounds
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -60,48 +61,66 @@ class ServedBlobs:
         dataset: TokenDataset,
         fetcher: Fetcher,
         base: FrozenBase | None = None,
+        follows: Collection[bytes] = (),
     ) -> None:
+        """follows: the ids of the runs before this one"""
+        self._follows = follows
         self._base = None if base is None else TreeFile(base.path, base.size, base.leaves)
         self.run, self.store, self.states, self.dataset, self.fetcher = run, store, states, dataset, fetcher
-        self._leaves: OrderedDict[bytes, bytes] = (
-            OrderedDict()
-        )  # of payloads; several threads use it, in single atomic operations
-        self._files: dict[str, tuple[int, WholeFile]] = {}  # each with the time of its last change
+        self._files: dict[Path, tuple[int, WholeFile]] = {}  # each with the time of its last change
+        self._data_sets: dict[str, Path] = {}  # others that are here and that motions name, by manifest
 
     def find(self, name: BlobName, peer: bytes) -> Blob | None:
+        found: Blob | None = None
         match name.kind:
             case "payload":
-                return self._payload(name.name) or self.fetcher.in_progress(name)
-            case "state" | "base":
-                return self._weights(name)
-            case "data":
-                size = self.dataset.piece_size(name.name)
-                return None if size is None else DataPiece(self.dataset, name.name, size)
-            case "manifest" if name.name.hex() == self.run.data.manifest:
-                return self._file(MANIFEST_NAME, lambda whole: manifest_digest(whole) == self.run.data.manifest)
+                found = self._payload(name.name) or self.fetcher.in_progress(name)
+            case "state":
+                found = self.states.find(name.name)
+            case "base" if name.name.hex() == self.run.adapt.base:
+                found = self._base
+            case "origin" if name.name in {self.run.id, *self._follows}:  # whole: a path has the first digits
+                found = self._origin(name.name)
+            case "data" if (size := self.dataset.piece_size(name.name)) is not None:
+                found = DataPiece(self.dataset, name.name, size)
+            case "manifest" if (manifest := name.name.hex()) in {self.run.data.manifest, *self._data_sets}:
+                directory = self._data_sets.get(manifest)
+                found = self._file(MANIFEST_NAME, lambda whole: manifest_digest(whole) == manifest, directory)
             case "tokenizer" if name.name.hex() == self.run.tokenizer.digest:
-                return self._file(TOKENIZER_NAME, lambda whole: tokenizer_digest(whole) == self.run.tokenizer.digest)
-            case _:
-                return None
+                found = self._file(TOKENIZER_NAME, lambda whole: tokenizer_digest(whole) == self.run.tokenizer.digest)
+        return found
 
-    def _weights(self, name: BlobName) -> Blob | None:
-        if name.kind == "state":
-            return self.states.find(name.name)
-        return self._base if name.name.hex() == self.run.adapt.base else None
+    def offer_manifest(self, manifest: str, directory: Path) -> None:
+        """Serves the manifest of another data set from now on: members look whether somebody has it."""
+        self._data_sets[manifest] = directory
 
-    def _file(self, name: str, is_right: Check) -> Blob | None:
-        """Returns a file of the data set, if it is there."""
-        path = self.dataset.directory / name
+    def _origin(self, run_id: bytes) -> Blob | None:
+        """Returns where a run of this disk comes from."""
+
+        def is_right(encoded: bytes) -> bool:
+            try:
+                return succeed(decode_origin(encoded))[0].id == run_id
+            except RemoteProtocolError:
+                return False
+
+        directory = self.store.directory.parent / run_id.hex()[:16]
+        return self._file(ORIGIN_NAME, is_right, directory, ORIGIN_BYTES_MAX)
+
+    def _file(
+        self, name: str, is_right: Check, directory: Path | None = None, bytes_max: int = MANIFEST_BYTES_MAX
+    ) -> Blob | None:
+        """Returns a file of the data set, or of another directory, if it is there."""
+        path = (directory or self.dataset.directory) / name
         try:
             found = path.stat()
         except OSError:
             return None
-        changed_at, known = self._files.get(name, (-1, None))
+        changed_at, known = self._files.get(path, (-1, None))
         if known is None or (changed_at, known.size) != (found.st_mtime_ns, found.st_size):
-            if found.st_size > MANIFEST_BYTES_MAX:
+            if found.st_size > bytes_max:
                 return None
             known = WholeFile(path, found.st_size, is_right)
-            self._files[name] = found.st_mtime_ns, known
+            self._files[path] = found.st_mtime_ns, known
         return known
 
     def _payload(self, name: bytes) -> Blob | None:
@@ -110,28 +129,23 @@ class ServedBlobs:
         except DataError as error:
             log.error("%s", error)
             return None
-        return None if size is None else PayloadBlob(self.store.payloads, name, size, self._leaves)
+        return None if size is None else PayloadBlob(self.store.payloads, name, size)
 
 
 class PayloadBlob:
     """A contribution, in memory or on the disk. If its file is damaged, the receiver rejects it."""
 
-    def __init__(self, payloads: PayloadStore, name: bytes, size: int, leaves: OrderedDict[bytes, bytes]) -> None:
-        self._payloads, self._name, self.size, self._known = payloads, name, size, leaves
+    def __init__(self, payloads: PayloadStore, name: bytes, size: int) -> None:
+        self._payloads, self._name, self.size = payloads, name, size
         self.held = all_pieces(size)
 
     @cached_property
     def leaves(self) -> bytes:
-        """The digests of the pieces, computed once and shared by later requests."""
-        known = self._known.get(self._name)
-        if known is None:
-            content = self._payloads.get(self._name)
-            if content is None:
-                raise DataError(f"payload {self._name.hex()} is no longer here")
-            known = self._known[self._name] = b"".join(leaf_digests(content))
-            if len(self._known) > LEAVES_KEPT:
-                self._known.popitem(last=False)
-        return known
+        """The digests of the pieces. The server keeps them for later requests (net/blobs/server.py)."""
+        content = self._payloads.get(self._name)
+        if content is None:
+            raise DataError(f"payload {self._name.hex()} is no longer here")
+        return b"".join(leaf_digests(content))
 
     def read(self, index: int) -> bytes:
         piece = self._payloads.read_piece(self._name, index)
@@ -155,24 +169,14 @@ class DataPiece:
         return piece
 
 
-class StateBlob:
-    """The agreed weights of a checkpoint."""
+class StateBlob(TreeFile):
+    """The agreed weights of a checkpoint, whose files are not verified before they are served."""
 
     def __init__(self, checkpoint: Checkpoint, leaves: bytes) -> None:
-        self.checkpoint, self.leaves = checkpoint, leaves
-        self.size = checkpoint.state_bytes
-        self.held = all_pieces(self.size)
+        super().__init__(checkpoint.path / STATE_NAME, checkpoint.state_bytes, leaves)
+        self.checkpoint = checkpoint
 
     @property
     def is_there(self) -> bool:
         """Whether the checkpoint has not been pruned."""
         return self.checkpoint.path.exists()
-
-    def read(self, index: int) -> bytes:
-        """Reads a piece and checks its digest, since the checkpoint's files are not verified before they are served."""
-        piece = self.checkpoint.read_piece(index)
-        if piece is None:
-            raise DataError(f"the state of round {self.checkpoint.round} is no longer there")
-        if not is_piece(self.leaves, self.size, index, piece):
-            raise DataError(f"the saved state of round {self.checkpoint.round} is damaged: piece {index}")
-        return piece

@@ -1,4 +1,4 @@
-"""A directory for sockets, which this process alone has."""
+"""A directory for sockets, which this process alone has, and a network beside the node's own."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 
+from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import ConfigError
+from p2ptrain.identity import Identity
+from p2ptrain.net.transport import Transport
+from p2ptrain.system import SOCKET_PATH_BYTES_MAX
 
 SOCKETS_PREFIX = ".p2ptrain-"
 SOCKETS_LOCK = ".lock"
-BASE_MAX = 40  # characters of the sockets' parent: a socket's path may have 107, and hivemind adds 64 to this
+BASE_MAX = SOCKET_PATH_BYTES_MAX - 67  # characters of the sockets' parent: hivemind adds 64 to this
 
 
 @contextmanager
 def private_directory() -> Iterator[Path]:
-    """Makes a directory for sockets, readable by this user only. Its path is short: a socket's may have 107 bytes."""
+    """Makes a directory for sockets, readable by this user only. Its path is short: a socket's is bounded."""
     places = (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp", "/var/tmp")  # noqa: S108  # mkdtemp
     usable = [Path(place) for place in places if place and len(place) <= BASE_MAX and os.access(place, os.W_OK)]
     if not usable:
@@ -35,6 +39,18 @@ def private_directory() -> Iterator[Path]:
         with suppress(OSError):  # a cleaner of temporary files was quicker
             _remove(path)
         os.close(lock)
+
+
+async def open_apart(stack: AsyncExitStack, network: NetworkConfig) -> Transport:
+    """Starts a p2pd with a temporary identity, as the node's own may be in use."""
+    from p2ptrain.net.libp2p.p2pd import P2pd  # noqa: PLC0415  # hivemind takes three seconds
+
+    sockets = stack.enter_context(private_directory())
+    identity = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "identity.key"
+    Identity.make(identity)
+    transport = await P2pd.start(identity, network, sockets)
+    stack.push_async_callback(transport.close)
+    return transport
 
 
 def _make_locked(base: Path) -> tuple[Path, int]:

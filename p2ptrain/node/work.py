@@ -16,23 +16,21 @@ from torch import Tensor
 
 from p2ptrain.core.complaints import Complaint
 from p2ptrain.data.assignment import Positions
-from p2ptrain.errors import P2ptrainError
+from p2ptrain.errors import DataError, MemoryShortError, RanksLostError, TrainingError
 from p2ptrain.exact.outer import Uncounted
 from p2ptrain.exact.replica import Replica
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.share import Share
 from p2ptrain.store.diary import Trained
+from p2ptrain.train.learner import RankFigures
 from p2ptrain.train.matched_filter import Match
 from p2ptrain.train.private import Privacy
 from p2ptrain.train.saved_state import Capture
 
+COST_A_ROUND = DataError, MemoryShortError, RanksLostError, TrainingError  # what a training may fail by
 RATES_KEPT = 16  # rounds over which tokens per second are averaged
 
 Fetch = Callable[[Share], Awaitable[None]]  # fetches this data
-
-
-class StoppedError(P2ptrainError):
-    """Training was interrupted because the node is ending."""
 
 
 class Shift(Protocol):
@@ -48,8 +46,6 @@ class Shift(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A round to train."""
-
     share: Share  # of its data
     outstanding: frozenset[int] = frozenset()  # earlier rounds whose contributions may still be taken
     shift: Shift | None = None
@@ -63,8 +59,6 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A round's contribution."""
-
     name: bytes  # the payload's digest
     payload: bytes
     base: int  # the round whose weights its last steps went on from
@@ -87,6 +81,7 @@ class Figures:
     gradient_norm: float | None = None  # likewise, before clipping
     own_drift: float | None = None  # how far its steps moved the weights, as a share of their norm
     k: int = 0  # numbers of each chunk in the last contribution; 0: there was none
+    ranks: Sequence[RankFigures] = ()  # the processes that take its steps
     step: int = 0  # within the current training
     steps: int = 0  # of the last round
     seconds: float = 0.0  # of all trainings
@@ -121,9 +116,10 @@ class Figures:
         gradient_norm: float | None = None,
         *,
         k: int,
+        ranks: Sequence[RankFigures] = (),
     ) -> None:
         """Counts a training that has ended."""
-        self.k = k
+        self.k, self.ranks = k, ranks
         self.loss, self.own_drift, self.gradient_norm = loss, own_drift, gradient_norm
         self.step = self.steps = steps
         self.seconds += seconds

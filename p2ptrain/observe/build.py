@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from p2ptrain import __version__
 from p2ptrain.config import RunConfig
-from p2ptrain.config.node import Limits
 from p2ptrain.core.audits import CREDIT, DOUBT, Tier
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.core.view import PeerView
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import questions
-from p2ptrain.net.addresses import kind_of_address
+from p2ptrain.net.addresses import Reach, kind_of_address
+from p2ptrain.node.agenda import Agenda
+from p2ptrain.node.clock import ClockWatch, Lag
 from p2ptrain.node.driver import Driver
 from p2ptrain.node.edges import Edges
-from p2ptrain.node.lag import Lag
 from p2ptrain.node.limits import MachineLimits
+from p2ptrain.observe import schema
+from p2ptrain.observe.attention import BEFORE, LATELY, looked_at, spike_of
 from p2ptrain.observe.rounds import HELD_OUT, Recorder, copied, held_out_of
-from p2ptrain.observe.schema import (
-    BAN_UNKNOWN,
-    FaultTolerance,
-    Peer,
-    PeerList,
-    PeerRecord,
-    Purpose,
-    RoundRecord,
-    Status,
-    Traffic,
-)
 from p2ptrain.train.private import Privacy
 
+SPIKE_ROUNDS = LATELY + BEFORE
 ROOTS_TOLD = 32  # rounds: a program that compares nodes asks more often than once in so many
 BANNED_TOLD = 256  # in the list of peers, the latest
+LATELY_ROUNDS = 50  # in which the contributions of each node are counted
+SLOW_ROUNDS = 20  # that take nothing of a node which trains: it is too slow
+REACHED_SECONDS = 600.0  # in which AutoNAT finds out whether others can connect
+ROOM_BYTES, ROOM_STATES = 10**9, 4  # on the disk: as in deploy/prometheus/alerts.yml
 CONTRIBUTORS_TOLD = 20_000  # in all rounds of one answer: 1.2 MB
 # Kinds of blobs (net/blobs/blob.py) by purpose.
-BLOB_PURPOSES: dict[Purpose, tuple[str, ...]] = {
+BLOB_PURPOSES: dict[schema.Purpose, tuple[str, ...]] = {
     "payloads": ("payload",),
     "states": ("state", "base"),
     "data": ("data", "manifest", "tokenizer"),
@@ -54,7 +52,10 @@ class Running(Protocol):
     edges: Edges
     records: Recorder
     machine_limits: MachineLimits
+    clock: ClockWatch
+    agenda: Agenda
     http: str | None
+    owner: str
     lag: Lag
 
     @property
@@ -64,16 +65,15 @@ class Running(Protocol):
     def since_applied(self) -> float | None: ...
 
 
-def status_of(daemon: Running) -> Status:
-    """Builds the node's status."""
+def status_of(daemon: Running) -> schema.Status:
     driver, edges, records = daemon.driver, daemon.edges, daemon.records
     view, worker, figures = driver.node.view(), driver.worker, driver.worker.figures
     upstream, k = worker.upstream, figures.k or daemon.run.recipe.ks[0]
     payload_bytes = KEY_BYTES + worker.replica.outer.sizes[k]
-    state, roots, roster = view.state, view.roots, view.state.roster
+    state, roots, roster, decided = view.state, view.roots, view.state.roster, view.state.succession.decided
     speed, complaints = figures.tokens_per_second, complaints_of(daemon)
     swarm = None if speed is None else records.swarm_tokens_per_second  # the others' scripts have loaders, too
-    return Status(
+    return schema.Status(
         **copied(view, "phase", "view", "applied_round", "is_member", "is_admitted", "held", "waiting_for", "observed"),
         is_overlapping=view.is_overlapping,
         exchange_share=None if view.exchange_share is None else round(view.exchange_share, 4),
@@ -94,18 +94,18 @@ def status_of(daemon: Running) -> Status:
         certified_round=state.root_round,
         swarm_loss=view.training_of(view.applied_round).loss,
         drift=worker.drift,
-        update_norm=worker.replica.update_norm,
         compression_ratio=round(worker.replica.gradient_bytes / payload_bytes * daemon.run.recipe.local_steps, 1),
         tokens_per_second=None if speed is None else round(speed, 1),
         training_seconds=round(figures.seconds, 3),
         swarm_tokens_per_second=None if swarm is None else round(swarm, 1),
         world_round=upstream.round if upstream else None,
         device=str(worker.device),
+        ranks=list(figures.ranks),
         is_paused=bool(driver.trainings.pauses),
         peers=sorted(peer_id_of(peer) for peer in edges.connections.linked),
         roster=[peer_id_of(key) for key in state.members],
         quorum=roster.quorum,
-        fault_tolerance=FaultTolerance(
+        fault_tolerance=schema.FaultTolerance(
             liars=roster.tolerated,
             crashes=len(state.members) - roster.quorum,
             mode="byzantine" if roster.tolerated else "crash-only",
@@ -121,20 +121,23 @@ def status_of(daemon: Running) -> Status:
         audit_seconds=round(driver.audits.seconds, 3),
         typical_z=state.typical / 1_000 if daemon.run.is_audited else None,
         suspended=sum(entry.conduct.tier is Tier.SUSPENDED for entry in state.admitted),
+        motions=[daemon.agenda.item(motion) for motion in state.succession.motions],
+        successor=decided and daemon.agenda.item(decided),
+        ends_after_round=decided and decided.last,
         own_data=_own_data_text(daemon.run, worker.privacy),
         privacy_epsilon=worker.privacy.spent if worker.privacy else None,
         roots={str(number): root.hex() for number, root in sorted(roots.items())[-ROOTS_TOLD:]},
         k=k,
         payload_bytes=payload_bytes,
-        state_bytes=worker.replica.state_bytes,
+        **copied(worker.replica, "state_bytes", "update_norm"),
         bytes=edges.transport.counters(),
         traffic=traffic_of(edges),
-        limits=limits_of(daemon),
+        limits=daemon.machine_limits.limits,
         queued_frames=edges.mailboxes.queued_frames,
         disk_free_bytes=edges.persistence.free_bytes,
         counters=view.counters
         | dict(driver.intake.counters)
-        | edges.mailboxes.counters()
+        | edges.mailboxes.counters
         | {"trainings not finite": figures.not_finite, "damaged files": edges.persistence.store.damaged_files}
         | ({"contributions for the region": upstream.contributions} if upstream else {}),
         banned=Counter(ban_of(daemon, key) for key in state.bans),
@@ -157,10 +160,45 @@ def complaints_of(daemon: Running) -> list[Complaint]:
         Code.CHECKPOINTS_NOT_SAVED: persistence.checkpoint_trouble,
         Code.RECORDS_NOT_WRITTEN: persistence.records_trouble,
     }
-    found = [complaint(code, why=why) for code, why in disk.items() if why]
-    found += [machine_limits.over_memory] if machine_limits.over_memory else []
-    found += daemon.edges.transport.boundary.complaints
-    return by_gravity([*found, *driver.node.view().complaints, *driver.trainings.pauses, *driver.worker.complaints])
+    kept = [number for number, _ in daemon.edges.served_blobs.states.places()]
+    possible = [
+        *(complaint(code, why=why) for code, why in disk.items() if why),
+        machine_limits.over_memory,
+        *daemon.edges.transport.boundary.complaints,
+        spike_of(daemon.records.last(SPIKE_ROUNDS), kept),
+        daemon.clock.complaint,
+        _room_complaint(daemon),
+        _pace_complaint(daemon),
+        complaint(Code.BEHIND_ROUTER) if _is_behind_router(daemon) else None,
+        *driver.node.view().complaints,
+        *driver.trainings.pauses,
+        *driver.worker.complaints,
+    ]
+    return by_gravity(filter(None, possible))
+
+
+def _room_complaint(daemon: Running) -> Complaint | None:
+    free = daemon.edges.persistence.free_bytes
+    least = ROOM_BYTES + ROOM_STATES * daemon.driver.worker.replica.state_bytes
+    return None if free is None or free >= least else complaint(Code.DISK_LOW, free_bytes=free)
+
+
+def _pace_complaint(daemon: Running) -> Complaint | None:
+    """A node that trained long ago, and of which no round has taken anything since."""
+    view, records = daemon.driver.node.view(), daemon.records.last(SLOW_ROUNDS)
+    place = view.state.place.get(view.me)
+    if place is None or len(records) < SLOW_ROUNDS or records[0].round <= view.state.admitted[place].since:
+        return None
+    is_missed = not any(each.mine_taken for each in records) and not daemon.driver.trainings.pauses
+    has_trained = any(each.tokens for each in records[: SLOW_ROUNDS // 2])
+    return complaint(Code.TOO_SLOW, rounds=SLOW_ROUNDS) if is_missed and has_trained else None
+
+
+def _is_behind_router(daemon: Running) -> bool:
+    """Whether peers are elsewhere on the internet, and none of our addresses has been found to be open to it."""
+    connections, kinds = daemon.edges.connections, map(kind_of_address, daemon.edges.transport.addresses())
+    is_outside = any(connections.met.get(peer) is Reach.PUBLIC for peer in connections.linked)
+    return is_outside and daemon.uptime >= REACHED_SECONDS and not {"public", "name"} & {*kinds}
 
 
 def unreadiness_of(daemon: Running) -> list[str]:
@@ -168,71 +206,59 @@ def unreadiness_of(daemon: Running) -> list[str]:
     return [each.text for each in complaints_of(daemon) if each.hinders]
 
 
-# ---------------------------------------------------------------------------------------------------
-# Traffic
-
-
-def limits_of(daemon: Running) -> Limits:
-    return daemon.machine_limits.limits
-
-
-def traffic_of(edges: Edges) -> dict[Purpose, Traffic]:
+def traffic_of(edges: Edges) -> dict[schema.Purpose, schema.Traffic]:
     """Returns the bytes sent and received by purpose: the transport's counts by protocol, divided by content."""
-    counted = edges.transport.counters()
-    purposes: dict[Purpose, Traffic] = {}
+    counted, blobs = edges.transport.counters(), edges.blob_bytes()
 
-    def add(purpose: Purpose, sent_and_received: list[int]) -> None:
-        sent, received = (max(0, count) for count in sent_and_received)
-        purposes[purpose] = Traffic(sent=sent, received=received)
+    def bytes_of(way: str) -> dict[schema.Purpose, int]:
+        histories = edges.mailboxes.history_bytes[way]
+        found: dict[schema.Purpose, int] = {
+            "gossip": counted.get(f"{way} gossip", 0),
+            "messages": max(0, counted.get(f"{way} {edges.mailboxes.protocol}", 0) - histories),
+            "histories": histories,
+            **{purpose: sum(blobs[f"{way} {kind}"] for kind in kinds) for purpose, kinds in BLOB_PURPOSES.items()},
+            "questions": counted.get(f"{way} {questions.PROTOCOL}", 0),
+        }
+        return {**found, "other": max(0, counted.get(f"bytes {way}", 0) - sum(found.values()))}
 
-    def of_protocol(protocol: str) -> list[int]:
-        return [counted.get(f"{way} {protocol}", 0) for way in WAYS]
-
-    add("gossip", of_protocol("gossip"))
-    histories = [edges.mailboxes.history_bytes[way] for way in WAYS]
-    messages = of_protocol(edges.mailboxes.protocol)
-    add("messages", [all_of_it - of_it for all_of_it, of_it in zip(messages, histories, strict=True)])
-    add("histories", histories)
-    blobs = edges.blob_bytes()
-    for purpose, kinds in BLOB_PURPOSES.items():
-        add(purpose, [sum(blobs[f"{way} {kind}"] for kind in kinds) for way in WAYS])
-    add("questions", of_protocol(questions.PROTOCOL))
-    known = [sum(getattr(each, way) for each in purposes.values()) for way in WAYS]
-    totals = [counted.get(f"bytes {way}", 0) for way in WAYS]
-    add("other", [total - of_it for total, of_it in zip(totals, known, strict=True)])
-    return purposes
+    sent, received = map(bytes_of, WAYS)
+    return {purpose: schema.Traffic(sent=sent[purpose], received=received[purpose]) for purpose in sent}
 
 
-# ---------------------------------------------------------------------------------------------------
-# Peers and rounds
-
-
-def peers_of(daemon: Running) -> PeerList:
-    """Describes the peers that are connected, admitted, banned lately or kept away, with their standing."""
+def peers_of(daemon: Running) -> schema.PeerList:
+    """Describes the peers that are connected, admitted, banned lately or kept away, those to look at first."""
     view, linked = daemon.driver.node.view(), daemon.edges.connections.linked
     known = {each.peer: each for each in view.standings()}
     admitted = (peer for peer in known if peer in view.state.place)
     everyone = sorted({*linked, *admitted, *view.state.bans[-BANNED_TOLD:], *view.kept_away})
-    peers = [_peer(daemon, peer, known.get(peer)) for peer in everyone if peer != view.me]
-    return PeerList(peers=peers, me=_peer(daemon, view.me, known.get(view.me)))
+    lately = [each for each in daemon.records.last(LATELY_ROUNDS) if each.branch == view.state.branch]
+    taken = Counter(key for each in lately for key in {*each.contributors})
+    told = {peer: _peer(daemon, peer, known.get(peer), lately, taken[peer]) for peer in (*everyone, view.me)}
+    me = told.pop(view.me)
+    return looked_at(told.values(), me, complaints_of(daemon))
 
 
-def _peer(daemon: Running, peer: bytes, seen: PeerView | None) -> Peer:
+def _peer(
+    daemon: Running, peer: bytes, seen: PeerView | None, lately: Sequence[schema.RoundRecord], taken_lately: int
+) -> schema.Peer:
+    """lately: the last rounds, of which so many have taken a contribution of the peer"""
     view, connections = daemon.driver.node.view(), daemon.edges.connections
     is_me = peer == view.me
-    if is_me:
-        addresses = daemon.edges.transport.addresses()
-    else:
-        addresses = list(connections.known[peer].addresses) if peer in connections.known else []
-    record = daemon.records.peers.by_key.get(peer) or PeerRecord(peer=peer)
+    known = connections.known.get(peer)
+    addresses = daemon.edges.transport.addresses() if is_me else list(known.addresses) if known else []
+    record = daemon.records.peers.by_key.get(peer) or schema.PeerRecord(peer=peer)
     place = view.state.place.get(peer)
-    conduct = None if place is None else view.state.admitted[place].conduct
+    admitted = None if place is None else view.state.admitted[place]
+    conduct = admitted and admitted.conduct
+    since = sum(each.round > admitted.since for each in lately) if admitted else 0
     now = {
         "standing": conduct.tier.name.lower().replace("_", " ") if conduct else "",
         "audits_passed": round(conduct.credit / CREDIT, 2) if conduct else 0.0,
         "doubt": round(conduct.doubt / DOUBT, 2) if conduct else 0.0,
         "addresses": addresses,
         "address_kind": kind_of_address(addresses[0]) if addresses else "unknown",
+        "release": __version__ if is_me else known.release if known else "",
+        "owner": daemon.owner if is_me else known.owner if known else "",
         "latency_seconds": None if is_me else connections.latency(peer),
         "is_connected": is_me or peer in connections.linked,
         "is_member": peer in view.state.members,
@@ -241,23 +267,22 @@ def _peer(daemon: Running, peer: bytes, seen: PeerView | None) -> Peer:
         "points": round(seen.points, 2) if seen else 0.0,
         "is_greylisted": seen.is_greylisted if seen else False,
         "observed": dict(seen.observed) if seen else {},
+        "heard_seconds": round(view.silence_of(peer), 3) if admitted else None,
+        "rounds_lately": since,
+        "taken_lately": min(taken_lately, since),
+        "is_elsewhere": view.is_elsewhere(peer),
     }
-    return Peer(**record.row | now)
+    return schema.Peer(**record.row | now)
 
 
 def ban_of(daemon: Running, key: bytes) -> str:
     """Returns why a key was banned, as far as it was seen here."""
     record = daemon.records.peers.by_key.get(key)
-    return (record and record.ban) or BAN_UNKNOWN
+    return (record and record.ban) or schema.BAN_UNKNOWN
 
 
-def rounds_of(daemon: Running, last: int) -> list[RoundRecord]:
+def rounds_of(daemon: Running, last: int) -> list[schema.RoundRecord]:
     """Returns the last rounds applied here, the newest last; fewer if they have very many contributors."""
-    found: deque[RoundRecord] = deque()
-    room = CONTRIBUTORS_TOLD
-    for record in reversed(daemon.records.last(last)):
-        room -= len(record.contributors)
-        if room < 0 and found:
-            break
-        found.appendleft(record)
-    return [*found]
+    records = daemon.records.last(last)
+    sums = accumulate(len(each.contributors) for each in reversed(records))
+    return records[-max(1, sum(each <= CONTRIBUTORS_TOLD for each in sums)) :]

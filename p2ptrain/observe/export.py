@@ -43,8 +43,6 @@ SCRIPTS = ("words", "figures", "history", "packed", "charts", "panels", "exporte
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A run's data, as recorded on this disk."""
-
     run: RunConfig
     me: bytes  # this node's key; empty if unknown
     rounds: Sequence[RoundRecord]  # the newest last
@@ -145,10 +143,6 @@ def _script() -> str:
         text = re.sub(r"^export ", "", text, flags=re.MULTILINE)
         parts.append(f"modules.{name} = (() => {{\n{text}\nreturn {{ {', '.join(names)} }};\n}})();\n")
     return f"const modules = {{}};\n{''.join(parts)}"
-
-
-# ---------------------------------------------------------------------------------------------------
-# Sections
 
 
 def _section(title: str, body: str) -> str:

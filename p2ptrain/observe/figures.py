@@ -96,11 +96,6 @@ def figures_of(model: type[BaseModel]) -> tuple[FigureField, ...]:
     return tuple(_walk(model, (), ()))
 
 
-def others_of(model: type[BaseModel], placed: set[str]) -> tuple[FigureField, ...]:
-    """Returns the figures without a fixed place; `placed` are names, or their parts before the first dot."""
-    return tuple(each for each in figures_of(model) if not {each.name, each.path[0]} & placed)
-
-
 def _walk(model: type[BaseModel], path: tuple[str, ...], labels: tuple[tuple[str, str], ...]) -> Iterator[FigureField]:
     for name, field in model.model_fields.items():
         found = [each for each in field.metadata if isinstance(each, Figure)]
@@ -128,10 +123,6 @@ def _labelled(figure: Figure, labels: tuple[tuple[str, str], ...]) -> Figure:
         return figure
     title = " ".join([*(value for _, value in labels), figure.title])
     return replace(figure, title=title, labels=(*labels, *figure.labels))
-
-
-# ---------------------------------------------------------------------------------------------------
-# Numbers for people
 
 
 _WORDS: dict[Unit, Callable[[float], str]] = {

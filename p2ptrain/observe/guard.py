@@ -13,11 +13,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import json
 import os
 import re
 import stat
 from collections.abc import Iterable
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
@@ -53,7 +53,7 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z._-]{1,253})(?::([0-9]{1
 
 
 def secured(response: web.StreamResponse) -> web.StreamResponse:
-    """Adds the headers that every response has, and closes the connection after it (sockets.py)."""
+    """Adds the headers that every response has, and closes the connection after it (http.py)."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     response.force_close()
@@ -68,37 +68,25 @@ def refusal(status: HTTPStatus, why: str, fix: str = "", headers: dict[str, str]
     return response
 
 
-def refusal_bytes(status: HTTPStatus, why: str) -> bytes:
-    """The same as raw bytes, for connections without a valid request."""
-    body = json.dumps({"version": 1, "error": why, "fix": ""}).encode()
-    lines = [f"HTTP/1.1 {status.value} {status.phrase}", "Content-Type: application/json; charset=utf-8"]
-    lines += [f"Content-Length: {len(body)}", "Connection: close", *(f"{name}: {HEADERS[name]}" for name in HEADERS)]
-    return "\r\n".join([*lines, "", ""]).encode() + body
-
-
 def read_token(path: Path) -> bytes:
     """Reads the token from a file; only the owner may have access to it."""
     fix = f"Make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
+    refused = partial(ConfigError, source=str(path), key="http.token_file")
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
             found = os.fstat(file.fileno())  # of what is read, whatever the path is by now
             content = file.read(TOKEN_BYTES_MAX + 2) if stat.S_ISREG(found.st_mode) else b""
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot be read: {reason}", source=str(path), key="http.token_file", fix=fix) from error
+        raise refused(f"cannot be read: {reason}", fix=fix) from error
     if found.st_uid not in (0, os.geteuid()):
-        raise ConfigError("belongs to another user", source=str(path), key="http.token_file", fix=fix)
+        raise refused("belongs to another user", fix=fix)
     if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
-        raise ConfigError(
-            f"other users can read it (mode {mode:04o})",
-            source=str(path),
-            key="http.token_file",
-            fix=f"chmod 600 {path}",
-        )
+        raise refused(f"other users can read it (mode {mode:04o})", fix=f"chmod 600 {path}")
     token = content.strip()
     if not TOKEN_BYTES_MIN <= len(token) <= TOKEN_BYTES_MAX or not re.fullmatch(rb"[!-~]+", token):
         problem = f"a token must be {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} ASCII characters, without spaces"
-        raise ConfigError(problem, source=str(path), key="http.token_file", fix=fix)
+        raise refused(problem, fix=fix)
     return token
 
 
@@ -107,21 +95,12 @@ class Guard:
 
     def __init__(self, host: str, port: int, allowed: Iterable[str] = (), token: bytes = b"") -> None:
         self._port = port
-        self._hosts = {(name, port) for name in (*LOOPBACK, bracketed(host).lower())}
-        self._any_port: set[str] = set()
-        for each in allowed:
-            parsed = _HOST.fullmatch(each)
-            assert parsed is not None, "the config's pattern is narrower"
-            name, own = parsed[1].lower(), parsed[2]
-            if own:
-                self._hosts.add((name, int(own)))
-            else:
-                self._any_port.add(name)
+        self._hosts = {f"{name}:{port}" for name in (*LOOPBACK, bracketed(host).lower())}
+        self._hosts |= {each.lower() for each in allowed}  # one without a port is allowed with any
         self._token = token
         self._cookie = hmac.digest(token, b"p2ptrain dashboard", hashlib.sha256).hex().encode() if token else b""
 
     def refuse(self, request: web.Request) -> web.Response | None:
-        """Returns the refusal of a request, or None if it is allowed."""
         if not request.raw_path.startswith("/"):
             return refusal(HTTPStatus.BAD_REQUEST, "this is not a proxy: request a path")
         if (foreign := self._refuse_foreign(request)) is not None:
@@ -152,7 +131,7 @@ class Guard:
         if parsed is None:
             return False
         name, port = parsed[1].lower(), int(parsed[2] or HTTP_PORT)
-        if (name, port) in self._hosts or name in self._any_port:
+        if {name, f"{name}:{port}"} & self._hosts:
             return True
         sockname = request.transport.get_extra_info("sockname") if request.transport else None
         # A literal address cannot be rebound, so the address that the client connected to is allowed.

@@ -1,21 +1,24 @@
-"""Records of the rounds applied by this node: for /rounds, the dashboard and `p2ptrain report`.
+"""Records of the rounds applied by this node, and of what peers have done: for /rounds, /peers and `p2ptrain report`.
 
 Nothing depends on these records. After each event the core's phase is noted, and the time until the next event counts
 towards it. When a round is applied, its record is made from the core's view (manifest, certificate, tallies) and from
-the changes in the device's and transport's counters. So the four phases of a record add up to the time since the
-previous round was applied, and its bytes, tokens and late contributions are those of that time, whichever round they
-were meant for.
+the changes in the device's and transport's counters.
 
 A round that came with a fetched state has no record. A round that is applied again after a restart keeps its record.
-Records are written in batches every few seconds; a kill loses the last few.
+Records are written in batches every five seconds, peers' counts once a minute; up to 1,000 rounds wait in memory while
+the disk takes none, and a kill loses the last few.
+
+The core's tallies of peers restart with the process, and for peers that it has forgotten meanwhile; here the
+differences are added up, over all starts of this node.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,16 +27,18 @@ from pydantic import ValidationError
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
-from p2ptrain.core.claims import HeldOut
 from p2ptrain.core.node import Node
-from p2ptrain.core.tally import staleness_of
+from p2ptrain.core.tally import HeldOut, staleness_of
+from p2ptrain.core.view import PeerView
 from p2ptrain.errors import DataError
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.work import Worker
-from p2ptrain.observe.peer_history import PeerHistory
-from p2ptrain.observe.schema import PHASES, Mine, RoundRecord, Stored
-from p2ptrain.store.records import Batch, Row, SavedRows, read_rounds
+from p2ptrain.observe.schema import PHASES, Mine, PeerRecord, RoundRecord
+from p2ptrain.store.records import PEERS_MAX, Batch, Row, SavedRows, read_rounds
 
+COUNTED = ("offered", "applied", "late")  # fall only if the core had to forget the peer (core/tally.py)
+MEASURED = ("arrival_seconds", "tokens_per_second", "staleness")  # of each contribution
+NEWEST_SHARE = 1 / 8  # of the newest value in a moving average: a machine that became slow shows within ten rounds
 ROUNDS_KEPT = 1_000  # in memory, as many as a page shows; with 1,024 contributors each they take 10 MB
 RATE_ROUNDS = 32  # over which the swarm's speed is estimated
 PEERS_SECONDS = 60.0  # between writes of peers: in a large swarm all of them change in every round
@@ -42,6 +47,97 @@ BYTES = ("bytes_sent", "bytes_received")
 HELD_OUT = ("held_out_loss", "held_out_round")
 
 log = logging.getLogger("p2ptrain.observe")
+
+
+@dataclass(slots=True)
+class ContributionCounts:
+    """The contributions of all peers since the last look."""
+
+    late: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    applied: Counter[bytes] = field(default_factory=Counter)  # by peer
+
+
+class PeerHistory:
+    """Adds up what each peer has done, as records for the disk."""
+
+    def __init__(self, past: Iterable[Row]) -> None:
+        self.by_key = {each.peer: each for each in PeerRecord.of_rows(past)}  # the longest unchanged first
+        self._changed: dict[bytes, None] = {}
+        self._before: dict[bytes, PeerView] = {}  # as of the last look
+
+    @property
+    def changed(self) -> list[PeerRecord]:
+        return [self.by_key[peer] for peer in self._changed]
+
+    def look(self, standings: Iterable[PeerView], now: float, step_tokens: int = 0) -> ContributionCounts:
+        """Adds what the core has tallied since the last look, and returns it.
+
+        step_tokens: tokens of a step; 0: not known
+        """
+        before, self._before = self._before, {each.peer: each for each in standings}
+        contributions = ContributionCounts()
+        for each in self._before.values():
+            was = before.get(each.peer)
+            if was is None or any(getattr(each, name) < getattr(was, name) for name in COUNTED):
+                was = PeerView(each.peer, 0.0, False, 0, 0, 0, {}, {})  # has done nothing yet
+            if _facts(was) != _facts(each):
+                refused = Counter(each.refused)
+                refused.subtract(was.refused)
+                contributions.refused += +refused
+                contributions.late += each.late - was.late
+                contributions.applied[each.peer] += each.applied - was.applied
+                self._add(each, was, +refused, now, step_tokens)
+        return contributions
+
+    def _add(self, each: PeerView, was: PeerView, refused: Counter[str], now: float, step_tokens: int) -> None:
+        took, known = each.arrival_seconds, self.by_key.get(each.peer) or PeerRecord(peer=each.peer)
+        seen: dict[str, float | None] = {}
+        if (each.offered, each.late) != (was.offered, was.late) and took is not None:
+            seen["arrival_seconds"] = round(took, 3)
+            seen["tokens_per_second"] = round(each.steps * step_tokens / took, 1) if each.steps * step_tokens else None
+        if each.applied != was.applied:
+            seen["staleness"] = each.staleness
+        record = PeerRecord(
+            peer=each.peer,
+            changed_at=now,
+            **{name: getattr(known, name) + getattr(each, name) - getattr(was, name) for name in COUNTED},
+            refused=dict(refused + Counter(known.refused)),
+            observed=each.observed,  # kept over restarts by the core itself
+            points=each.points,
+            ban=each.ban or known.ban,
+            **{name: seen.get(name, getattr(known, name)) for name in MEASURED},
+            **{f"{name}_mean": _averaged(getattr(known, f"{name}_mean"), seen.get(name)) for name in MEASURED},
+        )
+        if _facts(record) != _facts(known):
+            self._keep(record)
+
+    def _keep(self, record: PeerRecord) -> None:
+        self.by_key.pop(record.peer, None)  # so that the longest unchanged is the first
+        self.by_key[record.peer] = record
+        self._changed[record.peer] = None
+        if len(self.by_key) > PEERS_MAX:
+            oldest = next(iter(self.by_key))
+            del self.by_key[oldest]
+            self._changed.pop(oldest, None)
+
+    def written(self, peers: Iterable[PeerRecord]) -> None:
+        """Forgets what is on the disk now; later changes stay to be written."""
+        for each in peers:
+            if self.by_key.get(each.peer) is each:
+                del self._changed[each.peer]
+
+
+def _averaged(mean: float | None, value: float | None) -> float | None:
+    """Returns a moving average with another value, if there is one."""
+    if mean is None or value is None:
+        return value if mean is None else mean
+    return round(mean + NEWEST_SHARE * (value - mean), 3)
+
+
+def _facts(each: PeerView | PeerRecord) -> tuple[Any, ...]:
+    """The peer's contributions, without what changes by itself: points decay, and peers come and go."""
+    return each.offered, each.applied, each.late, each.refused, each.observed, each.ban
 
 
 class Recorder:
@@ -65,9 +161,8 @@ class Recorder:
         self._step_tokens = self.contribution_tokens // node.view().run.recipe.local_steps
         self._persistence, self._counters = persistence, counters
         self._keys: dict[bytes, bytes] = {}
-        self._kept: deque[RoundRecord] = deque(map(self._slim, RoundRecord.of_rows(past.rounds)), ROUNDS_KEPT)
-        self.measured = next((each for each in reversed(self._kept) if each.held_out_round is not None), None)
-        self._applied = {each.key for each in self._kept}
+        self._kept = {each.key: self._slim(each) for each in RoundRecord.of_rows(past.rounds)}  # the oldest first
+        self.measured = next((each for each in reversed(self._kept.values()) if each.held_out_round is not None), None)
         self._hears = hears
         self._phase = ""  # empty until the core has started
         self._at = 0.0
@@ -77,8 +172,7 @@ class Recorder:
         self._mine_saved = self.mine
         self._peers_saved_at = self._at
 
-    # -----------------------------------------------------------------------------------------------
-    # Events
+    # -- Events -------------------------------------------------------------------------------------
 
     def note(self, now: float, event: ev.Event) -> None:
         """Called after the core has handled an event."""
@@ -121,7 +215,7 @@ class Recorder:
             applied_of_all=mine.applied_of_all + contributions.applied.total(),
             energy_joules=mine.energy_joules,
         )
-        if (event.branch, event.round) in self._applied:
+        if (event.branch, event.round) in self._kept:
             return
         delays = [staleness_of(taken, entry.manifest) for taken in entry.manifest.taken]
         record = RoundRecord(
@@ -150,10 +244,9 @@ class Recorder:
         self._keep(record)
 
     def _keep(self, record: RoundRecord) -> None:
-        if len(self._kept) == ROUNDS_KEPT:
-            self._applied.discard(self._kept[0].key)
-        self._kept.append(record)
-        self._applied.add(record.key)
+        self._kept[record.key] = record
+        if len(self._kept) > ROUNDS_KEPT:
+            del self._kept[next(iter(self._kept))]
         if record.held_out_round is not None:
             self.measured = record
         self._waiting.append(record)
@@ -174,31 +267,25 @@ class Recorder:
             self._keys.clear()
         return tuple(self._keys.setdefault(key, key) for key in keys)
 
-    # -----------------------------------------------------------------------------------------------
-    # Queries
+    # -- Queries ------------------------------------------------------------------------------------
 
     def last(self, count: int = ROUNDS_KEPT) -> list[RoundRecord]:
         """Returns the last rounds, the newest last. More than ROUNDS_KEPT are read from disk: call it in a thread."""
-        kept = [*self._kept]
+        kept = self._kept.copy()
         if count > len(kept) == ROUNDS_KEPT:
-            known = {each.key for each in kept}
             try:
                 saved = recorded(self._persistence.store.directory, count)
+                kept = {each.key: each for each in saved} | kept
             except DataError as error:
                 log.warning("%s", error)
-                saved = []
-            kept = [each for each in saved if each.key not in known] + kept
-        return kept[-count:] if count > 0 else []
+        return [*kept.values()][-count:] if count > 0 else []
 
     @property
     def swarm_tokens_per_second(self) -> float | None:
         """The tokens behind the contributions of the last rounds, by their authors' word, over these rounds' time."""
-        lately = [*self._kept][-RATE_ROUNDS:]
+        lately = [*self._kept.values()][-RATE_ROUNDS:]
         seconds = sum(each.seconds for each in lately)
         return sum(each.swarm_tokens for each in lately) / seconds if seconds > 0 else None
-
-    # -----------------------------------------------------------------------------------------------
-    # The disk
 
     async def save(self, *, all_of_it: bool = False) -> None:
         """Writes everything new in one batch; if that fails, it is retried with the next one."""
@@ -208,7 +295,7 @@ class Recorder:
         mine = self.mine
         if not (rounds or peers or mine != self._mine_saved):
             return
-        batch = Batch([*_rows(rounds)], [*_rows(peers)], mine.row)
+        batch = Batch([each.row for each in rounds], [each.row for each in peers], mine.row)
         if not await self._persistence.record(batch):
             return
         written = {id(each) for each in rounds}
@@ -231,10 +318,6 @@ def held_out_of(told: HeldOut | None) -> dict[str, Any]:
 def tokens_of(run: RunConfig) -> int:
     """Returns the number of tokens behind one contribution."""
     return run.recipe.round_sequences * run.model.sequence_length
-
-
-def _rows(records: Iterable[Stored]) -> Iterator[Row]:
-    return (each.row for each in records)
 
 
 def recorded(directory: Path, count: int) -> list[RoundRecord]:

@@ -1,4 +1,4 @@
-"""The schema of everything that a node tells, as pydantic models: HTTP answers, events and stored records.
+"""The schema of everything that a node tells, as pydantic models: HTTP answers and stored records.
 
 Within a version, fields keep their names and meanings; new ones may be added. Units are in the names or descriptions,
 which docs/reference/http.md has too. A number is annotated with its Figure (figures.py), by which every interface
@@ -13,21 +13,16 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    computed_field,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, computed_field
 
 from p2ptrain.config.node import Limits
-from p2ptrain.core.complaints import Code, Complaint
+from p2ptrain.core.complaints import Code, Complaint, Concern
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.tally import Ban
 from p2ptrain.identity import peer_id_of
+from p2ptrain.node.agenda import AgendaItem
 from p2ptrain.observe.figures import Figure
+from p2ptrain.train.learner import RankFigures
 from p2ptrain.visible import few
 
 log = logging.getLogger("p2ptrain.observe")
@@ -76,7 +71,7 @@ class Stored(Part):
 
 
 class Answer(Part):
-    """The body of an HTTP answer or an event."""
+    """The body of an HTTP answer."""
 
     version: Literal[1] = Field(1, description="of this schema; fields are renamed or removed only in a new version")
 
@@ -125,10 +120,7 @@ class Mine(Stored):
     training_seconds: Annotated[float, Figure("time of training, over all starts", "seconds")] = Field(
         0.0, ge=0, description="spent training here"
     )
-    energy_joules: Annotated[
-        float | None,
-        Figure("energy", "joules", "energy_joules", "counter"),
-    ] = Field(
+    energy_joules: Annotated[float | None, Figure("energy", "joules", "energy_joules", "counter")] = Field(
         None,
         ge=0,
         description="an estimate of what the whole device used while this node was not paused, over all starts; null: "
@@ -247,6 +239,7 @@ class Status(Answer, LearningFigures):
         description="the world's round that this region goes on from; null: not known, or the run is no region"
     )
     device: str = Field(description="the training device: cpu, cuda or cuda:N")
+    ranks: list[RankFigures] = Field(description="the processes that take the steps together; empty: this one does")
     is_paused: Annotated[bool, Figure("paused", "is")] = Field(
         description="training is paused, while it keeps voting and applying rounds; `health` says why"
     )
@@ -291,6 +284,13 @@ class Status(Answer, LearningFigures):
     )
     suspended: Annotated[Count, Figure("suspended", metric="suspended_peers")] = Field(
         description="peers whose contributions count for nothing, because members found no work in them"
+    )
+    motions: Annotated[list[AgendaItem], Figure("open motions", metric="open_motions")] = Field(
+        description="motions of members that the run go on as another, neither decided nor lapsed, by author"
+    )
+    successor: AgendaItem | None = Field(description="the motion that was decided, for good; null: none was")
+    ends_after_round: Annotated[Count | None, Figure("last round of the run")] = Field(
+        description="the last round that takes contributions; null: no successor was decided"
     )
     own_data: str = Field(description="what of its owner's data leaves this machine; empty: data is shared")
     privacy_epsilon: Annotated[float | None, Figure("epsilon spent", metric="privacy_epsilon")] = Field(
@@ -365,10 +365,9 @@ class Status(Answer, LearningFigures):
         "contributions by rounds of delay", metric="taken_contributions", kind="counter", label="staleness_rounds",
     )] = Field(description="contributions that rounds took since this start, by the number of rounds between the state "
                "that they were trained from and the round: 0 if none lies between")  # fmt: skip
-    banned: Annotated[
-        dict[str, int],
-        Figure("banned", metric="banned_peers", label="reason", values=BANS),
-    ] = Field(description="keys that the members have banned, by reason; `/peers` names them")
+    banned: Annotated[dict[str, int], Figure("banned", metric="banned_peers", label="reason", values=BANS)] = Field(
+        description="keys that the members have banned, by reason; `/peers` names them"
+    )
     kept_away: Annotated[Count, Figure("kept away", metric="kept_away_peers")] = Field(
         description="peers that this node keeps away because of their points; `/peers` names them"
     )
@@ -448,11 +447,9 @@ class Peer(PeerRecord):
     address_kind: Literal["loopback", "private", "public", "relay", "name", "unknown"] = Field(
         description="of the best address; relay: through another node; name: a host name"
     )
-    latency_seconds: float | None = Field(
-        ge=0,
-        description="the median round trip of its last few small questions, which includes how busy both nodes are; "
-        "null: unknown, or not connected",
-    )
+    release: str = Field("", description="of p2ptrain, as the peer says; empty: unknown")
+    owner: str = Field("", description="its owner's name, as the peer says (network.owner); empty: none, or unknown")
+    latency_seconds: float | None = Field(ge=0, description="median round trip of its last questions; null: unknown")
     is_connected: bool
     is_member: bool = Field(description="it has a vote")
     is_admitted: bool = Field(description="it may contribute")
@@ -463,6 +460,12 @@ class Peer(PeerRecord):
     audits_passed: float = Field(ge=0, description="audits that found its work, old ones fading")
     doubt: float = Field(ge=0, description="of audits that did not; at 1 all members measure")
 
+    heard_seconds: float | None = Field(ge=0, description="since its last message about a round; null: not admitted")
+    rounds_lately: Count = Field(0, description="the last rounds applied here, 50 at most, since it was admitted")
+    taken_lately: Count = Field(0, description="of these, those that took a contribution of it")
+    is_elsewhere: bool = Field(False, description="it was lately on another branch of the run")
+    reasons: list[str] = Field([], description="why a person should look at it, the worst first; empty: no reason")
+
     @computed_field(description="of the node")  # type: ignore[prop-decorator]  # as its own documentation does it
     @property
     def peer_id(self) -> str:
@@ -472,7 +475,8 @@ class Peer(PeerRecord):
 class PeerList(Answer):
     """The connected peers, and others that may contribute, are banned or are kept away."""
 
-    peers: list[Peer]
+    concerns: list[Concern] = Field(description="what to look at first: what costs the run most")
+    peers: list[Peer] = Field(description="those to look at first")
     me: Peer = Field(description="this node itself, as far as the fields apply")
 
 
@@ -491,10 +495,9 @@ class RoundRecord(Answer, LearningFigures, Stored):
     contributors: Annotated[tuple[PeerId, ...], Figure("contributions taken")] = Field(
         description="the peers whose contributions it took, by id"
     )
-    mine_taken: Annotated[
-        tuple[int, ...],
-        Figure("mine taken", tracked="mine/taken"),
-    ] = Field(description="the rounds for which this node made the contributions that were taken")
+    mine_taken: Annotated[tuple[int, ...], Figure("mine taken", tracked="mine/taken")] = Field(
+        description="the rounds for which this node made the contributions that were taken"
+    )
     views: Annotated[Count, Figure("tries", tracked="round/tries")] = Field(
         description="tries needed to agree; usually 1"
     )
@@ -573,12 +576,18 @@ class Readiness(Answer):
     reasons: list[str] = Field(description="why not; only for clients that may read the status")
 
 
-class LogLine(Answer):
+class LogLine(Part):
     """A line of the node's log."""
 
     at: str = Field(description="UTC, ISO 8601")
     level: Level
     message: str
+
+
+class LogLines(Answer):
+    """The last lines of the node's log, the oldest first."""
+
+    lines: list[LogLine]
 
 
 class Error(Answer):

@@ -38,8 +38,6 @@ FURTHEST_TIMES = 4  # times what the steps between two contributions can move a 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The agreed weights of the world's run."""
-
     round: int
     weights: Tensor  # [parameters], in main memory
 
@@ -57,7 +55,7 @@ class Region:
         self.tail = Tail()  # of the contribution that is being made
         self._newest: World | None = None
         self._from: Tensor | None = None  # R; None: unknown
-        self._after: int | None = None  # the world's round that R is of, or the one before the region's contribution
+        self.world_round: int | None = None  # that R is of, or the one before the region's contribution
         self._left = 1.0  # the share of the shift under way that the region has not taken yet
         self._speaker: bytes | None = None  # who contributed to the world's next round; None: nobody yet
         self._is_known_to_others = False  # R, by the last round
@@ -66,25 +64,17 @@ class Region:
         self._offered: tuple[int, Tensor] | None = None  # the round it is contributed to, and what it added
         self._returned: Tensor | None = None  # what no round took of that, and is in the residual now
         self._number = self._told_at = 0  # the region's last round, and the one after which it contributed last
-        self._is_followed = False  # the world, at the moment
-
-    @property
-    def world_round(self) -> int | None:
-        """The world's round that the region goes on from; None: unknown."""
-        return self._after
+        self.is_followed = False  # the world, at the moment
 
     def hear(self, world: World) -> None:
-        """Takes notice of the world's agreed weights."""
         self._newest = world
         self.follow()
 
     def follow(self) -> None:
-        """Notes that the world's run can be followed."""
-        self._is_followed = True
+        self.is_followed = True
 
     def lose(self) -> None:
-        """Notes that the world's run cannot be followed at the moment."""
-        self._is_followed = False
+        self.is_followed = False
 
     def begin(self, number: int, agreed: Tensor) -> Tensor | None:
         """Returns what the training of a round adds to the agreed weights before its first step, in main memory."""
@@ -94,9 +84,9 @@ class Region:
         if not self._number and number > 1:
             self._is_known_to_others = True  # perhaps: this node has seen no round yet
         self._shifting = shift = None
-        if newest is not None and (newest.round > self._after if self._after is not None else self._is_new):
+        if newest is not None and (newest.round > self.world_round if self.world_round is not None else self._is_new):
             self._shifting, shift = newest, newest.weights - (agreed.cpu() if origin is None else origin)
-        is_followed = newest is not None and (shift is not None or self._is_followed)
+        is_followed = newest is not None and (shift is not None or self.is_followed)
         followed = newest.round if newest is not None and is_followed else None
         self.tail = Tail(followed, shift is not None, origin is not None, self._speaker is not None)
         if self._returned is not None:
@@ -107,7 +97,7 @@ class Region:
     @property
     def _is_new(self) -> bool:
         """Whether nobody in the region knows from where it goes on."""
-        return self._from is None and not self._is_known_to_others and self._is_followed
+        return self._from is None and not self._is_known_to_others and self.is_followed
 
     def _with_returned(self, added: Tensor) -> Tensor:
         return added if self._returned is None else added + self._returned
@@ -118,7 +108,7 @@ class Region:
 
     def forget(self) -> None:
         """Notes that this node has not seen the region's last rounds."""
-        self._from = self._after = self._speaker = None
+        self._from = self.world_round = self._speaker = None
         self._left, self._is_known_to_others = 1.0, True
 
     def applied(self, number: int, tails: Mapping[bytes, Tail], agreed: Tensor) -> Tensor | None:
@@ -140,7 +130,7 @@ class Region:
             if tail.is_shifted and tail.is_aware == is_known and tail.followed is not None
         )
         for target, count in sorted(targets.items()):
-            if self._after is None or target > self._after:
+            if self.world_round is None or target > self.world_round:
                 self._note_shift(target, count / len(tails))
         self._is_known_to_others = is_known
         is_due = is_known and number % self.rounds == 0
@@ -157,7 +147,7 @@ class Region:
         if self._from is not None:
             self._from = self._from + share * (world.weights - self._from)
         if self._left < LEFT_MIN:
-            self._from, self._after, self._left, self._speaker = world.weights, target, 1.0, None
+            self._from, self.world_round, self._left, self._speaker = world.weights, target, 1.0, None
 
     def _tell(self, tails: Mapping[bytes, Tail], here: Tensor) -> Tensor | None:
         """Begins the next movement, if one is due, and returns the last one if this node is to contribute it."""
@@ -169,7 +159,7 @@ class Region:
             return None
         latest = newest[max(0, len(newest) - 1 - len(tails) // LIARS)]
         if self._speaker in follow:
-            self._after = None if self._after is None else min(self._after, latest)
+            self.world_round = None if self.world_round is None else min(self.world_round, latest)
             return None
         have_told = sum(tails[key].has_told for key in follow)
         if self._from is None and 2 * have_told > len(follow):
@@ -179,5 +169,6 @@ class Region:
         if moved is not None and torch.linalg.vector_norm(moved) > self.furthest * rounds * moved.numel() ** 0.5:
             self.forget()
             return None
-        self._from, self._speaker, self._after, self._left, self._told_at = here, follow[0], latest, 1.0, self._number
+        self._from, self.world_round, self._left, self._speaker = here, latest, 1.0, follow[0]
+        self._told_at = self._number
         return moved if self._speaker == self.me and self._newest is not None else None

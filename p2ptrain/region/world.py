@@ -1,27 +1,31 @@
-"""A region's world node: a second node, in a process of its own as a script's is, which takes part in the world's run.
+"""A region's node in two runs: a worker that trains from what the world has agreed on (shift.py) and says so, and the
+link to its world node: a second node, in a process of its own as a script's is, which takes part in the world's run.
 
-It votes, checks and applies as all of that run's do, whoever contributes for the region. This side hears from it what
-the world has agreed on, and has it contribute the region's movement when it is this node's turn. While it cannot take
-part there, the region goes on by itself.
+The world node votes, checks and applies as all of that run's do, whoever contributes for the region. This side hears
+from it what the world has agreed on, and has it contribute the region's movement when it is this node's turn. While it
+cannot take part there, the region goes on by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import sample
 from subprocess import Popen, TimeoutExpired
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import msgspec
 from torch import Tensor
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.core.complaints import Code, Complaint, complaint
+from p2ptrain.core.messages import author_of
+from p2ptrain.errors import DataError, PassedError, RemoteProtocolError
+from p2ptrain.exact.outer import Tail
 from p2ptrain.loop import channel
 from p2ptrain.loop.channel import Begin, Memory, NodeAnswer, ScriptRequest
 from p2ptrain.models.kinds import NamedShapes, named_shapes
@@ -31,9 +35,10 @@ from p2ptrain.net.transport import TransportError
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import LearnerThread, LocalWorker, Note
+from p2ptrain.node.work import Base, Done, Task, Upstream
 from p2ptrain.region.shift import Region, World
-from p2ptrain.region.worker import RegionWorker
 
+AWAY_SECONDS = 60.0  # without the world's run, until the node says so
 DIRECTORY = "world"  # of the world node, within this one's
 ASKED, TOLD = 8, 4  # members of the region that are asked for addresses of the world's run; addresses of each
 ASK_SECONDS, LOOK_SECONDS = 30.0, 0.5  # for one of them to be there and to know one; between looks
@@ -41,14 +46,84 @@ JOIN_SECONDS, SILENT_SECONDS = 600.0, 90.0  # without a word of the world node, 
 RETRY_SECONDS, RETRY_SECONDS_MAX = 5.0, 300.0  # between tries to take part there, each twice the last; a guess
 LIMITS = ("upload_bytes_per_second", "download_bytes_per_second", "memory_bytes", "disk_bytes", "nice")
 
+
+class RegionWorker(LocalWorker):
+    """A worker whose run is a region; `contribute` passes a movement on to the world's run."""
+
+    def __init__(
+        self,
+        thread: LearnerThread,
+        me: bytes,
+        note: Note,
+        region: Region,
+        world_run: str,
+        contribute: Callable[[Tensor], None],
+    ) -> None:
+        super().__init__(thread, me, note)
+        self.can_overlap = False
+        self.region, self._world_run, self._contribute = region, world_run, contribute
+        self.contributions = 0  # to the world, by this node
+        self.addresses: tuple[str, ...] = ()  # at which this node takes part in the world's run
+        self._lost = monotonic(), "not joined yet"  # the world's run
+        self._is_known = asyncio.Event()  # the world; a region that begins would train in vain before
+
+    def hear(self, world: World) -> None:
+        self.region.hear(world)
+        self._is_known.set()
+
+    def lose(self, why: str) -> None:
+        self._lost = monotonic() if self.region.is_followed else self._lost[0], why
+        self.region.lose()
+
+    def meet(self, addresses: tuple[str, ...]) -> None:
+        self.addresses = addresses
+
+    def contributed(self) -> None:
+        self.contributions += 1
+
+    @property
+    def upstream(self) -> Upstream:  # type: ignore[override]  # nothing sets that of a worker
+        return Upstream(self._world_run, self.region.world_round, self.contributions, self.addresses)
+
+    @property
+    def complaints(self) -> list[Complaint]:
+        """The world's absence, once it has lasted."""
+        since, why = self._lost
+        is_told = not self.region.is_followed and monotonic() - since >= AWAY_SECONDS
+        return [complaint(Code.WORLD_AWAY, why=why)] if is_told else []
+
+    async def train(self, task: Task) -> Done:
+        if not self.replica.round:
+            await self._is_known.wait()
+            if self.replica.round + 1 != task.round:  # rounds have passed that let others in
+                raise PassedError("the world was not known yet")
+        return await super().train(replace(task, shift=self))
+
+    def begin(self, number: int, weights: Tensor) -> Tensor | None:
+        return self.region.begin(number, weights)
+
+    def end(self, number: int) -> bytes:
+        with self.replica.lock:  # as `begin` and `moved` do
+            self.region.offer(number)
+            return self.region.tail.encoded()
+
+    def moved(self, base: Base) -> None:
+        if base.payloads is None:
+            self.region.forget()
+        else:
+            tails = {author_of(payload): Tail.of(payload) for payload in base.payloads}
+            shift = self.region.applied(base.round, tails, base.weights)
+            if shift is not None:
+                self._contribute(shift)
+        super().moved(base)
+
+
 log = logging.getLogger("p2ptrain.daemon")
 _DECODER = msgspec.msgpack.Decoder(NodeAnswer)
 
 
 @dataclass(slots=True)
 class Session:
-    """The talk with the world node, while there is one."""
-
     writer: asyncio.StreamWriter
     memory: Memory
     steps: int = 0  # of a round of the world; 0: it takes no part yet
@@ -65,8 +140,6 @@ class Session:
 
 
 class WorldLink:
-    """Joins a region's node to its world node."""
-
     def __init__(self, run: RunConfig, config: NodeConfig, me: bytes) -> None:
         self._run, self._config = run, config
         self._shapes = named_shapes(run.model)
@@ -80,19 +153,17 @@ class WorldLink:
 
     @asynccontextmanager
     async def attached(self, edges: Edges) -> AsyncIterator[None]:
-        """Takes part in the world's run inside the block."""
         async with asyncio.TaskGroup() as group:
             task = group.create_task(self._live(edges), name="the world's run")
             yield
             task.cancel()
 
     def worker(self, thread: LearnerThread, me: bytes, note: Note) -> RegionWorker:
-        """Makes the worker of this node."""
 
         def moved(by: Tensor) -> None:  # in the replica's thread
             self._loop.call_soon_threadsafe(self.contribute, by)
 
-        self._made = RegionWorker(LocalWorker(thread, me, note), self._region, self._run.world.run, moved)
+        self._made = RegionWorker(thread, me, note, self._region, self._run.world.run, moved)
         return self._made
 
     @property
@@ -114,8 +185,7 @@ class WorldLink:
     def _keep(self, moved: Tensor) -> None:
         self._unsent = moved if self._unsent is None else self._unsent + moved
 
-    # -----------------------------------------------------------------------------------------------
-    # The world node
+    # -- The world node -----------------------------------------------------------------------------
 
     async def _live(self, edges: Edges) -> None:
         wait = RETRY_SECONDS
@@ -123,7 +193,7 @@ class WorldLink:
             try:
                 await self._take_part(edges)
             except (DataError, OSError, msgspec.DecodeError) as error:
-                wait = wait if self._worker.is_lost else RETRY_SECONDS
+                wait = RETRY_SECONDS if self._region.is_followed else wait
                 log.warning("not in the world's run; trying again in %.0f s: %s", wait, error)
                 self._worker.lose(str(error))
             await asyncio.sleep(wait)
@@ -171,12 +241,11 @@ class WorldLink:
             with suppress(TransportError, RemoteProtocolError), edges.transport.boundary.guard("the world's run", peer):
                 told = await questions.ask_peers(edges.transport, peer, bytes.fromhex(self._run.world.run))
                 met = edges.connections.met.get(peer, Reach.PUBLIC)
-                numbers = [each for each in told if not name_in(each)]  # names would not be resolved, nor are they read
+                numbers = [each for each in told.addresses if not name_in(each)]  # names are not even read
                 found |= dict.fromkeys([each for each in numbers if _is_address(each) and is_within(each, met)][:TOLD])
         return tuple(found)
 
     def hear(self, answered: NodeAnswer, session: Session) -> None:
-        """Takes in what the world node has said."""
         contributed = session.sent is not None and answered.number == session.sent[0]
         match answered.body:
             case channel.NodeReady(steps=steps, addresses=addresses):
@@ -188,7 +257,7 @@ class WorldLink:
                 if is_trouble or not session.has_heard:
                     self._worker.lose(text)
                 else:
-                    self._worker.follow()
+                    self._region.follow()
             case channel.RoundToTrain(number, base):
                 is_another = not session.round  # than the process that took what was given last
                 session.round, session.since, session.has_heard = number, perf_counter(), True

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 from p2ptrain.core.events import MalformedReceived, MessageReceived
 from p2ptrain.sim.machine import SimNode
 
-Action = tuple[Callable[..., None], tuple[Any, ...]]
 Gossiped: TypeAlias = MessageReceived | MalformedReceived
 
 
@@ -30,9 +29,9 @@ class Flight(NamedTuple):
 
 
 class Timer(NamedTuple):
-    """An action scheduled by one life of a node."""
+    """A scheduled action, of one life of a node if it has one."""
 
-    node: SimNode
+    node: SimNode | None
     life: int
     action: Callable[..., None]
     arguments: tuple[Any, ...]
@@ -46,15 +45,13 @@ class Calendar:
         self.deliveries = 0
         self.is_over = False
         self._rng = rng
-        self._heap: list[tuple[float, int, Flight | Timer | Action]] = []
+        self._heap: list[tuple[float, int, Flight | Timer]] = []
         self._order = count()
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Schedules an action."""
-        heappush(self._heap, (max(time, self.now), next(self._order), (action, arguments)))
+        heappush(self._heap, (max(time, self.now), next(self._order), Timer(None, 0, action, arguments)))
 
     def after(self, low: float, high: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Schedules an action after a delay drawn from this range."""
         self.at(self.now + self._rng.uniform(low, high), action, *arguments)
 
     def timer(self, node: SimNode, time: float, action: Callable[..., None], *arguments: Any) -> None:
@@ -68,7 +65,6 @@ class Calendar:
             heappush(self._heap, (arrivals[-1][0], next(self._order), Flight(arrivals, event, payload)))
 
     def stop(self) -> None:
-        """Ends the simulation after the current entry."""
         self.is_over = True
 
     def run(self, until: float, nodes: Sequence[SimNode], give: Callable[[SimNode, Gossiped], None]) -> None:
@@ -92,7 +88,7 @@ class Calendar:
             if time > until:
                 break
             self.now = time
-            if type(item) is Flight:
+            if isinstance(item, Flight):
                 arrivals = item.arrivals
                 node = nodes[arrivals.pop()[1]]
                 if arrivals:
@@ -102,20 +98,14 @@ class Calendar:
                 if item.payload and node.process.core is not None:
                     node.held_payloads.add(item.payload)
                 give(node, item.event)
-                continue
-            heappop(heap)
-            if type(item) is Timer:
-                self._fire(item)
             else:
-                action, arguments = item  # type: ignore[misc]
-                action(*arguments)
+                heappop(heap)
+                self._fire(item)
         self.now = min(self.now, until)
 
     def _fire(self, timer: Timer) -> None:
         node = timer.node
-        if node.life != timer.life:
-            return
-        if node.process.asleep_until > self.now:
+        if node is None or (node.life == timer.life and node.process.asleep_until <= self.now):
+            timer.action(*timer.arguments)
+        elif node.life == timer.life:
             heappush(self._heap, (node.process.asleep_until, next(self._order), timer))
-            return
-        timer.action(*timer.arguments)

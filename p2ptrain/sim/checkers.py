@@ -9,24 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from p2ptrain.core import events as ev
 from p2ptrain.core.audits import Tier
-from p2ptrain.core.claims import MILLION
-from p2ptrain.core.events import (
-    Applied,
-    Apply,
-    CaughtUp,
-    Certified,
-    Effect,
-    Event,
-    MessageReceived,
-    Persist,
-    Publish,
-    Started,
-)
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Announcement, Availability, Message, Proposal, Regroup, Vote
 from p2ptrain.core.state import AgreedState
+from p2ptrain.core.tally import MILLION
 from p2ptrain.sim.devices import HONEST_CLAIMS
 from p2ptrain.sim.ledger import (
     Checker,
@@ -40,6 +29,7 @@ from p2ptrain.sim.ledger import (
     quorum,
     signature_under,
 )
+from p2ptrain.sim.succession import Successions
 from p2ptrain.sim.world import SimWorld
 
 PLACES_MAX = 100_000  # messages remembered: those of many rounds, in a swarm of any size
@@ -50,10 +40,10 @@ VIEWS_MORE = 12  # views beyond the member count after the faults: to reconnect,
 
 
 def safety() -> list[Checker]:
-    """Returns the safety checkers, which hold under any faults."""
     ledger = Ledger()
     return [
         ledger,
+        Successions(ledger),
         OneHistory(ledger),
         RealQuorums(ledger),
         EqualRoots(ledger),
@@ -74,14 +64,10 @@ class OneHistory(Checker):
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            if type(effect) is Apply:
-                self._compare(index, effect.manifest)
-            elif type(effect) is Persist and type(effect.record) is Certified:
-                step = effect.record.step
-                if isinstance(step, Entry):
-                    self._compare(index, step.manifest)
+    def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
+        applied = [effect.manifest for effect in effects if type(effect) is ev.Apply]
+        for manifest in (*(entry.manifest for entry in entries(effects)), *applied):
+            self._compare(index, manifest)
 
     def _compare(self, index: int, manifest: Manifest) -> None:
         ledger = self.ledger
@@ -102,7 +88,7 @@ class RealQuorums(Checker):
         self.ledger = ledger
         self.expected: dict[tuple[object, ...], dict[bytes, bytes]] = {}  # signatures, by what is signed and by whom
 
-    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         for record in certified(effects):
             step = record.step
             if isinstance(step, Beginning):
@@ -160,10 +146,8 @@ class EqualRoots(Checker):
         self.known: set[tuple[int, bytes]] = set()
         self.forgotten = 0  # rounds before this one
 
-    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if type(event) is Applied and world.nodes[index].state.is_wrong:
-            pass  # the scenario's fault: this root must never be certified
-        elif type(event) is Applied:
+    def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
+        if type(event) is ev.Applied and not world.nodes[index].state.is_wrong:  # a wrong root must never be certified
             if event.round < self.forgotten:
                 raise Violation(f"node {index} applies round {event.round}, which everyone has long left behind")
             place = event.branch, event.round
@@ -171,8 +155,12 @@ class EqualRoots(Checker):
             self.known.add((event.round, event.root))
             if root != event.root and self._is_promised(place):
                 raise Violation(f"nodes {other} and {index} have different roots after round {event.round}")
-        elif type(event) is CaughtUp and (event.round, event.root) not in self.known and event.round > 0:
-            raise Violation(f"node {index} fetched a state of round {event.round} that no honest node has had")
+        elif type(event) is ev.CaughtUp and (event.round, event.root) not in self.known and event.round > 0:
+            core = world.nodes[index].core
+            assert core is not None, "it has just handled the event"
+            head = core.view().state.head  # a branch of liars certifies what it likes
+            if self.ledger.promises(head) is Guarantee.EVERYTHING:
+                raise Violation(f"node {index} fetched a state of round {event.round} that no honest node has had")
         for manifest in (entry.manifest for entry in entries(effects)):
             is_known = manifest.root_round == 0 or (manifest.root_round, manifest.root) in self.known
             if not is_known and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
@@ -195,16 +183,16 @@ class OnlyForward(Checker):
         self.decided: dict[int, dict[bytes, int]] = {}
         self.applied: dict[int, dict[bytes, int]] = {}
 
-    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if type(event) is Started:
+    def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
+        if type(event) is ev.Started:
             state = event.saved.state
             self.decided[index], self.applied[index] = {state.branch: state.round}, {}
-        elif type(event) is CaughtUp:
+        elif type(event) is ev.CaughtUp:
             self.applied.pop(index, None)
         for record in certified(effects):
             self._advance(self.decided, index, record.state.branch, record.state.round, "decided", record.step)
         for effect in effects:
-            if type(effect) is Apply:
+            if type(effect) is ev.Apply:
                 manifest = effect.manifest
                 self._advance(self.applied, index, manifest.branch, manifest.round, "applied", None)
 
@@ -230,7 +218,7 @@ class NobodyHonestBanned(Checker):
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         for manifest in (entry.manifest for entry in entries(effects)):
             for node in map(world.node_of, manifest.banned):
                 if node.honest and self.ledger.promises(manifest.parent) is Guarantee.EVERYTHING:
@@ -243,7 +231,7 @@ class NobodyHonestSuspended(Checker):
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         for record in certified(effects):
             for entry in record.state.admitted:
                 is_out = entry.conduct.tier in (Tier.SUSPENDED, Tier.EXPELLED)
@@ -258,9 +246,9 @@ class BoundedBuffers(Checker):
     def __init__(self) -> None:
         self.events: dict[int, int] = {}
 
-    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         core = world.nodes[index].core
-        if effects or type(event) is not MessageReceived:  # such a message stands for many
+        if effects or type(event) is not ev.MessageReceived:  # such a message stands for many
             count = self.events[index] = self.events.get(index, 0) + 1
             if count % EVENTS_BETWEEN:
                 return
@@ -281,21 +269,19 @@ class NothingCensored(Checker):
         self.offers: dict[bytes, tuple[bytes, int]] = {}  # author and round, by the name of an announcement
         self.held: dict[tuple[bytes, int], dict[int, set[bytes]]] = {}  # by branch and round, by member
 
-    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
-        if type(event) is MessageReceived and type(event.received.message) is Announcement:
+    def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
+        if type(event) is ev.MessageReceived and type(event.received.message) is Announcement:
             self._note(event.received.digest, event.received.message)
         for effect in effects:
-            if type(effect) is Publish:
+            if type(effect) is ev.Publish:
                 received = world.decode(effect.envelope)
                 message = received.message if received else None
                 if received and type(message) is Announcement:
                     self._note(received.digest, message)
                 elif type(message) is Availability:
                     self._attested(index, message)
-            elif type(effect) is Persist and type(effect.record) is Certified:
-                step = effect.record.step
-                if isinstance(step, Entry):
-                    self._decided(world, step.manifest)
+        for entry in entries(effects):
+            self._decided(world, entry.manifest)
 
     def _note(self, name: bytes, message: Announcement) -> None:
         self.offers.setdefault(name[:16], (message.author, message.round))
@@ -318,7 +304,8 @@ class NothingCensored(Checker):
 
     def _decided(self, world: SimWorld, manifest: Manifest) -> None:
         members = self.held.pop((manifest.branch, manifest.round), None)
-        if not members or self.ledger.promises(manifest.parent) is not Guarantee.EVERYTHING:
+        ledger, parent = self.ledger, manifest.parent
+        if not members or parent in ledger.closing or ledger.promises(parent) is not Guarantee.EVERYTHING:
             return
         taken = {each.author: each.round for each in manifest.taken}
         out = {*manifest.banned, *manifest.leaves}
@@ -383,9 +370,9 @@ class HonestClaims(Checker):
     def __init__(self) -> None:
         self.looked_at = self.shown = 0  # rounds whose training loss was looked at, and held-out losses
 
-    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         core = world.nodes[index].core
-        if type(event) is not Applied or core is None:
+        if type(event) is not ev.Applied or core is None:
             return
         view = core.view()
         entry, loss = view.entry(event.round), view.training_of(event.round).loss
@@ -406,8 +393,7 @@ class HonestClaims(Checker):
             raise Violation(f"node {index} shows a {what} loss of {loss}, which no honest node has claimed")
 
 
-# ---------------------------------------------------------------------------------------------------
-# After the faults
+# -- After the faults -------------------------------------------------------------------------------
 
 
 class Recovered(Checker):
@@ -417,7 +403,7 @@ class Recovered(Checker):
         self.ledger = ledger
         self.view_then: int | None = None  # the highest when the faults ended
 
-    def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
+    def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         if world.calendar.now < world.setup.scenario.end_of_faults:
             return
         if self.view_then is None:
@@ -440,7 +426,7 @@ class Recovered(Checker):
         late = [
             node.index
             for node in world.nodes
-            if node.honest and not node.is_gone and (not node.alive or node.state.round < world.goal.round)
+            if node.honest and not node.is_gone and not world.goal.is_reached_by(node)
         ]
         if late and not world.calendar.is_over:
             raise Violation(f"{world.calendar.now:.0f} s, and nodes {late} have not applied round {world.goal.round}")
@@ -450,9 +436,11 @@ class Recovered(Checker):
         return all(self.ledger.promises(head.head) is Guarantee.EVERYTHING for head in self._heads(world).values())
 
     def _heads(self, world: SimWorld) -> dict[int, AgreedState]:
-        """Returns the states of honest nodes, except those that currently follow a branch of liars alone."""
+        """Returns the states of honest nodes, except those that currently follow a branch of liars alone, or whose run
+        is over (succession.py)."""
         heads = {node.index: node.disk.state for node in world.nodes if node.honest and node.alive}
-        return {index: head for index, head in heads.items() if not are_liars(world, head.members)}
+        going = {index: head for index, head in heads.items() if head.head not in self.ledger.ended}
+        return {index: head for index, head in going.items() if not are_liars(world, head.members)}
 
     def _one_line(self, world: SimWorld) -> None:
         heads = self._heads(world)

@@ -13,9 +13,8 @@ from p2ptrain.core.auditing import OTHERS
 from p2ptrain.core.messages import Z_MAX
 from p2ptrain.core.pace import takes_another
 from p2ptrain.digest import digest
-from p2ptrain.sim.disk import SavedState
 from p2ptrain.sim.ledger import Violation
-from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.machine import SavedState, SimNode
 from p2ptrain.sim.topology import DIAL_SECONDS, REQUEST_BYTES
 from p2ptrain.sim.world import SimWorld
 
@@ -44,14 +43,11 @@ def measured(payload: bytes, is_work: bool, sequences: int) -> tuple[int, int]:
 
 
 class Devices:
-    """Trains, applies, catches up and fetches payloads, for every node."""
-
     def __init__(self, world: SimWorld, rng: Random, give: Callable[[SimNode, ev.Event], None]) -> None:
         self.world, self.rng, self.give = world, rng, give
         self.states: dict[bytes, tuple[int, bytes]] = {}  # by root: the round, and the manifest that led to it
 
     def forget(self, before: int) -> None:
-        """Forgets states of rounds before this one."""
         self.states = {root: led for root, led in self.states.items() if led[0] >= before}
 
     def train(self, node: SimNode, effect: ev.Train) -> None:
@@ -60,7 +56,7 @@ class Devices:
             raise Violation(f"node {node.index} began to train for round {effect.round} while it was training")
         if effect.base_round > node.state.round:
             raise Violation(f"node {node.index} trains from round {effect.base_round} and has {node.state.round}")
-        accelerator.begin_training(effect)
+        accelerator.train(effect)
         seconds = training.seconds * accelerator.pace * (1.0 + training.spread * self.rng.uniform(-0.5, 0.5))
         recipe, calendar = self.world.setup.run_config.recipe, self.world.calendar
         if recipe.local_steps_min:
@@ -73,7 +69,6 @@ class Devices:
         node.accelerator.keep_pace(effect, self.world.calendar.now)
 
     def _stepped(self, node: SimNode, effect: ev.Train, done: int, step_seconds: float) -> None:
-        """Takes the next step, if it fits the swarm's pace."""
         recipe, calendar = self.world.setup.run_config.recipe, self.world.calendar
         usual, last = node.accelerator.seconds_left(effect.round, calendar.now)
         if takes_another(done, recipe.local_steps_min, recipe.local_steps, step_seconds, usual, last):
@@ -86,7 +81,7 @@ class Devices:
         if accelerator.stalled_until > self.world.calendar.now:
             self.world.calendar.timer(node, accelerator.stalled_until, self._trained, node, effect, steps)
             return
-        accelerator.end_training()
+        accelerator.train(None)
         name, payload = self.world.payloads.make(node, effect.round, effect.base_round)
         node.held_payloads.add(name)
         loss, held_out = claims_of(node, effect.round)
@@ -110,7 +105,7 @@ class Devices:
 
     def _audited(self, node: SimNode, effect: ev.Audit) -> None:
         taken, number = effect.taken, effect.manifest.round
-        self.world.metrics.audited()
+        self.world.metrics.audits[node.index] += 1
         payload = self.world.payloads.by_name.get(taken.payload)
         if payload is None:
             self.give(node, ev.Audited(number, taken.author, why="it is long forgotten"))
@@ -165,10 +160,7 @@ class Devices:
                 seconds += at - self.world.calendar.now if at is not None else DIAL_SECONDS
                 if at is not None:
                     found, is_mine = served, False
-        if found:
-            self._on_device(node, seconds, self._caught_up, effect, *found, is_mine)
-        else:
-            self._on_device(node, seconds, self._not_caught_up, effect)
+        self._on_device(node, seconds, self._caught_up, effect, found, is_mine)
 
     def _serves_state(self, source: SimNode, place: tuple[int, bytes], node: SimNode) -> bool:
         """Whether a node can serve this state: it keeps the newest, and one every few rounds."""
@@ -178,24 +170,21 @@ class Devices:
         )
         return is_kept and (source.liar is None or source.liar.serves(root, node.key))
 
-    def _caught_up(self, node: SimNode, effect: ev.CatchUp, number: int, root: bytes, is_mine: bool) -> None:
+    def _caught_up(self, node: SimNode, effect: ev.CatchUp, found: tuple[int, bytes] | None, is_mine: bool) -> None:
         if node.accelerator.catching is not effect:
             return  # another attempt has begun
+        if found is None:
+            self.give(node, ev.CatchUpFailed("nobody has it", effect.attempt))
+            return
         self.world.metrics.states_fetched[node.index] += not is_mine
         node.state.mend()
-        self._become(node, number, root)
-        self.give(node, ev.CaughtUp(number, root, effect.attempt))
+        self._become(node, *found)
+        self.give(node, ev.CaughtUp(*found, effect.attempt))
         self.world.goal.look()
 
-    def _not_caught_up(self, node: SimNode, effect: ev.CatchUp) -> None:
-        if node.accelerator.catching is effect:
-            self.give(node, ev.CatchUpFailed("nobody has it", effect.attempt))
-
-    # -----------------------------------------------------------------------------------------------
-    # Payloads
+    # -- Payloads -----------------------------------------------------------------------------------
 
     def fetch(self, node: SimNode, effect: ev.Fetch) -> None:
-        """Fetches a payload from source after source."""
         self.world.calendar.timer(
             node, self.world.calendar.now + CHECK_SECONDS, self._try_source, node, effect, deque(effect.sources)
         )
@@ -212,7 +201,6 @@ class Devices:
                 self._failed(node, effect, sources, source, "cannot be reached", DIAL_SECONDS)
 
     def _serve(self, node: SimNode, effect: ev.Fetch, sources: deque[bytes], source: SimNode) -> None:
-        """Answers a request that has arrived at the source."""
         payload = self.world.payloads.by_name.get(effect.payload)
         withholds = source.liar is not None and not source.liar.serves(effect.payload, node.key)
         why = ""
@@ -228,7 +216,7 @@ class Devices:
         elif why:
             self._failed(node, effect, sources, source.key, why, 0.0)
         else:
-            self.world.metrics.sent(source, "payload", effect.payload_bytes)
+            self.world.metrics.sent("payload", effect.payload_bytes)
             calendar.timer(node, at + CHECK_SECONDS, self._came, node, effect.payload)
 
     def _failed(
@@ -239,7 +227,7 @@ class Devices:
         self.world.calendar.timer(node, at, self._try_source, node, effect, sources)
 
     def _came(self, node: SimNode, payload: bytes) -> None:
-        self.world.metrics.fetched_payload()
+        self.world.metrics.payloads_fetched[node.index] += 1
         node.held_payloads.add(payload)
         self._have(node, payload)
 

@@ -6,6 +6,7 @@ Each fault is a few actions in the calendar. After the last one ends, the swarm 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,6 +22,7 @@ from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.network import bits
+from p2ptrain.sim.succession import motion_for
 
 SLEEP_SECONDS = 10.0  # until the connections of a sleeping machine are closed
 START_SECONDS = 0.2  # all processes start within this time
@@ -29,21 +31,22 @@ FUSE_MAX = 12  # effects before a SIGKILL that hits between two of them
 
 
 def begin(cluster: Cluster) -> None:
-    """Schedules the start of every node, and every fault."""
     for node in cluster.nodes:
         cluster.calendar.after(0.0, START_SECONDS, cluster.start, node)
     for number, fault in enumerate(cluster.setup.scenario.fault):
         _ACTIONS[type(fault)](cluster, number, fault)
-    cluster.calendar.at(cluster.setup.scenario.end_of_faults, cluster.goal.faults_ended)
+    cluster.calendar.at(cluster.setup.scenario.end_of_faults, cluster.goal.look, True)  # from here on it has to recover
 
 
 def _picked(cluster: Cluster, nodes: sc.Nodes) -> list[SimNode]:
-    """Returns the named nodes that exist by now."""
     return [cluster.nodes[index] for index in cluster.setup.scenario.pick(nodes) if index < len(cluster.nodes)]
 
 
+def _strike(cluster: Cluster, number: int, fault: Any) -> None:
+    _each(cluster, fault.at, fault.nodes, partial(_ON_EACH[type(fault)], cluster, fault))
+
+
 def _each(cluster: Cluster, at: float, nodes: sc.Nodes, act: Callable[[SimNode], None]) -> None:
-    """Schedules an action on each of these nodes."""
 
     def act_on_all() -> None:
         for node in _picked(cluster, nodes):
@@ -52,8 +55,7 @@ def _each(cluster: Cluster, at: float, nodes: sc.Nodes, act: Callable[[SimNode],
     cluster.calendar.at(at, act_on_all)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Processes
+# -- Processes --------------------------------------------------------------------------------------
 
 
 def _crash(cluster: Cluster, number: int, fault: sc.Crash) -> None:
@@ -118,26 +120,13 @@ def _sleep(cluster: Cluster, number: int, fault: sc.Sleep) -> None:
     cluster.calendar.at(fault.until, reconnect)
 
 
-def _clock(cluster: Cluster, number: int, fault: sc.Clock) -> None:
-    _each(cluster, fault.at, fault.nodes, lambda node: cluster.set_clock(node, fault.jump_seconds, fault.rate))
-
-
-def _stall(cluster: Cluster, number: int, fault: sc.Stall) -> None:
-    _each(cluster, fault.at, fault.nodes, lambda node: node.accelerator.stall(fault.until))
-
-
-def _flip(cluster: Cluster, number: int, fault: sc.Flip) -> None:
-    _each(cluster, fault.at, fault.nodes, lambda node: node.state.flip_a_bit())
-
-
 def _slow_disk(cluster: Cluster, number: int, fault: sc.SlowDisk) -> None:
     executor = cluster.executor
     _each(cluster, fault.at, fault.nodes, lambda node: executor.slow_disk(node, fault.fsync_seconds))
-    _each(cluster, fault.until, fault.nodes, executor.mend_disk)
+    _each(cluster, fault.until, fault.nodes, lambda node: executor.slow_disk(node, None))
 
 
-# ---------------------------------------------------------------------------------------------------
-# The network
+# -- The network ------------------------------------------------------------------------------------
 
 
 def _partition(cluster: Cluster, number: int, fault: sc.Partition) -> None:
@@ -180,8 +169,7 @@ def _lose(cluster: Cluster, number: int, fault: sc.Lose) -> None:
     cluster.calendar.at(fault.until, cluster.network.lose, number, 0, frozenset())
 
 
-# ---------------------------------------------------------------------------------------------------
-# Membership and lies
+# -- Membership and lies ----------------------------------------------------------------------------
 
 
 def _join(cluster: Cluster, number: int, fault: sc.Newcomers) -> None:
@@ -196,7 +184,6 @@ def _join(cluster: Cluster, number: int, fault: sc.Newcomers) -> None:
 
 
 def _claim(cluster: Cluster, newcomer: FakeSigner, kind: str) -> bytes:
-    """Returns what a newcomer shows of its invitation."""
     shown = next((node.claim for node in reversed(cluster.nodes) if node.claim), b"")
     if kind == "none" or (kind in ("spent", "stolen") and not shown):
         return b""
@@ -213,8 +200,14 @@ def _claim(cluster: Cluster, newcomer: FakeSigner, kind: str) -> bytes:
     return make_claim(ticket, FakeSigner(run_id, ticket.bearer).sign, run_id, newcomer.key)
 
 
-def _leave(cluster: Cluster, number: int, fault: sc.Departure) -> None:
-    _each(cluster, fault.at, fault.nodes, lambda node: cluster.give(node, StopRequested()))
+def _move(cluster: Cluster, number: int, fault: sc.OwnersMove) -> None:
+    draw = cluster.setup.stream("motions", number)
+
+    def move(node: SimNode) -> None:
+        if node.core is not None:
+            cluster.give(node, motion_for(node.core.view(), fault, draw))
+
+    _each(cluster, fault.at, fault.nodes, move)
 
 
 def _lie(cluster: Cluster, number: int, fault: sc.Lie) -> None:
@@ -231,19 +224,23 @@ def _lie(cluster: Cluster, number: int, fault: sc.Lie) -> None:
         _each(cluster, fault.until, fault.nodes, lambda node: node.lie(None))
 
 
+_ON_EACH: dict[type, Callable[[Cluster, Any, SimNode], None]] = {  # faults that strike each of their nodes once
+    sc.Clock: lambda cluster, fault, node: cluster.set_clock(node, fault.jump_seconds, fault.rate),
+    sc.Stall: lambda cluster, fault, node: node.accelerator.stall(fault.until),
+    sc.Flip: lambda cluster, fault, node: node.state.flip_a_bit(),
+    sc.Departure: lambda cluster, fault, node: cluster.give(node, StopRequested()),
+}
 _ACTIONS: dict[type, Callable[[Cluster, int, Any], None]] = {
+    **dict.fromkeys(_ON_EACH, _strike),
     sc.Crash: _crash,
     sc.Storm: _storm,
     sc.Sleep: _sleep,
-    sc.Clock: _clock,
-    sc.Stall: _stall,
-    sc.Flip: _flip,
     sc.SlowDisk: _slow_disk,
     sc.Partition: _partition,
     sc.Clog: _clog,
     sc.Lossy: _lossy,
     sc.Lose: _lose,
     sc.Newcomers: _join,
-    sc.Departure: _leave,
+    sc.OwnersMove: _move,
     sc.Lie: _lie,
 }

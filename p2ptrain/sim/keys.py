@@ -32,8 +32,6 @@ def sign_as(run_id: bytes, key: bytes, signed: bytes) -> bytes:
 
 
 class FakeSigner:
-    """Signs as one node, verifies everyone."""
-
     checks = True  # tests switch it off to see that the checkers notice
 
     def __init__(self, run_id: bytes, key: bytes) -> None:

@@ -18,7 +18,6 @@ from blake3 import blake3
 from p2ptrain.core.events import Certified, Effect, Event, Persist
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.manifest import Manifest
-from p2ptrain.core.state import AgreedState
 from p2ptrain.sim.keys import sign_as
 from p2ptrain.sim.world import SimWorld
 
@@ -51,8 +50,7 @@ class Checker:
         """Called when the simulation is over."""
 
 
-# ---------------------------------------------------------------------------------------------------
-# Quorums and signatures, computed again
+# -- Quorums and signatures, computed again ---------------------------------------------------------
 
 
 def quorum(size: int) -> int:
@@ -70,8 +68,7 @@ def signature_under(run_id: bytes, body: list[object], key: bytes) -> bytes:
     return sign_as(run_id, key, f"p2ptrain 2 {kind}".encode() + b"\0" + run_id + name)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Decisions
+# -- Decisions --------------------------------------------------------------------------------------
 
 
 class Guarantee(IntEnum):
@@ -93,6 +90,8 @@ class Ledger(Checker):
         self.parents: dict[bytes, bytes] = {}
         self.guarantees: dict[bytes, Guarantee] = {}
         self.decided: dict[tuple[bytes, int], tuple[bytes, int]] = {}  # manifest, and who decided it first
+        self.closing: set[bytes] = set()  # manifests after which no round takes a contribution (succession.py)
+        self.ended: set[bytes] = set()  # after which no round follows
         self._by_members: dict[Members, Guarantee] = {}
 
     def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
@@ -101,7 +100,9 @@ class Ledger(Checker):
         for record in certified(effects):
             step = record.step
             if record.trunk is not None and record.trunk.base is not None:
-                self._jumped(world, record.trunk.base)
+                base = record.trunk.base  # of a branch of liars alone, perhaps, which a node without a seat may follow
+                if base.head not in self.rosters and are_liars(world, base.members):
+                    self._note(world, base.head, base.members, b"", base.round)
             if isinstance(step, Beginning):
                 self._known(step.parent, index, f"a branch after round {step.round}")
                 self._note(world, step.branch, step.members, step.parent, step.round)
@@ -121,11 +122,6 @@ class Ledger(Checker):
         if manifest.seated or manifest.unseated:
             members = tuple(sorted((set(before) | set(manifest.seated)) - set(manifest.unseated)))
         self._note(world, head, members, manifest.parent, manifest.round)
-
-    def _jumped(self, world: SimWorld, base: AgreedState) -> None:
-        """Notes a branch of liars alone, which a node without a seat may follow."""
-        if base.head not in self.rosters and are_liars(world, base.members):
-            self._note(world, base.head, base.members, b"", base.round)
 
     def _known(self, parent: bytes, index: int, what: str) -> Members:
         members = self.rosters.get(parent)
@@ -168,6 +164,6 @@ def entries(effects: Sequence[Effect]) -> list[Entry]:
     return [record.step for record in certified(effects) if isinstance(record.step, Entry)]
 
 
-def certified(effects: Sequence[Effect]) -> list[Certified]:
+def certified(effects: Sequence[object]) -> list[Certified]:
     """Returns the rounds and branches that a node has decided on or adopted."""
     return [effect.record for effect in effects if type(effect) is Persist and type(effect.record) is Certified]

@@ -13,15 +13,49 @@ from typing import NamedTuple, Protocol
 from msgspec import Struct
 
 from p2ptrain.core.effect_queue import EffectQueue
-from p2ptrain.core.events import CatchUp, Effect, Event, Pace, Train
+from p2ptrain.core.events import CatchUp, Effect, Event, Pace, Record, Saved, Train
+from p2ptrain.core.journal import Journal
 from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.messages import Message
 from p2ptrain.core.node import Node
+from p2ptrain.core.state import AgreedState
 from p2ptrain.digest import digest
-from p2ptrain.sim.disk import Disk
 from p2ptrain.sim.keys import FakeSigner
 
+CHECKPOINTS_KEPT = 4
 NEVER = float("inf")
 HELD_UP_MAX = 20_000  # events that wait for a sleeping machine: what its connections' buffers hold; a guess
+
+
+class SavedState(NamedTuple):
+    round: int
+    root: bytes
+    head: bytes  # the manifest that led to this state; for a fetched state, its certified root
+
+
+class Disk(Journal):
+    """One node's disk: the journal that a real store keeps, and a few of the trainer's checkpoints."""
+
+    def __init__(
+        self, first: SavedState, base: AgreedState, kept: int, staleness: int, is_forgetful: bool = False
+    ) -> None:
+        super().__init__(base, kept, staleness)
+        self.first = first  # the initial weights, which everyone has
+        self.is_forgetful = is_forgetful  # the disk before this one was lost, and nothing was written since
+        self.checkpoints: list[SavedState] = []
+
+    def write(self, record: Record, message: Message | None) -> None:
+        super().write(record, message)
+        self.is_forgetful = False
+
+    def save_checkpoint(self, checkpoint: SavedState) -> None:
+        self.checkpoints.append(checkpoint)
+        del self.checkpoints[:-CHECKPOINTS_KEPT]
+
+    def saved(self) -> Saved:
+        judged = ((each, self.judge(each.round, each.head, each.root)) for each in reversed(self.checkpoints))
+        newest = next((each for each, verdict in judged if verdict.is_on_history), self.first)
+        return self.saved_at(newest.round, newest.root)
 
 
 class ToSome(Struct, frozen=True):
@@ -59,7 +93,6 @@ class HeldPayloads:
         self.new.add(payload)
 
     def turn(self, number: int) -> None:
-        """Drops old payloads as rounds pass."""
         if number >= self.turned_at + self.rounds:
             self.old, self.new, self.turned_at = self.new, set(), number
 
@@ -105,7 +138,6 @@ class ModelState:
         self.applied.append(stretch)
 
     def mend(self) -> None:
-        """Clears the flipped bit after a correct state was fetched."""
         self.is_wrong = False
 
     def flip_a_bit(self) -> None:
@@ -114,8 +146,6 @@ class ModelState:
 
 @dataclass(slots=True)
 class Accelerator:
-    """The device that trains, applies and loads states."""
-
     pace: float  # this machine's slowness: a factor on the scenario's seconds
     training: Train | None = None
     paced: tuple[Pace, float] | None = None  # the last pace, and when it was told
@@ -123,11 +153,8 @@ class Accelerator:
     stalled_until: float = 0.0
     busy_until: float = 0.0  # applying and fetching take turns
 
-    def begin_training(self, effect: Train) -> None:
+    def train(self, effect: Train | None) -> None:
         self.training = effect
-
-    def end_training(self) -> None:
-        self.training = None
 
     def keep_pace(self, pace: Pace, now: float) -> None:
         self.paced = pace, now
@@ -173,7 +200,6 @@ class Lifetime:
         self.asleep_until = until
 
     def wake(self) -> list[Event]:
-        """Returns the events that waited."""
         self.asleep_until = 0.0
         events = list(self.held_up)
         self.held_up.clear()
@@ -226,8 +252,6 @@ class LocalClock:
 
 @dataclass(slots=True, eq=False)
 class SimNode:
-    """One machine and what runs on it."""
-
     index: int
     signer: FakeSigner
     honest: bool
@@ -262,7 +286,6 @@ class SimNode:
         return self.has_left or self.is_dead
 
     def begin(self, core: Node) -> None:
-        """Starts a process."""
         self.process = Lifetime(core)
         self.life += 1
 
@@ -274,7 +297,6 @@ class SimNode:
         self.accelerator.reset()
 
     def forget(self, disk: Disk) -> None:
-        """Replaces the disk with an empty one."""
         self.disk, self.has_forgotten = disk, True
         self.held_payloads.keep(())
 

@@ -22,39 +22,27 @@ Arrival = tuple[float, int]  # when, to whom
 
 
 class LinkModel:
-    """Computes arrival times on all links."""
-
     def __init__(self, links: Links, rng: Random) -> None:
         self.links, self.rng = links, rng
         self.cuts: dict[int, list[tuple[int, int]]] = {}  # cut links by fault: (sources, targets) as bits
         self.clogs: dict[int, tuple[int, float]] = {}  # by fault: sources as bits, and when their messages are released
         self.losing: dict[int, tuple[int, frozenset[str]]] = {}  # by fault: authors as bits, and kinds of message
         self.uplink: dict[int, float] = {}  # when a node's uplink is free again
-        self._settle()
-
-    def _settle(self) -> None:
-        links = self.links
-        is_reliable = not (links.loss or links.duplicate or links.reorder)
-        self.is_calm = is_reliable and not self.cuts and not self.clogs
 
     def change(self, links: Links) -> None:
         self.links = links
-        self._settle()
 
     def cut(self, fault: int, pairs: list[tuple[int, int]]) -> None:
         """Cuts the links from any of the first to any of the second, as bits; no pairs: heals them."""
         self.cuts[fault] = pairs
         if not pairs:
             del self.cuts[fault]
-        self._settle()
 
     def clog(self, fault: int, sources: int, until: float) -> None:
         self.clogs[fault] = sources, until
-        self._settle()
 
     def unclog(self, fault: int) -> None:
         del self.clogs[fault]
-        self._settle()
 
     def lose(self, fault: int, authors: int, kinds: frozenset[str]) -> None:
         """Loses messages of these kinds by these authors (bits); no kinds ends it."""
@@ -63,7 +51,6 @@ class LinkModel:
             del self.losing[fault]
 
     def is_open(self, source: int, target: int) -> bool:
-        """Whether the link from source to target is not cut."""
         return not any(
             sources >> source & 1 and targets >> target & 1
             for pairs in self.cuts.values()
@@ -71,12 +58,9 @@ class LinkModel:
         )
 
     def loses(self, author: int, message: Message) -> bool:
-        """Whether gossip loses this message everywhere."""
-        name = message.ballot.name.lower() if isinstance(message, Vote) else kind_of(message)
-        return any(authors >> author & 1 and name in kinds for authors, kinds in self.losing.values())
+        return any(authors >> author & 1 and name_of(message) in kinds for authors, kinds in self.losing.values())
 
-    # -----------------------------------------------------------------------------------------------
-    # When things arrive
+    # -- When things arrive -------------------------------------------------------------------------
 
     def _leaves(self, source: int, now: float, size: int) -> float:
         """Returns when the last byte has left the source's uplink."""
@@ -92,7 +76,8 @@ class LinkModel:
         links, draw = self.links, self.rng.random
         start = self._leaves(source, now, size * min(FANOUT, len(targets))) + links.latency_seconds
         jitter = links.jitter_seconds
-        if self.is_calm:
+        is_reliable = not (links.loss or links.duplicate or links.reorder)
+        if is_reliable and not self.cuts and not self.clogs:
             found = [(start - jitter * log(1.0 - draw()), target) for target in targets if target != source]
         else:
             found = [
@@ -133,9 +118,10 @@ class LinkModel:
         return self._held_up(source, at)
 
 
+def name_of(message: Message) -> str:
+    """Returns the kind of a message, by which faults and figures tell votes apart as well."""
+    return message.ballot.name.lower() if isinstance(message, Vote) else kind_of(message)
+
+
 def bits(nodes: Sequence[int]) -> int:
-    """Returns nodes as a bit mask."""
-    found = 0
-    for node in nodes:
-        found |= 1 << node
-    return found
+    return sum(1 << node for node in {*nodes})

@@ -1,42 +1,20 @@
-"""Noise: replays, floods, forgeries, and endless questions.
-
-Each class is an honest node that misbehaves in one way; liars.py names them.
-"""
+"""Noise: replays, floods, forgeries, and endless questions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from random import Random
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from p2ptrain.core import messages as msg
 from p2ptrain.core.events import Ask, AskHistory, Publish
-from p2ptrain.core.messages import (
-    NOTHING,
-    SHORT_BYTES,
-    Announcement,
-    Authored,
-    Availability,
-    Ballot,
-    Call,
-    Certificate,
-    Evidence,
-    Hello,
-    JoinRequest,
-    Leave,
-    Proposal,
-    Received,
-    Regroup,
-    Vote,
-    encode,
-)
 from p2ptrain.core.participant import Participant
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.rewriting import Liar, Said, sign_with
-from p2ptrain.sim.world import SimWorld
 
 MEMORY_MAX = 400  # old messages that a replaying liar keeps
 WORDS_MAX = 40  # messages kept of one member, to be repeated when it is gone
@@ -45,12 +23,11 @@ FLOOD_A_SECOND = 60
 FLOOD_A_ROUND = 240
 
 
+@dataclass(eq=False)
 class Replays(Liar):
-    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
-        super().__init__(rng, signer, world)
-        self.memory: list[bytes] = []
+    memory: list[bytes] = field(default_factory=list)
 
-    def say(self, core: Participant, received: Received) -> list[Said]:
+    def say(self, core: Participant, received: msg.Received) -> list[Said]:
         view = core.here.agreement.views[core.here.agreement.view]
         seen = [received, *core.here.availabilities.values(), *view.prevotes.values(), *view.precommits.values()]
         self.memory += [each.envelope for each in self.rng.sample(seen, min(4, len(seen)))]
@@ -60,14 +37,14 @@ class Replays(Liar):
         return [Publish(received.envelope), *(Publish(envelope) for envelope in old)]
 
 
+@dataclass(eq=False)
 class Unsolicited(Liar):
     """Sends unsolicited messages made by `thing`: `a_second` at most, and FLOOD_A_ROUND while a round is trained."""
 
-    a_second = FLOOD_A_SECOND
+    last: float = 0.0
+    tokens: float = 0.0
 
-    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
-        super().__init__(rng, signer, world)
-        self.last, self.tokens = 0.0, 0.0
+    a_second = FLOOD_A_SECOND
 
     def add(self, core: Participant) -> list[Said]:
         pace = min(float(self.a_second), FLOOD_A_ROUND / max(1.0, self.world.setup.scenario.training.seconds))
@@ -80,14 +57,13 @@ class Unsolicited(Liar):
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class KeepsTheDead(Unsolicited):
     """Remembers each member's last messages, and repeats them again and again once that member is gone."""
 
-    a_second = 12
+    words: dict[bytes, dict[bytes, bytes]] = field(default_factory=dict)  # by author, by digest
 
-    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
-        super().__init__(rng, signer, world)
-        self.words: dict[bytes, dict[bytes, bytes]] = {}  # by author, by digest
+    a_second = 12
 
     def add(self, core: Participant) -> list[Said]:
         here, offers = core.here, core.pools.offers.by_author
@@ -117,52 +93,50 @@ class Asks(Unsolicited):
         if victim is None:
             return []
         known = [each.name for each in here.availabilities.values()] + list(core.pools.offers.by_name)
-        names = known or [rng.randbytes(SHORT_BYTES)]
+        names = known or [rng.randbytes(msg.SHORT_BYTES)]
         ways: tuple[Said, ...] = (
             Ask(victim, tuple(names)),
-            Ask(victim, tuple(rng.randbytes(SHORT_BYTES) for _ in names)),
+            Ask(victim, tuple(rng.randbytes(msg.SHORT_BYTES) for _ in names)),
             AskHistory(victim, context.run_id, 0),
             AskHistory(victim, rng.randbytes(32), 2**40),
         )
         return [rng.choice(ways)]
 
 
+@dataclass(eq=False)
 class Floods(Unsolicited):
     """Floods the others with absurd messages; `quietly`: only with those that are no evidence against the sender."""
 
-    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld, quietly: bool = False) -> None:
-        super().__init__(rng, signer, world)
-        self.quietly = quietly
+    quietly: bool = False
 
     def thing(self, core: Participant) -> list[Said]:
         rng, here, me = self.rng, core.here, self.me
         branch, head = here.branch, here.state.head
         far = rng.choice((0, 0, 1, 2, 3, 50, 2**40))
         number, view = here.number + far, rng.choice((0, 1, 4, 5, 60, 2**40))
-        short, long = rng.randbytes(SHORT_BYTES), rng.randbytes(32)
-        quiet: tuple[Callable[[], Authored], ...] = (
-            lambda: Availability(branch, number, number, long, (short,), (), (), b"\xff", me),
-            lambda: Call(branch, head, far, me),
-            lambda: Regroup(branch, long, far, (me,), me),
-            lambda: Hello(branch, number, view, b"\xff", b"", b"", b"", False, me),
-            lambda: JoinRequest(branch, number, short, me),
-            lambda: Vote(long, number, view, Ballot.PREVOTE, long, me),
-            lambda: Vote(branch, rng.getrandbits(40), view, Ballot.PREVOTE, long, me),
+        short, long = rng.randbytes(msg.SHORT_BYTES), rng.randbytes(32)
+        quiet: tuple[Callable[[], msg.Authored], ...] = (
+            lambda: msg.Availability(branch, number, number, long, (short,), (), (), b"\xff", me),
+            lambda: msg.Call(branch, head, far, me),
+            lambda: msg.Regroup(branch, long, far, (me,), me),
+            lambda: msg.Hello(branch, number, view, b"\xff", b"", b"", b"", False, me),
+            lambda: msg.JoinRequest(branch, number, short, me),
+            lambda: msg.Vote(long, number, view, msg.Ballot.PREVOTE, long, me),
+            lambda: msg.Vote(branch, rng.getrandbits(40), view, msg.Ballot.PREVOTE, long, me),
         )
-        loud: tuple[Callable[[], Authored], ...] = (
-            lambda: Vote(branch, number, view, rng.choice(tuple(Ballot)), long, me),
-            lambda: Announcement(branch, number, min(number, here.number - 1), long, long, 40, short, 1, 2, 0, me),
-            lambda: Proposal(branch, number, view, -1, (long,), long, me),
+        loud: tuple[Callable[[], msg.Authored], ...] = (
+            lambda: msg.Vote(branch, number, view, rng.choice(tuple(msg.Ballot)), long, me),
+            lambda: msg.Announcement(branch, number, min(number, here.number - 1), long, long, 40, short, 1, 2, 0, me),
+            lambda: msg.Proposal(branch, number, view, -1, (long,), long, me),
         )
         return [Publish(self.signed(rng.choice(quiet if self.quietly else quiet + loud)()).envelope)]
 
 
+@dataclass(eq=False)
 class Crowds(Unsolicited):
     """Asks for admission with ever new keys, which then announce others' payloads as their own."""
 
-    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
-        super().__init__(rng, signer, world)
-        self.crowd: dict[bytes, FakeSigner] = {}
+    crowd: dict[bytes, FakeSigner] = field(default_factory=dict)
 
     def thing(self, core: Participant) -> list[Said]:
         rng, here, run_id = self.rng, core.here, self.signer.run_id
@@ -173,7 +147,7 @@ class Crowds(Unsolicited):
             return [Publish(sign_with(one, replace(copied, author=one.key)).envelope)]
         one = FakeSigner(run_id, digest("simulated crowd", self.me, len(self.crowd).to_bytes(8, "little")))
         self.crowd[one.key], self.world.key_index[one.key] = one, self.world.key_index[self.me]
-        request = sign_with(one, JoinRequest(here.branch, here.number, b"", one.key))
+        request = sign_with(one, msg.JoinRequest(here.branch, here.number, b"", one.key))
         with suppress(RemoteProtocolError):
             core.pools.requests.add(request, here.state, asked_for=True)  # so that it attests it, and hands it over
         return [Publish(request.envelope)]
@@ -189,28 +163,30 @@ class Forges(Unsolicited):
         view = here.agreement.view
         proposal = here.agreement.views[view].proposal
         wanted = getattr(proposal.message, "manifest", long) if proposal and rng.random() < 0.5 else long
-        vote = Vote(branch, number, view, rng.choice(tuple(Ballot)), wanted, victim)
+        vote = msg.Vote(branch, number, view, rng.choice(tuple(msg.Ballot)), wanted, victim)
         members = tuple(sorted({victim, self.me}))
         makes: tuple[Callable[[], bytes], ...] = (
             lambda: self.signed(vote).envelope,
-            lambda: encode(vote, bytes(64)),
-            lambda: encode(vote, rng.randbytes(64)),
-            lambda: self.signed(Leave(branch, number, victim)).envelope,
+            lambda: msg.encode(vote, bytes(64)),
+            lambda: msg.encode(vote, rng.randbytes(64)),
+            lambda: self.signed(msg.Leave(branch, number, victim)).envelope,
             lambda: (
                 self.signed(
-                    Announcement(branch, number, number - 1, long, long, 40, long[:SHORT_BYTES], 1, 2, 0, victim)
+                    msg.Announcement(
+                        branch, number, number - 1, long, long, 40, long[: msg.SHORT_BYTES], 1, 2, 0, victim
+                    )
                 ).envelope
             ),
-            lambda: self.signed(Proposal(branch, number, view, -1, (long,), long, victim)).envelope,
-            lambda: self.signed(Regroup(branch, here.state.head, 0, members, victim)).envelope,
-            lambda: encode(Certificate(branch, number, view, long, b"\x01", (rng.randbytes(64),))),
+            lambda: self.signed(msg.Proposal(branch, number, view, -1, (long,), long, victim)).envelope,
+            lambda: self.signed(msg.Regroup(branch, here.state.head, 0, members, victim)).envelope,
+            lambda: msg.encode(msg.Certificate(branch, number, view, long, b"\x01", (rng.randbytes(64),))),
             lambda: self._framed(vote),
             lambda: rng.randbytes(rng.randrange(1, 200)),
             lambda: self.signed(replace(vote, author=self.me)).envelope + b"\0",
         )
         return [Publish(rng.choice(makes)())]
 
-    def _framed(self, vote: Vote) -> bytes:
+    def _framed(self, vote: msg.Vote) -> bytes:
         """Makes false evidence: two conflicting votes in the name of a member that sent neither."""
-        first, second = sorted((self.signed(vote).envelope, self.signed(replace(vote, manifest=NOTHING)).envelope))
-        return encode(Evidence(first, second))
+        first, second = sorted((self.signed(vote).envelope, self.signed(replace(vote, manifest=msg.NOTHING)).envelope))
+        return msg.encode(msg.Evidence(first, second))

@@ -3,33 +3,21 @@
 The honest core inside is what makes a liar dangerous: it keeps up with the run, holds payloads, knows whose turn it
 is. Its messages are then doubled, altered, held back or sent to some only. A liar has its own signing key and no
 other, may know everything (the simulation included), and may agree with other liars on what to do.
-
-This is the base of all liars. Lies about a round are in round_lies.py, those about branches and histories in
-branch_lies.py, floods and forgeries in noise.py, collusion in collusion.py; liars.py names them all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeAlias
 
 from blake3 import blake3
 from msgspec.structs import replace
 
+from p2ptrain.core import messages as msg
 from p2ptrain.core.events import Effect, Publish, Send, SendHistory
 from p2ptrain.core.manifest import Manifest, Missing, manifest_of
-from p2ptrain.core.messages import (
-    Announcement,
-    Authored,
-    Availability,
-    Proposal,
-    Received,
-    Vote,
-    encode,
-    message_digest,
-    signed_bytes,
-)
 from p2ptrain.core.node import Node
 from p2ptrain.core.participant import Participant
 from p2ptrain.sim.keys import FakeSigner
@@ -40,27 +28,30 @@ TWINS_MAX = 256  # second versions remembered, so that a message sent again is t
 
 
 Said: TypeAlias = Effect | ToSome
-OfRound: TypeAlias = Announcement | Availability | Proposal | Vote
+OfRound: TypeAlias = msg.Announcement | msg.Availability | msg.Proposal | msg.Vote
 
 
-def sign_with(signer: FakeSigner, message: Authored, attachment: bytes = b"") -> Received:
-    signature = signer.sign(signed_bytes(signer.run_id, message))
-    return Received(message, message_digest(message), encode(message, signature, attachment), attachment)
+def sign_with(signer: FakeSigner, message: msg.Authored, attachment: bytes = b"") -> msg.Received:
+    signature = signer.sign(msg.signed_bytes(signer.run_id, message))
+    return msg.Received(message, msg.message_digest(message), msg.encode(message, signature, attachment), attachment)
 
 
+@dataclass(eq=False)
 class Liar:
     """Base of all liars: passes the honest core's effects on unchanged."""
+
+    rng: Random
+    signer: FakeSigner
+    world: SimWorld
 
     is_two_faced = False  # whether its second versions go to one half of the swarm only
     works = True  # whether its contributions come from its own sequences
 
-    def __init__(self, rng: Random, signer: FakeSigner, world: SimWorld) -> None:
-        self.rng, self.signer, self.me, self.world = rng, signer, signer.key, world
-        self.salt = rng.randbytes(16)
-        self.twins: dict[bytes, Received] = {}  # by the digest of the first version
+    def __post_init__(self) -> None:
+        self.me, self.salt = self.signer.key, self.rng.randbytes(16)
+        self.twins: dict[bytes, msg.Received] = {}  # by the digest of the first version
 
     def rewrite(self, node: Node, effects: Sequence[Said]) -> list[Said]:
-        """Replaces the effects of the honest core."""
         core, said = node.participant, list[Said]()
         assert core is not None, "a node that is down has no effects"
         for effect in effects:
@@ -76,8 +67,7 @@ class Liar:
                 said.append(effect)
         return [*said, *self.add(core)]
 
-    def say(self, core: Participant, received: Received) -> list[Said]:
-        """Replaces the publication of a message."""
+    def say(self, core: Participant, received: msg.Received) -> list[Said]:
         return [Publish(received.envelope)]
 
     def hand_over(self, effect: Send) -> list[Said]:
@@ -95,7 +85,6 @@ class Liar:
         return envelope if is_first else twin.envelope
 
     def tell(self, core: Participant, effect: SendHistory) -> list[Said]:
-        """Replaces the answer to a peer that asked for history."""
         return [effect]
 
     def add(self, core: Participant) -> list[Said]:
@@ -106,14 +95,13 @@ class Liar:
         """Whether to serve a payload or a state to this peer."""
         return True
 
-    # -----------------------------------------------------------------------------------------------
-    # Tools
+    # -- Tools --------------------------------------------------------------------------------------
 
-    def signed(self, message: Authored, attachment: bytes = b"") -> Received:
+    def signed(self, message: msg.Authored, attachment: bytes = b"") -> msg.Received:
         """Signs a message; the signature is invalid if the message is in another's name."""
         return sign_with(self.signer, message, attachment)
 
-    def twin(self, received: Received, make: Callable[[], Received | None]) -> Received | None:
+    def twin(self, received: msg.Received, make: Callable[[], msg.Received | None]) -> msg.Received | None:
         """Returns the second version of a message; it is made only once."""
         known = self.twins.get(received.digest)
         if known is None and (known := make()) is not None:
@@ -129,7 +117,7 @@ class Liar:
         left = {key for key in keys if blake3(prefix + key).digest()[0] & 1}
         return tuple(key for key in keys if key in left), tuple(key for key in keys if key not in left)
 
-    def two_faced(self, number: int, first: Received, second: Received | None) -> list[Said]:
+    def two_faced(self, number: int, first: msg.Received, second: msg.Received | None) -> list[Said]:
         """Publishes one version to one half of the swarm, and the other to the rest."""
         if second is None:
             return [Publish(first.envelope)]
@@ -137,37 +125,34 @@ class Liar:
         return [ToSome(first.envelope, left), ToSome(second.envelope, right)]
 
 
-# ---------------------------------------------------------------------------------------------------
-# Proposals: which availabilities to name
+# -- Proposals: which availabilities to name --------------------------------------------------------
 
 
-def choose(core: Participant, pool: Iterable[Received], rank: Callable[[Availability], object]) -> tuple[Received, ...]:
+def choose(
+    core: Participant, pool: Iterable[msg.Received], rank: Callable[[msg.Availability], object]
+) -> tuple[msg.Received, ...]:
     """Returns the first q availabilities by rank, one from each member, or all if there are fewer."""
     ordered = sorted(pool, key=lambda received: (rank(availability_of(received)), received.digest))
-    one_each: dict[bytes, Received] = {}
+    one_each: dict[bytes, msg.Received] = {}
     for received in ordered:
         one_each.setdefault(availability_of(received).author, received)
     return tuple(sorted(list(one_each.values())[: core.here.roster.quorum], key=lambda received: received.digest))
 
 
-def manifest_from(core: Participant, named: Iterable[Received]) -> Manifest | None:
+def manifest_from(core: Participant, named: Iterable[msg.Received]) -> Manifest | None:
     """Returns the manifest that these availabilities lead to; None if we lack something that they name."""
     context = core.context
     availabilities = [availability_of(received) for received in named]
     if len(availabilities) != core.here.roster.quorum:
         return None
     found = manifest_of(
-        core.here.state,
-        context.run,
-        availabilities,
-        core.pools.offers.announcement,
-        core.pools.requests.request,
+        core.here.state, context.run, availabilities, core.pools.offers.announcement, core.pools.requests.request
     )
     return None if isinstance(found, Missing) else found
 
 
-def availability_of(received: Received) -> Availability:
-    assert isinstance(received.message, Availability)
+def availability_of(received: msg.Received) -> msg.Availability:
+    assert isinstance(received.message, msg.Availability)
     return received.message
 
 
@@ -175,11 +160,10 @@ def is_here(core: Participant, message: OfRound) -> bool:
     return (message.branch, message.round) == (core.here.branch, core.here.number)
 
 
-def proposal_in(core: Participant, vote: Vote) -> Proposal | None:
-    """Returns the proposal of a vote's view, if it is known."""
+def proposal_in(core: Participant, vote: msg.Vote) -> msg.Proposal | None:
     view = core.here.agreement.views.get(vote.view) if is_here(core, vote) else None
     message = view.proposal.message if view and view.proposal else None
-    return message if isinstance(message, Proposal) else None
+    return message if isinstance(message, msg.Proposal) else None
 
 
 class Doubles(Liar):
@@ -188,7 +172,7 @@ class Doubles(Liar):
     kind: type[OfRound]
     is_of_this_round = False  # whether it lies about its core's current round only
 
-    def say(self, core: Participant, received: Received) -> list[Said]:
+    def say(self, core: Participant, received: msg.Received) -> list[Said]:
         message = received.message
         if not isinstance(message, self.kind) or (self.is_of_this_round and not is_here(core, message)):
             return [Publish(received.envelope)]
@@ -197,7 +181,7 @@ class Doubles(Liar):
             return self.two_faced(message.round, received, other)
         return [Publish((other or received).envelope)]
 
-    def second(self, core: Participant, message: Any) -> Received | None:
+    def second(self, core: Participant, message: Any) -> msg.Received | None:
         """Makes the second version; None if there is none."""
         raise NotImplementedError
 
@@ -205,13 +189,13 @@ class Doubles(Liar):
 class Proposer(Doubles):
     """Base of the liars that alter proposals: `rank` orders the availabilities to name."""
 
-    kind = Proposal
+    kind = msg.Proposal
     is_of_this_round = True
 
-    def second(self, core: Participant, message: Proposal) -> Received | None:
+    def second(self, core: Participant, message: msg.Proposal) -> msg.Received | None:
         return self.propose(core, message, core.here.availabilities.values())
 
-    def propose(self, core: Participant, proposal: Proposal, pool: Iterable[Received]) -> Received | None:
+    def propose(self, core: Participant, proposal: msg.Proposal, pool: Iterable[msg.Received]) -> msg.Received | None:
         """Returns our proposal with other availabilities; None if there are none."""
         named = choose(core, pool, self.rank)
         manifest = manifest_from(core, named)
@@ -220,5 +204,5 @@ class Proposer(Doubles):
         names = tuple(received.digest for received in named)
         return self.signed(replace(proposal, valid_view=-1, availabilities=names, manifest=manifest.digest))
 
-    def rank(self, availability: Availability) -> object:
+    def rank(self, availability: msg.Availability) -> object:
         return len(availability.held)

@@ -10,7 +10,6 @@ for nodes takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the l
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,14 +20,14 @@ import msgspec
 from msgspec import Meta, Struct
 from pydantic import ValidationError
 
-from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.config.text import config_error
+from p2ptrain.config import PROTOCOL_VERSION, NodeConfig, RunConfig, read_table
+from p2ptrain.config.text import config_error, toml_of
 from p2ptrain.core.roster import tolerated_by
 from p2ptrain.errors import ConfigError
 from p2ptrain.sim.keys import node_key
 
-FILE_BYTES_MAX = 2**20  # a scenario is a page of text
 NODES_MAX = 4_096  # four times as many as a run admits
+NAMING = ("banned", "members", "left", "ended", "kept")  # expectations of which each names nodes
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -36,18 +35,15 @@ Count = Annotated[int, Meta(ge=0, le=2**40)]
 Nodes: TypeAlias = list[int] | str
 
 
-# ---------------------------------------------------------------------------------------------------
-# The swarm
+# -- The swarm --------------------------------------------------------------------------------------
 
 
-class Slow(Struct, frozen=True, forbid_unknown_fields=True):
-    """Trainers that take longer."""
-
+class Slow(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     nodes: Nodes
     times: Annotated[float, Meta(gt=0)]
 
 
-class Workload(Struct, frozen=True, forbid_unknown_fields=True):
+class Workload(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How long a contribution takes, and how large it is."""
 
     seconds: Seconds = 1.0
@@ -59,9 +55,7 @@ class Workload(Struct, frozen=True, forbid_unknown_fields=True):
     slow: list[Slow] = []
 
 
-class Links(Struct, frozen=True, forbid_unknown_fields=True):
-    """Every link between two nodes."""
-
+class Links(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     latency_seconds: Seconds = 0.02  # one way, at least
     jitter_seconds: Seconds = 0.01  # mean of the additional delay, exponentially distributed
     bytes_per_second: Annotated[float, Meta(ge=0)] = 0.0  # of a node's uplink; 0: no limit
@@ -104,7 +98,7 @@ LINES = {
 }
 
 
-class Durability(Struct, frozen=True, forbid_unknown_fields=True):
+class Durability(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How long writes take, and how much of them survives a crash."""
 
     fsync_seconds: Seconds = 0.002  # mean
@@ -112,29 +106,31 @@ class Durability(Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_rounds: Annotated[int, Meta(ge=1)] = 4  # how often the trainer's state is saved
 
 
-# ---------------------------------------------------------------------------------------------------
-# Faults
+# -- Faults -----------------------------------------------------------------------------------------
 
 
-class Fault(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """Base of all faults."""
-
+class Fault(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
     at: Seconds
 
 
-class Crash(Fault, frozen=True, tag="crash"):
+class NodeFault(Fault, frozen=True):
+    nodes: Nodes
+
+
+class PassingFault(NodeFault, frozen=True):
+    until: Seconds
+
+
+class Crash(NodeFault, frozen=True, tag="crash"):
     """SIGKILL at `at`; the process restarts at `until`, if given. `forgetful`: with an empty disk."""
 
-    nodes: Nodes
     until: Seconds | None = None
     forgetful: bool = False
 
 
-class Storm(Fault, frozen=True, tag="storm"):
+class Storm(PassingFault, frozen=True, tag="storm"):
     """Repeated SIGKILLs, also between one effect and the next."""
 
-    nodes: Nodes
-    until: Seconds
     every_seconds: Annotated[float, Meta(gt=0)]  # mean per node
     down_seconds: Seconds = 2.0  # mean
     at_once: Count = 1  # most nodes down at the same time
@@ -149,63 +145,43 @@ class Partition(Fault, frozen=True, tag="partition"):
     flap_seconds: Seconds = 0.0  # cut and healed in turn, each this long; 0: cut all the time
 
 
-class Clog(Fault, frozen=True, tag="clog"):
+class Clog(PassingFault, frozen=True, tag="clog"):
     """Nothing that these nodes send arrives before `until`; then everything does at once."""
-
-    nodes: Nodes
-    until: Seconds
 
 
 class Lossy(Fault, frozen=True, tag="lossy"):
-    """A bad network for a while."""
-
     until: Seconds
     loss: Share
     duplicate: Share = 0.0
     reorder: Share = 0.0
 
 
-class Lose(Fault, frozen=True, tag="lose"):
+class Lose(PassingFault, frozen=True, tag="lose"):
     """Gossip loses these nodes' messages of these kinds everywhere; streams get through."""
 
-    nodes: Nodes
-    until: Seconds
     messages: list[Literal["announcement", "availability", "proposal", "prevote", "precommit", "hello"]]
 
 
-class Sleep(Fault, frozen=True, tag="sleep"):
+class Sleep(PassingFault, frozen=True, tag="sleep"):
     """SIGSTOP, or a closed lid: events wait until `until`, and then all arrive."""
 
-    nodes: Nodes
-    until: Seconds
 
-
-class Clock(Fault, frozen=True, tag="clock"):
+class Clock(NodeFault, frozen=True, tag="clock"):
     """The node's clock jumps, and runs at a different rate from then on."""
 
-    nodes: Nodes
     jump_seconds: float = 0.0
     rate: Annotated[float, Meta(gt=0, le=100)] = 1.0
 
 
-class Stall(Fault, frozen=True, tag="stall"):
+class Stall(PassingFault, frozen=True, tag="stall"):
     """Training that is running at `at`, or begins before `until`, does not end before `until`."""
 
-    nodes: Nodes
-    until: Seconds
 
-
-class Flip(Fault, frozen=True, tag="flip"):
+class Flip(NodeFault, frozen=True, tag="flip"):
     """A bit flips in the device: the state is wrong from then on, unnoticed."""
 
-    nodes: Nodes
 
-
-class SlowDisk(Fault, frozen=True, tag="slow disk"):
-    """Writes are slow for a while."""
-
-    nodes: Nodes
-    until: Seconds
+class SlowDisk(PassingFault, frozen=True, tag="slow disk"):
     fsync_seconds: Seconds
 
 
@@ -217,31 +193,35 @@ class Newcomers(Fault, frozen=True, tag="join"):
     ticket: Literal["none", "new", "spent", "stolen", "expired", "false"] = "none"
 
 
-class Departure(Fault, frozen=True, tag="leave"):
+class Departure(NodeFault, frozen=True, tag="leave"):
     """A user's Ctrl-C."""
 
-    nodes: Nodes
+
+class OwnersMove(NodeFault, frozen=True, tag="move"):
+    """These nodes' owners move that the run end, a drawn number of rounds later, and go on as another; `back`: from the
+    newest certified weights."""
+
+    rounds_ahead_max: Annotated[int, Meta(ge=1, le=2**16)] = 20  # besides the notice that is due
+    back: bool = False
 
 
-class Lie(Fault, frozen=True, tag="liar"):
+class Lie(NodeFault, frozen=True, tag="liar"):
     """These nodes are Byzantine: `how` is one of KINDS (liars.py). They never become honest again."""
 
-    nodes: Nodes
     how: str
     until: Seconds | None = None
 
 
 AnyFault: TypeAlias = (
     Crash | Storm | Partition | Clog | Lossy | Lose | Sleep | Clock | Stall | Flip | SlowDisk | Newcomers | Departure
-    | Lie
+    | OwnersMove | Lie
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------
-# Expectations
+# -- Expectations -----------------------------------------------------------------------------------
 
 
-class Pause(Struct, frozen=True, forbid_unknown_fields=True):
+class Pause(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """These nodes apply nothing in this period."""
 
     nodes: Nodes
@@ -249,7 +229,7 @@ class Pause(Struct, frozen=True, forbid_unknown_fields=True):
     until: Seconds
 
 
-class ExpectedRounds(Struct, frozen=True, forbid_unknown_fields=True):
+class ExpectedRounds(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Each of these nodes applies at least this many rounds in this period."""
 
     nodes: Nodes
@@ -258,7 +238,7 @@ class ExpectedRounds(Struct, frozen=True, forbid_unknown_fields=True):
     rounds: Count
 
 
-class Expect(Struct, frozen=True, forbid_unknown_fields=True):
+class Expect(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Expectations of the outcome, besides the checkers' invariants. Absent: anything goes."""
 
     # Rounds a minute, relative to the same swarm with nothing slow and no fault, in which nodes wait for each round.
@@ -274,22 +254,19 @@ class Expect(Struct, frozen=True, forbid_unknown_fields=True):
     banned: Nodes | None = None  # exactly these
     members: Nodes | None = None  # exactly these, in the end
     left: Nodes | None = None  # these have left, and are in nobody's roster
+    ended: Nodes | None = None  # for exactly these of the honest, the run is over
     kept: Nodes | None = None  # the final history has all that these have applied: their branch has won
     views_max: Count | None = None  # of any round
     views_min: Count | None = None  # of the longest round
     empty_rounds_max: Count | None = None  # manifests that took nothing
     stalls_max: Count | None = None
-    stalls_min: Count | None = None
     catch_ups_min: Count | None = None  # states that were fetched from others
     mismatches_min: Count | None = None  # nodes that found that their own root differs
     mismatches_max: Count | None = None
-    returned_max: Count | None = None  # contributions that no round could take any more
     events_max: Annotated[float, Meta(gt=0)] | None = None  # ticks per node and round
 
 
-class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """A simulation without its seed."""
-
+class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     sentence: Annotated[str, Meta(min_length=1, max_length=400)]  # says what the scenario shows
     nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)]
     rounds: Annotated[int, Meta(ge=1)]  # it ends when every running node has applied this many
@@ -299,12 +276,14 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     training: Workload = Workload()
     links: Links = Links()
     disk: Durability = Durability()
+    protocol: int = PROTOCOL_VERSION
     # With local steps, `training.seconds` are for all of them.
     recipe: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "distro"})
     data: dict[str, Any] = {}
     agreement: dict[str, Any] = {}
     admission: dict[str, Any] = {}
     admission_keys: Nodes = []  # nodes whose keys are in `admission.keys`: those that may invite, or the allowlist
+    refusing: Nodes = []  # their owners assent to no motion
     fault: list[AnyFault] = []
     expect: Expect = Expect()
 
@@ -313,7 +292,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         keys = [node_key(seed, index).hex() for index in self.pick(self.admission_keys)]
         admission = {**self.admission, "keys": keys} if keys else self.admission
         sections = {"recipe": self.recipe, "data": self.data, "agreement": self.agreement, "admission": admission}
-        return RunConfig.model_validate({"name": "simulated", **sections})
+        return RunConfig.model_validate({"name": "simulated", "protocol": self.protocol, **sections})
 
     @cached_property
     def end_of_faults(self) -> float:
@@ -324,11 +303,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
     @property
     def size(self) -> int:
-        """The number of nodes, newcomers included."""
         return self.nodes + sum(fault.count for fault in self.fault if isinstance(fault, Newcomers))
-
-    def _no_node(self, node: int) -> ConfigError:
-        return ConfigError(f"there is no node {node}", key="nodes", fix=f"Name nodes from 0 to {self.size - 1}")
 
     def pick(self, nodes: Nodes) -> list[int]:
         """The indices of the nodes that a key names, sorted."""
@@ -344,7 +319,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             elif numbers and int(numbers[1]) <= int(numbers[2] or numbers[1]):
                 first, last = int(numbers[1]), int(numbers[2] or numbers[1])
                 if last >= self.size:  # checked before a range of a billion is expanded
-                    raise self._no_node(last)
+                    fix = f"Name nodes from 0 to {self.size - 1}"
+                    raise ConfigError(f"there is no node {last}", key="nodes", fix=fix)
                 found.update(range(first, last + 1))
             else:
                 shown = word if len(word) <= 40 else f"{word[:40]}..."
@@ -352,29 +328,15 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return sorted(found)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Files
+# -- Files ------------------------------------------------------------------------------------------
 
 
 def load_scenario(path: Path, nodes: int | None = None) -> Scenario:
-    """Reads a scenario from a file, perhaps with a different number of nodes."""
-    source = str(path)
-    try:
-        text = path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot be read: {reason}", source=source, fix="Check the name") from error
-    if len(text) > FILE_BYTES_MAX:
-        raise ConfigError(f"larger than {FILE_BYTES_MAX:,} bytes", source=source, fix="Check that it is a scenario")
-    try:
-        table = tomllib.loads(text.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"not TOML: {error}", source=source, fix="Correct the file there") from error
-    return scenario_of(table if nodes is None else {**table, "nodes": nodes}, source)
+    table = read_table(path)
+    return scenario_of(table if nodes is None else {**table, "nodes": nodes}, str(path))
 
 
 def scenario_of(table: Mapping[str, Any], source: str = "") -> Scenario:
-    """Makes a scenario from the table in a file."""
     try:
         scenario = msgspec.convert(_with_line(table, source), Scenario)
     except msgspec.ValidationError as error:
@@ -407,7 +369,7 @@ def _check_nodes(scenario: Scenario) -> None:
     places: list[tuple[str, Nodes]] = [
         (f"training.slow[{at}]", slow.nodes) for at, slow in enumerate(scenario.training.slow)
     ]
-    places.append(("admission_keys", scenario.admission_keys))
+    places += [("admission_keys", scenario.admission_keys), ("refusing", scenario.refusing)]
     for at, fault in enumerate(scenario.fault):
         key = f"fault[{at}]"
         until = getattr(fault, "until", None)
@@ -415,9 +377,7 @@ def _check_nodes(scenario: Scenario) -> None:
             raise ConfigError(f"ends at {until}, before it begins", key=f"{key}.until", fix=f"Write {fault.at} or more")
         places += [(f"{key}.nodes", nodes) for nodes in [getattr(fault, "nodes", None)] if nodes is not None]
         places += [(f"{key}.groups", nodes) for nodes in getattr(fault, "groups", [])]
-    places += [
-        (f"expect.{name}", nodes) for name in ("banned", "members", "left", "kept") if (nodes := getattr(expect, name))
-    ]
+    places += [(f"expect.{name}", nodes) for name in NAMING if (nodes := getattr(expect, name))]
     places += [("expect.paused", pause.nodes) for pause in expect.paused]
     places += [("expect.progress", progress.nodes) for progress in expect.progress]
     for name in expect.taken_from:
@@ -442,43 +402,9 @@ def _mistake(text: str, source: str) -> ConfigError:
 
 def to_toml(scenario: Scenario) -> str:
     """Returns the scenario as TOML that reads back as the same scenario; defaults are left out."""
-    lines: list[str] = []
-    _write_table(_plain(scenario), "", lines)
-    return "\n".join(lines).strip() + "\n"
-
-
-def _plain(struct: Struct) -> dict[str, Any]:
-    """Returns the values that differ from the defaults, as tables."""
-    found: dict[str, Any] = {}
-    tag = struct.__struct_config__.tag
-    if tag is not None:
-        found["kind"] = tag
-    for field in msgspec.structs.fields(struct):
-        value = getattr(struct, field.name)
-        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        if value is None or value == default:
-            continue
-        if isinstance(value, Struct):
-            value = _plain(value)
-        elif isinstance(value, list) and value and isinstance(value[0], Struct):
-            value = [_plain(each) for each in value]
-        found[field.name] = value
-    return found
-
-
-def _write_table(table: dict[str, Any], prefix: str, lines: list[str]) -> None:
-    def is_table(value: Any) -> bool:
-        return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
-
-    for key, value in table.items():
-        if not is_table(value):
-            name = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else msgspec.json.encode(key).decode()
-            lines.append(f"{name} = {msgspec.json.encode(value).decode()}")
-    for key, value in table.items():
-        if isinstance(value, dict):
-            lines += ["", f"[{prefix}{key}]"]
-            _write_table(value, f"{prefix}{key}.", lines)
-        elif is_table(value):
-            for each in value:
-                lines += ["", f"[[{prefix}{key}]]"]
-                _write_table(each, f"{prefix}{key}.", lines)
+    lines = []
+    for name, value in msgspec.to_builtins(scenario).items():
+        is_long = isinstance(value, list) and isinstance(value[0], dict)  # a table a line
+        written = "".join(f"\n    {toml_of(each)}," for each in value) if is_long else ""
+        lines.append(f"{name} = [{written}\n]\n" if is_long else f"{name} = {toml_of(value)}\n")
+    return "".join(lines)

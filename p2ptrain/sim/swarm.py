@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from random import Random
 from typing import Any, TypeAlias
@@ -20,26 +21,27 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 from msgspec.structs import replace
 
+from p2ptrain.config.run import PROTOCOLS
 from p2ptrain.core.roster import tolerated_by
 from p2ptrain.sim import checkers, liars
 from p2ptrain.sim import scenario as sc
 from p2ptrain.sim.ledger import TwoHistories
-from p2ptrain.sim.outcome import Outcome, simulate
+from p2ptrain.sim.outcome import Outcome, ended, simulate
 
 NODES = (4, 16)
 ROUNDS = (20, 80)
 RECOVERY_SECONDS = 1_800.0  # after the faults: a few of the longest views, a regroup, and fetching a state
 SHRINK_SECONDS = 120.0  # of real time
 AUDIT_LIES = ("no work", "false audits")
-LIAR_KINDS = sorted(liars.KINDS.keys() - {*AUDIT_LIES})  # those that may do nothing else for a while
+SUCCESSION_LIE = "false succession"
+LIAR_KINDS = sorted(liars.KINDS.keys() - {*AUDIT_LIES, SUCCESSION_LIE})  # those that may do nothing else for a while
+MOVED_SHARE = 0.4
 AUDITED_SHARE = 0.5
 AUDITED = {"name": "local", "local_steps": 10, "sequences_per_pass": 8}
 Table: TypeAlias = dict[str, Any]  # of a scenario
 
 
 class Failed(Struct, frozen=True):
-    """A failing seed and its scenario."""
-
     seed: int
     failures: list[str]
     scenario: sc.Scenario  # shrunk
@@ -55,28 +57,25 @@ class Failed(Struct, frozen=True):
 
 
 class SwarmSummary(Struct):
-    """Totals of a swarm test so far."""
-
     seeds: int = 0
     rounds: int = 0
     deliveries: int = 0
+    ended: int = 0  # runs that went on as another for some
     beyond: int = 0  # runs in which a roster had more than f faulty members: at most one history is promised
     seconds: float = 0.0
     failed: Failed | None = None
 
     def __str__(self) -> str:
         beyond = f", {self.beyond} reached a roster with more than f faulty members" if self.beyond else ""
+        over = f" ({self.ended:,} decided to go on as another)" if self.ended else ""
         return (
-            f"{self.rounds:,} rounds of {self.seeds:,} swarms, {self.deliveries:,} messages, "
+            f"{self.rounds:,} rounds of {self.seeds:,} swarms{over}, {self.deliveries:,} messages, "
             f"in {self.seconds:,.0f} s: {'one failed' if self.failed else 'nothing found'}{beyond}"
         )
 
 
 def swarm(
-    rounds: int,
-    seed: int,
-    seconds: float | None = None,
-    progress: Callable[[SwarmSummary], None] | None = None,
+    rounds: int, seed: int, seconds: float | None = None, progress: Callable[[SwarmSummary], None] | None = None
 ) -> SwarmSummary:
     """Simulates drawn scenarios until a number of rounds or a time limit is reached, or one of them fails."""
     summary, began = SwarmSummary(), time.monotonic()
@@ -86,6 +85,7 @@ def swarm(
         summary.seeds += 1
         summary.rounds += outcome.cluster.rounds
         summary.deliveries += outcome.cluster.calendar.deliveries
+        summary.ended += bool(ended(outcome.cluster))
         summary.beyond += outcome.cluster.watch.is_beyond
         summary.seconds = time.monotonic() - began
         if not outcome.is_good:
@@ -107,18 +107,14 @@ def run(scenario: sc.Scenario, seed: int) -> Outcome:
     return outcome
 
 
-# ---------------------------------------------------------------------------------------------------
-# Drawing
+# -- Drawing ----------------------------------------------------------------------------------------
 
 
 def draw(seed: int) -> sc.Scenario:
-    """Draws the scenario for a seed."""
     return _Draw(seed).scenario()
 
 
 class _Draw:
-    """Draws the parts of a scenario."""
-
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, Random(f"swarm {seed}")
         # The smaller of two draws, because small swarms find just as much and are cheap.
@@ -145,7 +141,7 @@ class _Draw:
         training = self._training()
         slowest = max((each["times"] for each in training["slow"]), default=1.0)
         return sc.scenario_of(
-            self._with_audits(
+            self._with_moves(
                 {
                     "sentence": f"Drawn from seed {self.seed}.",
                     "nodes": self.nodes,
@@ -161,6 +157,23 @@ class _Draw:
                 }
             )
         )
+
+    def _with_moves(self, table: Table) -> Table:
+        """Lets owners move in some swarms that the run go on as another, and a liar lie about it."""
+        table, rng = self._with_audits(table), Random(f"swarm motions {self.seed}")
+        if rng.random() >= MOVED_SHARE:
+            return table
+        table["protocol"] = rng.choice(PROTOCOLS)
+        for _ in range(rng.randint(1, 3)):
+            at, nodes = round(rng.uniform(0.5 * self.start, self.end), 3), [rng.randrange(self.nodes)]
+            back, ahead = rng.random() < 0.25, rng.choice((2, 8, 30))
+            table["seconds"] += 4.0 * 10.0 * ahead * self.training  # the slowest takes ten times as long
+            table["fault"] += [{"kind": "move", "at": at, "nodes": nodes, "rounds_ahead_max": ahead, "back": back}]
+        table["refusing"] = [rng.randrange(self.nodes)] if rng.random() < 0.2 else []
+        for fault in table["fault"]:
+            if fault["kind"] == "liar" and rng.random() < 0.5:
+                fault["how"] = SUCCESSION_LIE
+        return table
 
     def _with_audits(self, table: Table) -> Table:
         """Lets members audit in some swarms, and a liar lie about it. Drawn apart, or other draws would change."""
@@ -222,8 +235,7 @@ class _Draw:
             return {"admission": admission}
         return {"admission": {**admission, "policy": policy}, "admission_keys": self._some(list(range(self.nodes)))}
 
-    # -----------------------------------------------------------------------------------------------
-    # Faults
+    # -- Faults -------------------------------------------------------------------------------------
 
     def _faults(self) -> list[Table]:
         found: list[Table] = []
@@ -237,9 +249,10 @@ class _Draw:
             found.append({"kind": "crash", "at": round(self.rng.uniform(0.5, self.start), 3), "nodes": self.dead})
         if self.leavers:
             found.append({"kind": "leave", "at": self._span()["at"], "nodes": self.leavers})
-        makers = (
-            self._crash, self._crash_all, self._forget, self._storm, self._partition, self._partition, self._clog,
-            self._lossy, self._lose, self._sleep, self._clock, self._stall, self._slow_disk, self._join,
+        crash, clog, sleep, stall = (partial(self._of_some, kind) for kind in ("crash", "clog", "sleep", "stall"))
+        makers: tuple[Callable[[], Table | None], ...] = (
+            crash, self._crash_all, self._forget, self._storm, self._partition, self._partition, clog, self._lossy,
+            self._lose, sleep, self._clock, stall, self._slow_disk, self._join,
         )  # fmt: skip
         share = self.rng.uniform(0.0, 0.5)
         for make in makers:
@@ -247,8 +260,8 @@ class _Draw:
                 found.append(fault)
         return found
 
-    def _crash(self) -> Table:
-        return {"kind": "crash", **self._span(), "nodes": self._some(self.others)}
+    def _of_some(self, kind: str) -> Table:
+        return {"kind": kind, **self._span(), "nodes": self._some(self.others)}
 
     def _crash_all(self) -> Table:
         return {"kind": "crash", **self._span(), "nodes": self.others}
@@ -272,9 +285,6 @@ class _Draw:
         flap_seconds = self._choice(0.0, 0.0, 1.0, 7.0)
         return {"kind": "partition", **span, "groups": groups, "one_way": one_way, "flap_seconds": flap_seconds}
 
-    def _clog(self) -> Table:
-        return {"kind": "clog", **self._span(), "nodes": self._some(self.others)}
-
     def _lossy(self) -> Table:
         span, loss = self._span(), self._choice(0.2, 0.5, 0.9)
         return {"kind": "lossy", **span, "loss": loss, "duplicate": 0.1, "reorder": 0.2}
@@ -284,16 +294,10 @@ class _Draw:
         lost = self.rng.sample(kinds, self.rng.randint(1, 3))
         return {"kind": "lose", **self._span(), "nodes": self._some(self.others), "messages": lost}
 
-    def _sleep(self) -> Table:
-        return {"kind": "sleep", **self._span(), "nodes": self._some(self.others)}
-
     def _clock(self) -> Table:
         jump, rate = self._choice(0.0, -100.0, 100.0, 3600.0), self._choice(0.9, 1.0, 1.1)
         at, nodes = self._span()["at"], self._some(self.others)
         return {"kind": "clock", "at": at, "nodes": nodes, "jump_seconds": jump, "rate": rate}
-
-    def _stall(self) -> Table:
-        return {"kind": "stall", **self._span(), "nodes": self._some(self.others)}
 
     def _slow_disk(self) -> Table:
         span, nodes = self._span(), self._some(self.others)
@@ -304,8 +308,7 @@ class _Draw:
         return {"kind": "join", "at": self._span()["at"], "count": self.rng.randint(1, 3), "ticket": ticket}
 
 
-# ---------------------------------------------------------------------------------------------------
-# Shrinking
+# -- Shrinking --------------------------------------------------------------------------------------
 
 
 def shrink(scenario: sc.Scenario, seed: int, failures: list[str]) -> tuple[sc.Scenario, list[str]]:
@@ -362,5 +365,6 @@ def without(scenario: sc.Scenario, gone: int) -> sc.Scenario:
         nodes=scenario.nodes - 1,
         fault=changed,
         training=replace(scenario.training, slow=slow),
+        refusing=rest(scenario.refusing),
         admission_keys=rest(scenario.admission_keys) or ([0] if scenario.admission_keys else []),
     )

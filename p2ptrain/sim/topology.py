@@ -20,8 +20,6 @@ REQUEST_BYTES = 100  # size of a request on a stream
 
 
 class Topology:
-    """Connections between all nodes."""
-
     def __init__(self, world: SimWorld, give: Callable[[SimNode, Event], None]) -> None:
         self.world, self.give = world, give
         size = len(self.world.nodes)
@@ -36,7 +34,6 @@ class Topology:
                 self.possible[other].add(index)
 
     def introduce(self, node: SimNode) -> None:
-        """Picks peers for a newcomer."""
         others = [other for other in range(node.index) if not self.world.nodes[other].is_gone]
         found = self.world.rng.sample(others, min(len(others), PEERS_MAX))
         self.possible.append(set(found))
@@ -71,7 +68,7 @@ class Topology:
         elif other.index not in self.connected[one.index]:
             for here, peer in ((one, other), (other, one)):
                 self.connected[here.index].add(peer.index)
-                self.give(here, PeerSeen(peer.key))
+                self.give(here, PeerSeen(peer.key, f"range of {peer.index}"))
 
     def _lose(self, one: SimNode, other: SimNode) -> None:
         if other.index in self.connected[one.index]:

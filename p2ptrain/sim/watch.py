@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from p2ptrain.core.events import Applied, Certified, Effect, Event, MessageReceived, Persist
+from p2ptrain.core.events import Applied, Effect, Event, MessageReceived
 from p2ptrain.core.state import AgreedState
 from p2ptrain.replay import FORMAT, EventLog, Header
-from p2ptrain.sim.ledger import Checker, are_liars
+from p2ptrain.sim.ledger import Checker, are_liars, certified
 from p2ptrain.sim.machine import SimNode, ToSome
-from p2ptrain.sim.setup import Setup
-from p2ptrain.sim.world import SimWorld
+from p2ptrain.sim.world import Setup, SimWorld
 
 SIMULATED = "simulated"  # the kind of signer in the header of an event log
 SWALLOWED_BETWEEN = 512  # messages without effect for each one that checkers see; a check costs several messages
@@ -23,8 +22,6 @@ Observer = Callable[[SimNode, Event, Sequence[Effect | ToSome] | None, float], N
 
 
 class Watch:
-    """The checkers and observers of one simulation."""
-
     def __init__(self, checkers: Sequence[Checker], is_sparing: bool) -> None:
         self.checkers = tuple(checkers)
         self.observers: list[Observer] = []
@@ -61,7 +58,6 @@ class Watch:
                 checker.after(world, node.index, event, effects)  # type: ignore[arg-type]
 
     def said(self, world: SimWorld, node: SimNode, envelope: bytes) -> None:
-        """Shows the checkers a message that an honest node has sent in its own name."""
         for checker in self.checkers:
             checker.said(world, node.index, envelope)
 
@@ -98,4 +94,4 @@ def _is_progress(event: Event, effects: Sequence[Effect | ToSome]) -> bool:
     """Whether a round was decided or applied, or it is time to sample an event that was only taken in."""
     if type(event) is Applied or (type(event) is MessageReceived and not effects):
         return True
-    return any(type(effect) is Persist and type(effect.record) is Certified for effect in effects)
+    return bool(certified(effects))

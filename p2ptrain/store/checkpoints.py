@@ -15,7 +15,6 @@ and was killed before it was corrected.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -27,25 +26,15 @@ import msgspec
 from blake3 import blake3
 from msgspec import Meta, Struct
 
+from p2ptrain import files
 from p2ptrain.core.journal import HistoryVerdict, Journal
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, digest, leaf_digest, piece_count, proves
 from p2ptrain.errors import DataError
-from p2ptrain.files import (
-    PARTIAL_SUFFIX,
-    digest_of,
-    entries,
-    forget,
-    make_directory,
-    read_regular,
-    rename,
-    sync,
-    trouble,
-    write_file,
-)
 
 STAMP_NAME, TRAINER_NAME, STATE_NAME = "checkpoint.json", "trainer.safetensors", "state.bin"
 LEAVES_NAME = "leaves.bin"
 LOOKS_MAX = 8  # attempts to list checkpoints while a running node prunes them
+SPARED_MAX = 2  # open motions to go back for which checkpoints are kept: a member may move as often as it likes
 STAMP_BYTES_MAX = 65_536  # a stamp has 600 bytes
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
@@ -54,7 +43,7 @@ _NAME = re.compile(r"([0-9]{8})-round-[0-9]{1,15}")
 _log = logging.getLogger("p2ptrain.store")
 
 
-FORMAT = "p2ptrain checkpoint 1"
+FORMAT: Literal["p2ptrain checkpoint 1"] = "p2ptrain checkpoint 1"
 
 
 class NewerError(DataError):
@@ -71,15 +60,16 @@ class _AnyStamp(Struct):
 
 
 class FileStamp(Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and digest of one file of a checkpoint."""
-
     bytes: Annotated[int, Meta(ge=0)]
     blake3: Hex
 
+    def check(self, path: Path) -> None:
+        """Reads the file; DataError if it is another."""
+        if files.digest_of(path, self.bytes) != (self.bytes, self.blake3):
+            raise DataError(f"damaged: its digest is not the one in {STAMP_NAME}", path=path)
+
 
 class Stamp(Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `checkpoint.json`."""
-
     format: Literal["p2ptrain checkpoint 1"]
     run: Hex
     round: Annotated[int, Meta(ge=0)]
@@ -92,7 +82,6 @@ class Stamp(Struct, frozen=True, forbid_unknown_fields=True):
     digest: Hex = ""  # the digest of all other fields
 
     def encoded(self) -> bytes:
-        """Encodes the stamp canonically, with its digest."""
         plain = msgspec.json.encode(msgspec.structs.replace(self, digest=""))
         signed = msgspec.structs.replace(self, digest=digest("checkpoint", plain).hex())
         return msgspec.json.format(msgspec.json.encode(signed)) + b"\n"
@@ -103,10 +92,6 @@ class Checkpoint(Struct, frozen=True):
 
     path: Path
     stamp: Stamp
-
-    @property
-    def number(self) -> int:
-        return int(self.path.name[:8])
 
     @property
     def round(self) -> int:
@@ -142,7 +127,7 @@ class Checkpoint(Struct, frozen=True):
         """
         size = self.state_bytes
         try:
-            kept = read_regular(self.path / LEAVES_NAME, DIGEST_BYTES * piece_count(size))
+            kept = files.read_regular(self.path / LEAVES_NAME, DIGEST_BYTES * piece_count(size))
         except DataError as error:
             _log.warning("recomputing the digests of a saved state: %s", error)
             kept = None
@@ -155,31 +140,20 @@ class Checkpoint(Struct, frozen=True):
         """Returns a piece of the agreed weights, unchecked; None if there is no such piece or the file is gone."""
         if not 0 <= index < piece_count(self.state_bytes):
             return None
-        path = self.path / STATE_NAME
-        with trouble(path, "cannot be read"):
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return None
-            try:
-                return os.pread(descriptor, PIECE_BYTES, index * PIECE_BYTES)
-            finally:
-                os.close(descriptor)
+        return files.read_at(self.path / STATE_NAME, index * PIECE_BYTES, PIECE_BYTES)
 
 
 class Checkpoints:
-    """The checkpoints of one node in one run."""
-
     def __init__(self, directory: Path, run_id: bytes) -> None:
         self.directory, self.run_id = directory, run_id
         self.damaged: set[Path] = set()  # damaged checkpoints that this process has found
 
     def tidy(self) -> None:
         """Makes the directory, and removes incomplete checkpoints after a crash. Call it before writing."""
-        make_directory(self.directory)
-        for path in entries(self.directory):
-            if path.name.endswith(PARTIAL_SUFFIX):
-                forget(path)
+        files.make_directory(self.directory)
+        for path in files.entries(self.directory):
+            if path.name.endswith(files.PARTIAL_SUFFIX):
+                files.forget(path)
 
     def write(
         self,
@@ -198,34 +172,29 @@ class Checkpoints:
         to the root"""
         made = max((int(path.name[:8]) for path in self._directories()), default=0) + 1
         path = self.directory / f"{made:08d}-round-{number}"
-        partial = path.with_name(path.name + PARTIAL_SUFFIX)
-        forget(partial)
-        with trouble(path), ThreadPoolExecutor(1, "digest") as beside:  # computes digests while the disk writes
-            try:
-                make_directory(partial)
-                state_digest = beside.submit(lambda: blake3(weights).hexdigest())
-                save(partial / TRAINER_NAME)
-                trainer_digest = beside.submit(digest_of, partial / TRAINER_NAME)
-                sync(partial / TRAINER_NAME)
-                write_file(partial / STATE_NAME, weights)
-                stamp = Stamp(
-                    format="p2ptrain checkpoint 1",
-                    run=self.run_id.hex(),
-                    round=number,
-                    branch=branch.hex(),
-                    head=head.hex(),
-                    root=root.hex(),
-                    trained=trained,
-                    trainer=FileStamp(*trainer_digest.result()),
-                    state=FileStamp(memoryview(weights).nbytes, state_digest.result()),
-                )
-                if leaves:
-                    write_file(partial / LEAVES_NAME, leaves)
-                write_file(partial / STAMP_NAME, stamp.encoded())
-                sync(partial)
-                rename(partial, path)
-            finally:
-                forget(partial)
+        with (
+            files.new_directory(path) as partial,
+            ThreadPoolExecutor(1, "digest") as beside,
+        ):  # digests meanwhile
+            state_digest = beside.submit(lambda: blake3(weights).hexdigest())
+            save(partial / TRAINER_NAME)
+            trainer_digest = beside.submit(files.digest_of, partial / TRAINER_NAME)
+            files.sync(partial / TRAINER_NAME)
+            files.write_file(partial / STATE_NAME, weights)
+            stamp = Stamp(
+                format=FORMAT,
+                run=self.run_id.hex(),
+                round=number,
+                branch=branch.hex(),
+                head=head.hex(),
+                root=root.hex(),
+                trained=trained,
+                trainer=FileStamp(*trainer_digest.result()),
+                state=FileStamp(memoryview(weights).nbytes, state_digest.result()),
+            )
+            if leaves:
+                files.write_file(partial / LEAVES_NAME, leaves)
+            files.write_file(partial / STAMP_NAME, stamp.encoded())
         return Checkpoint(path, self._stamp(path))
 
     def found(self) -> list[Checkpoint | DataError]:
@@ -234,8 +203,7 @@ class Checkpoints:
             found = {path: self._look(path) for path in self._directories()}
             if found.keys() <= {*self._directories()}:
                 break  # otherwise a running node has just removed some
-        errors = {path: each for path, each in found.items() if isinstance(each, DataError)}
-        self.damaged |= {path for path, error in errors.items() if not isinstance(error, NewerError)}
+        self.damaged |= {path for path, each in found.items() if not isinstance(each, Checkpoint | NewerError)}
         return [*found.values()]
 
     def _look(self, path: Path) -> Checkpoint | DataError:
@@ -256,42 +224,27 @@ class Checkpoints:
 
     def verify(self, checkpoint: Checkpoint) -> str | None:
         """Reads both files and returns why the checkpoint cannot be used; None if it is undamaged."""
-        why = self._damage_of(checkpoint)
-        if why is not None:
+        try:
+            if checkpoint.stamp.trainer.blake3:  # a backup has none
+                checkpoint.stamp.trainer.check(checkpoint.trainer_path)
+            checkpoint.stamp.state.check(checkpoint.path / STATE_NAME)
+        except DataError as error:
             self.damaged.add(checkpoint.path)
-        return why
-
-    def _damage_of(self, checkpoint: Checkpoint) -> str | None:
-        for name, stamp in ((TRAINER_NAME, checkpoint.stamp.trainer), (STATE_NAME, checkpoint.stamp.state)):
-            path = checkpoint.path / name
-            try:
-                found = digest_of(path, stamp.bytes)
-            except DataError as error:
-                return str(error)
-            if found != (stamp.bytes, stamp.blake3):
-                return f"{path}: damaged: its digest is not the one in {STAMP_NAME}"
+            return str(error)
         return None
 
     def export(self, checkpoint: Checkpoint, target: Path, beside: Mapping[str, bytes]) -> None:
         """Copies a checkpoint to a new directory, with the files in `beside`, and verifies the copy."""
         if target.exists():
             raise DataError("already exists", path=target)
-        partial = target.with_name(target.name + PARTIAL_SUFFIX)
-        forget(partial)
-        with trouble(target):
-            try:
-                make_directory(partial)
-                for name in (TRAINER_NAME, STATE_NAME, STAMP_NAME):
-                    shutil.copyfile(checkpoint.path / name, partial / name)
-                    sync(partial / name)
-                for name, content in beside.items():
-                    write_file(partial / name, content)
-                if why := self.verify(Checkpoint(partial, checkpoint.stamp)):
-                    raise DataError(why)
-                sync(partial)
-                rename(partial, target)
-            finally:
-                forget(partial)
+        with files.new_directory(target) as partial:
+            for name in (TRAINER_NAME, STATE_NAME, STAMP_NAME):
+                shutil.copyfile(checkpoint.path / name, partial / name)
+                files.sync(partial / name)
+            for name, content in beside.items():
+                files.write_file(partial / name, content)
+            if why := self.verify(Checkpoint(partial, checkpoint.stamp)):
+                raise DataError(why)
 
     def newest(self, journal: Journal) -> Checkpoint | None:
         """Returns the newest undamaged checkpoint on the saved history, after reading it completely.
@@ -310,34 +263,50 @@ class Checkpoints:
 
     def prune(self, kept: int, journal: Journal) -> None:
         """Removes all checkpoints but the newest `kept`, the newest `kept` on the saved history (the others' branch may
-        have lost), and the newest certified one (later ones may turn out wrong)."""
+        have lost), the newest certified one (later ones may turn out wrong), and those that a successor may begin with:
+        of several motions to go back, those with most assents (core/succession.py). What cannot be read stays."""
         paths = self._directories()  # listed first, so that a checkpoint that another thread finishes now stays
-        found = self.present()
+        looked = self.found()
+        found = [each for each in looked if isinstance(each, Checkpoint)]
         judged = [(each, each.judged_by(journal)) for each in found]
         ours = [each for each, judgement in judged if judgement.is_on_history]
         certified = [each for each, judgement in judged if judgement.is_certified]
         keep: set[Path | None] = {each.path for each in (*found[-kept:], *ours[-kept:], *certified[-1:])}
-        keep |= {each.path for each in self.found() if isinstance(each, NewerError)}
+        keep |= {each.path for each in looked if isinstance(each, NewerError)}
+        keep |= {each.path.parent for each in looked if isinstance(each, files.DiskError) and each.path}
+        here = journal.state.succession
+        moved = sorted(
+            (each for each in here.motions if each.goes_back), key=lambda motion: -here.assents_to(motion.name)
+        )
+        roots = {motion.root for motion in (*moved[:SPARED_MAX], *([here.decided] if here.decided else []))}
+        keep |= {each.path for each in found if each.root in roots}
         for path in paths:
             if path not in keep:
-                forget(path)
+                files.forget(path)
 
     def _directories(self) -> list[Path]:
-        return [path for path in entries(self.directory) if _NAME.fullmatch(path.name)]
+        return [path for path in files.entries(self.directory) if _NAME.fullmatch(path.name)]
 
     def _stamp(self, directory: Path) -> Stamp:
         stamp = read_stamp(directory)
         if stamp.run != self.run_id.hex():
             raise DataError(f"belongs to another run ({stamp.run})", path=directory / STAMP_NAME)
+        if not stamp.trainer.blake3:
+            raise DataError("from a backup, without a trainer: no node goes on from it", path=directory)
         return stamp
 
 
 def read_stamp(directory: Path) -> Stamp:
     """Reads the stamp of a checkpoint, whichever run it belongs to."""
-    path = directory / STAMP_NAME
-    content = read_regular(path, STAMP_BYTES_MAX)
+    content = files.read_regular(directory / STAMP_NAME, STAMP_BYTES_MAX)
     if content is None:
-        raise DataError("missing, or not a checkpoint file", path=path)
+        raise DataError("missing, or not a checkpoint file", path=directory / STAMP_NAME)
+    return decode_stamp(content, directory)
+
+
+def decode_stamp(content: bytes, directory: Path) -> Stamp:
+    """Decodes the content of a stamp; DataError if it is damaged, or a later release's."""
+    path = directory / STAMP_NAME
     try:
         if _is_newer(content):
             raise NewerError(directory)

@@ -22,9 +22,10 @@ from msgspec import Meta, Struct
 
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
-from p2ptrain.files import read, sync, trouble, write_all, write_atomically
+from p2ptrain.files import opened, read, sync, trouble, write_all, write_atomically
 from p2ptrain.share import PassSlots, Share
 from p2ptrain.store.formats import refuse_newer
+from p2ptrain.system import fsync
 
 ENTRIES_MAX = 1_024  # trainings; beyond it, the older half is dropped
 OUTSTANDING_MAX = 128  # contributions whose exact values the trainer keeps
@@ -83,22 +84,18 @@ class Diary:
             write_atomically(path, whole)
 
     def note(self, entry: Trained) -> None:
-        """Appends an entry durably."""
         if len(self.entries) >= ENTRIES_MAX:  # the older half matters only to the oldest checkpoints
             self.forget(self.entries[ENTRIES_MAX // 2].number)
         with trouble(self.path):
             is_new = not self.path.exists()
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            try:
+            with opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
                 size = os.fstat(descriptor).st_size
                 try:
                     write_all(descriptor, _encoded(entry))
-                    os.fsync(descriptor)
+                    fsync(descriptor)
                 except OSError:
                     os.ftruncate(descriptor, size)  # half a line would hide the lines after it
                     raise
-            finally:
-                os.close(descriptor)
             if is_new:
                 sync(self.path.parent)
         self.entries.append(entry)

@@ -1,4 +1,4 @@
-"""The format version of small JSON files and lines: a field `format`, omitted if it is 1."""
+"""Refuses formats of later releases. Small JSON files and lines have theirs in a field `format`, omitted if it is 1."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ VERSION = 1
 
 
 class _AnyVersion(Struct):
-    """The version field; all other content is ignored."""
-
     format: int = VERSION
 
 
@@ -24,7 +22,11 @@ def refuse_newer(path: Path, content: bytes) -> None:
         found = msgspec.json.decode(content, type=_AnyVersion).format
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
-    if found > VERSION:
-        raise DataError(
-            f"has format {found}, and this p2ptrain reads up to {VERSION}", path=path, fix="Update p2ptrain"
-        )
+    refuse_version(path, found, VERSION)
+
+
+def refuse_version(path: Path, found: int, known: int) -> None:
+    """Raises DataError if this version of a file's format is a later release's."""
+    if found > known:
+        what = f"has format {found}, and this p2ptrain reads up to {known}"
+        raise DataError(what, path=path, fix="Update p2ptrain")

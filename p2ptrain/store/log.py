@@ -16,27 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from p2ptrain import files
 from p2ptrain.core.events import Record, Said
 from p2ptrain.core.journal import Journal
 from p2ptrain.core.messages import Message, decode
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError, RemoteProtocolError
-from p2ptrain.files import (
-    PARTIAL_SUFFIX,
-    DiskError,
-    cut,
-    entries,
-    forget,
-    listed,
-    make_directory,
-    read,
-    read_regular,
-    rename,
-    trouble,
-    write_all,
-    write_file,
-)
 from p2ptrain.store.segment import FRAME_BYTES, Snapshot, damaged, decoded, encoded, frame, frames_of, header
+from p2ptrain.system import fsync
 
 SEGMENT_BYTES = (
     16 * 2**20
@@ -67,12 +54,12 @@ class Log:
         self._descriptor = -1
         self._is_torn = False  # a write has failed, and its partial data must be cut off
         self._is_lost = False  # the segment's state on the disk is unknown, so a new segment is needed
-        make_directory(directory)
-        found = self._segments()
+        files.make_directory(directory)
+        found = [path for path in files.entries(directory) if _SEGMENT.fullmatch(path.name)]
         if found:
-            self._open(found)
+            self._open(found[-1])
         else:
-            with trouble(directory):
+            with files.trouble(directory):
                 self._begin_segment()
 
     @property
@@ -84,8 +71,7 @@ class Log:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    # -----------------------------------------------------------------------------------------------
-    # Writing
+    # -- Writing ------------------------------------------------------------------------------------
 
     def append(self, records: Sequence[Record]) -> None:
         """Appends records durably: once it returns, they survive a power cut; if it raises, none was appended."""
@@ -94,8 +80,12 @@ class Log:
         journal, frames = self.journal.copy(), []
         for record in records:
             journal.write(record, read_own(record.envelope) if isinstance(record, Said) else None)
-        with trouble(self.path):
-            self._mend()
+        with files.trouble(self.path):
+            if self._is_lost:
+                self._begin_segment()
+            elif self._is_torn:
+                files.cut(self.path, self.size)
+            self._is_torn = False
             at = self.size
             for record in records:
                 frames.append(frame(self.number, at, encoded(record)))
@@ -107,25 +97,17 @@ class Log:
 
     def _write(self, content: bytes) -> None:
         self._is_torn = True
-        write_all(self._descriptor, content)
+        files.write_all(self._descriptor, content)
         self._is_lost = True  # a later sync would not write the data that this one dropped
-        os.fsync(self._descriptor)
+        fsync(self._descriptor)
         self._is_torn = self._is_lost = False
-
-    def _mend(self) -> None:
-        """Cuts off the partial data of a failed append."""
-        if self._is_lost:
-            self._begin_segment()
-        elif self._is_torn:
-            cut(self.path, self.size)
-        self._is_torn = False
 
     def _compact(self) -> None:
         """Begins a new segment; if that fails, the old one keeps growing."""
         try:
-            with trouble(self.directory):
+            with files.trouble(self.directory):
                 self._begin_segment()
-        except DiskError as error:
+        except files.DiskError as error:
             self.limit = self.size + SEGMENT_BYTES
             _log.warning("log not compacted: %s", error)
 
@@ -135,15 +117,15 @@ class Log:
         head = header(number)
         snapshot = Snapshot(self.journal.saved_at(0, b""), self.is_forgetful)
         content = head + frame(number, len(head), encoded(snapshot))
-        partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        partial = path.with_name(path.name + files.PARTIAL_SUFFIX)
         try:
-            write_file(partial, content)
+            files.write_file(partial, content)
         except OSError:
-            forget(partial)
+            files.forget(partial)
             raise
         # From here on the new segment may have its name and be read instead of the old one: there is no way back.
         self._is_lost, self.number = True, number
-        rename(partial, path)
+        files.rename(partial, path)
         self._use(path, len(content), len(content))
         self._is_lost = False
         self._forget_others()
@@ -154,37 +136,30 @@ class Log:
         self.size, self.limit = size, max(SEGMENT_BYTES, 2 * snapshot_bytes)
 
     def _forget_others(self) -> None:
-        for path in entries(self.directory):
-            if _SEGMENT.fullmatch(path.name.removesuffix(PARTIAL_SUFFIX)) and path != self.path:
-                forget(path)
+        for path in files.entries(self.directory):
+            if _SEGMENT.fullmatch(path.name.removesuffix(files.PARTIAL_SUFFIX)) and path != self.path:
+                files.forget(path)
 
-    # -----------------------------------------------------------------------------------------------
-    # Reading
+    # -- Reading ------------------------------------------------------------------------------------
 
     def _path_of(self, number: int) -> Path:
         return self.directory / f"{number:08d}.log"
 
-    def _segments(self) -> list[int]:
-        names = [path.name for path in entries(self.directory)]
-        return [int(name[:8]) for name in names if _SEGMENT.fullmatch(name)]
-
-    def _open(self, found: list[int]) -> None:
-        self.number = found[-1]
-        data = read(self.path) or b""
-        segment = _folded(self.path, data, self.journal.kept, self.journal.staleness)
+    def _open(self, path: Path) -> None:
+        self.number = int(path.name[:8])
+        data = files.read(path) or b""
+        segment = _folded(path, data, self.journal.kept, self.journal.staleness)
         self.journal, self.is_forgetful, end = segment.journal, segment.is_forgetful, segment.end
         if end < len(data):
-            _log.warning("end of the log cut off: path %s, offset %s, bytes %s", self.path, end, len(data) - end)
-            cut(self.path, end)
-        with trouble(self.path):
-            self._use(self.path, end, segment.snapshot_bytes)
+            _log.warning("end of the log cut off: path %s, offset %s, bytes %s", path, end, len(data) - end)
+            files.cut(path, end)
+        with files.trouble(path):
+            self._use(path, end, segment.snapshot_bytes)
         self._forget_others()
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """The result of reading a segment."""
-
     journal: Journal
     is_forgetful: bool
     end: int  # where the complete frames end
@@ -212,10 +187,10 @@ def _folded(path: Path, data: bytes, kept: int, staleness: int = 0) -> _Segment:
 def newest_segment(directory: Path) -> tuple[Path, bytes] | None:
     """Reads a node's newest segment without locking, also while the node writes; None if there is no log."""
     for _ in range(READ_TIMES):
-        segments = [path for path, _ in listed(directory, NAMES_MAX) if _SEGMENT.fullmatch(path.name)]
+        segments = [path for path, _ in files.listed(directory, NAMES_MAX) if _SEGMENT.fullmatch(path.name)]
         if not segments:
             return None
-        data = read_regular(segments[-1], READ_BYTES_MAX)
+        data = files.read_regular(segments[-1], READ_BYTES_MAX)
         if data is not None:
             return segments[-1], data
     raise DataError("changes faster than it can be read", path=directory, fix="Try again, or stop the node first")

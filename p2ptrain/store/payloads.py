@@ -8,7 +8,6 @@ checked on reading; a damaged file counts as missing.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 from collections import OrderedDict
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from p2ptrain.core.messages import payload_digest
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_count
-from p2ptrain.files import entries, forget, make_directory, read, replace_file, sync, trouble
+from p2ptrain.files import entries, forget, make_directory, read, read_at, replace_file, sync, trouble
 
 MEMORY_BYTES = 256 * 2**20  # a round of 256 contributions of 1 MB; a guess at what a laptop can spare
 
@@ -90,15 +89,20 @@ class PayloadStore:
                 self._memory.move_to_end(name)
                 return content
         path = self._path_of(name)
-        content = read(path)
-        if content is not None and payload_digest(content) != name:
-            _log.warning("removed a damaged payload: path %s", path)
-            with self._lock:
-                self.damaged += 1
-                forget(path)
-                self._lasting.discard(name)
-                self._spilled.discard(name)
-            return None
+        content = None
+        try:
+            content = read(path)
+            if content is not None and payload_digest(content) != name:
+                content = None
+                _log.warning("removed a damaged payload: path %s", path)
+                with self._lock:
+                    self.damaged += 1
+                    forget(path)
+        finally:
+            if content is None:  # so that `put` takes it again
+                with self._lock:
+                    self._lasting.discard(name)
+                    self._spilled.discard(name)
         return content
 
     def read_piece(self, name: bytes, index: int) -> bytes | None:
@@ -110,16 +114,7 @@ class PayloadStore:
         content = self._memory.get(name)
         if content is not None:
             return content[start : start + PIECE_BYTES]
-        path = self._path_of(name)
-        with trouble(path, "cannot be read"):
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:  # pruned just now
-                return None
-            try:
-                return os.pread(descriptor, PIECE_BYTES, start)
-            finally:
-                os.close(descriptor)
+        return read_at(self._path_of(name), start, PIECE_BYTES)
 
     def size(self, name: bytes) -> int | None:
         content = self._memory.get(name)
@@ -136,7 +131,6 @@ class PayloadStore:
         return self.size(name) is not None
 
     def names(self) -> set[bytes]:
-        """Returns the names of the payloads that this process has stored."""
         with self._lock:
             return {*self._memory, *self._lasting, *self._spilled}
 

@@ -16,9 +16,7 @@ shown as a figure. The names are defined in observe/schema.py. The version is al
 has written the file only if both places agree, and then this one must not touch it. If only one of them differs, a bit
 has flipped, which must not prevent a start.
 
-A round that was taken over with a state has no row. Rows are written every five seconds, peers' counts once a minute;
-up to 1,000 rounds wait in memory while the disk takes none. The file keeps 100,000 rounds and 256 MiB, 4,096 peers
-and 1,024 addresses.
+The file keeps 100,000 rounds and 256 MiB, 4,096 peers and 1,024 addresses.
 
 One thread writes at a time; readers open the file read-only, even while others write.
 """
@@ -31,6 +29,8 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from msgspec import Struct
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
 from p2ptrain.files import fix_of, forget
+from p2ptrain.store.formats import refuse_version
 
 RECORDS_NAME, DAMAGED_SUFFIX = "records.sqlite", ".damaged"
 VERSION = 1  # of the format
@@ -51,11 +52,15 @@ BYTES_MAX = 2**28  # size of the file: 100,000 rounds of 50 contributors, or 7,0
 PRUNE_WRITES = 64  # writes between checks of these bounds
 WAL_PAGES = 256  # sqlite checkpoints its WAL after this many pages: 1 MB
 WAL_BYTES_MAX = 2**20  # the WAL is then truncated to this; it grows larger while a reader needs older pages
+# The file is at fault: it is corrupt, not an sqlite file, or has different tables.
+DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 BUSY_SECONDS = 2.0  # how long a writer waits for another, which should not exist
 
 _log = logging.getLogger("p2ptrain.store")
 T = TypeVar("T")
 Row = dict[str, Any]
+_ROUND_COLUMNS, _PEER_COLUMNS = itemgetter("branch", "round", "applied_at"), itemgetter("peer", "changed_at")
+_text = partial(bytes.decode, errors="replace")
 ROUND, PEER, MINE = "RoundRecord", "PeerRecord", "Mine"  # the domains of the rows' digests
 
 _SCHEMA = """
@@ -75,16 +80,12 @@ PRAGMA user_version = {VERSION};
 
 
 class Batch(Struct, frozen=True):
-    """Rows to be written in one transaction."""
-
     rounds: Sequence[Row] = ()
     peers: Sequence[Row] = ()
     mine: Row | None = None
 
 
 class SavedRows(Struct, frozen=True):
-    """The rows that are read at a start."""
-
     rounds: Sequence[Row] = ()  # the latest rounds, newest last
     peers: Sequence[Row] = ()  # least recently changed first
     mine: Row = msgspec.field(default_factory=dict)
@@ -106,20 +107,17 @@ class Records:
         with self._lock:
             self._close()
 
-    # -----------------------------------------------------------------------------------------------
-    # Rounds, peers, and mine
-
     def write(self, batch: Batch) -> None:
         """Writes all rows or none. Existing rounds stay as they are, because a restart applies some rounds again."""
 
         def work(connection: sqlite3.Connection) -> None:
             connection.executemany(
                 "INSERT OR IGNORE INTO rounds (branch, round, applied_at, record, digest) VALUES (?, ?, ?, ?, ?)",
-                [(*_of(each, "branch", "round", "applied_at"), *_packed(ROUND, each)) for each in batch.rounds],
+                [(*_ROUND_COLUMNS(each), *_packed(ROUND, each)) for each in batch.rounds],
             )
             connection.executemany(
                 "INSERT OR REPLACE INTO peers VALUES (?, ?, ?, ?)",
-                [(*_of(each, "peer", "changed_at"), *_packed(PEER, each)) for each in batch.peers],
+                [(*_PEER_COLUMNS(each), *_packed(PEER, each)) for each in batch.peers],
             )
             if batch.mine is not None:
                 connection.execute("INSERT OR REPLACE INTO mine VALUES (1, ?, ?)", _packed(MINE, batch.mine))
@@ -141,15 +139,10 @@ class Records:
 
         return self._read(work, SavedRows())
 
-    # -----------------------------------------------------------------------------------------------
-    # Addresses
-
     def addresses(self) -> list[str]:
-        """Returns the remembered addresses, best first."""
         return self._read(_addresses_in, [])
 
     def remember(self, addresses: Sequence[str]) -> None:
-        """Replaces the remembered addresses."""
         kept = [each for each in dict.fromkeys(addresses) if len(each) <= ADDRESS_LENGTH_MAX][:ADDRESSES_MAX]
 
         def work(connection: sqlite3.Connection) -> None:
@@ -161,8 +154,7 @@ class Records:
 
         self._do("written", work)
 
-    # -----------------------------------------------------------------------------------------------
-    # The file
+    # -- The file -----------------------------------------------------------------------------------
 
     def _read(self, work: Callable[[sqlite3.Connection], T], nothing: T) -> T:
         if not self.path.exists():
@@ -177,12 +169,12 @@ class Records:
         """Runs `work` in one transaction. If the file is damaged, moves it aside and runs it on a new one."""
         with self._lock:
             try:
-                return self._attempt(work)
-            except sqlite3.Error as error:
-                if not _is_damage(error):
-                    raise _RecordsError(self.path, done, error) from error
-                self._move_aside(error)
-            try:
+                try:
+                    return self._attempt(work)
+                except sqlite3.Error as error:
+                    if _code_of(error) not in DAMAGE:
+                        raise
+                    self._move_aside(error)
                 return self._attempt(work)
             except sqlite3.Error as error:
                 raise _RecordsError(self.path, done, error) from error
@@ -240,26 +232,30 @@ _ERRNO = {
 def read_rounds(directory: Path, count: int) -> list[Row]:
     """Returns the last rounds of the run in this directory, newest last, even while its daemon writes."""
     path = directory / RECORDS_NAME
-    if not path.exists():
-        return []
-    try:
-        with closing(_opened_to_read(path)) as connection:
-            return _rounds_in(connection, count, path)
-    except sqlite3.Error as error:
-        raise _RecordsError(path, "read", error) from error
+    return _look(path, lambda connection: _rounds_in(connection, count, path))
 
 
 def remembered_peers(directory: Path) -> list[str]:
     """Returns the remembered addresses of this directory's run, best first; empty if they cannot be read."""
-    path = directory / RECORDS_NAME
+    try:
+        return _look(directory / RECORDS_NAME, _addresses_in)
+    except DataError as error:
+        _log.warning("cannot read remembered addresses: %s", error)
+        return []
+
+
+def _look(path: Path, work: Callable[[sqlite3.Connection], list[T]]) -> list[T]:
+    """Reads from the file of a node that may be writing it; empty if there is none."""
     if not path.exists():
         return []
     try:
-        with closing(_opened_to_read(path)) as connection:
-            return _addresses_in(connection)
-    except (sqlite3.Error, DataError) as error:
-        _log.warning("cannot read remembered addresses: path %s, why %s", path, error)
-        return []
+        place = f"{path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(place, timeout=BUSY_SECONDS, uri=True)) as connection:
+            connection.text_factory = _text
+            _versions_of(connection, path)
+            return work(connection)
+    except sqlite3.Error as error:
+        raise _RecordsError(path, "read", error) from error
 
 
 def _opened(path: Path) -> sqlite3.Connection:
@@ -289,17 +285,6 @@ def _opened(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _opened_to_read(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", timeout=BUSY_SECONDS, uri=True)
-    try:
-        connection.text_factory = _text
-        _versions_of(connection, path)
-    except (sqlite3.Error, DataError):
-        connection.close()
-        raise
-    return connection
-
-
 def _versions_of(connection: sqlite3.Connection, path: Path) -> tuple[int, int]:
     """Returns the versions in the header and the table, or 0 where missing. Raises DataError if both are newer."""
     header: int = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -309,25 +294,13 @@ def _versions_of(connection: sqlite3.Connection, path: Path) -> tuple[int, int]:
         raise sqlite3.DatabaseError("its tables have damaged names") from error
     row = connection.execute("SELECT version FROM format").fetchone() if has_table else None
     table = row[0] if row and isinstance(row[0], int) else 0
-    if min(header, table) > VERSION:
-        raise DataError(
-            f"has format {table}, and this p2ptrain reads up to {VERSION}", path=path, fix="Update p2ptrain"
-        )
+    refuse_version(path, min(header, table), VERSION)
     return header, table
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode(errors="replace")
 
 
 def _code_of(error: sqlite3.Error) -> int:
     """Returns sqlite's primary error code, without the extension."""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    """Whether the file is at fault: not an sqlite file, corrupt, or with different tables."""
-    return _code_of(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 def _addresses_in(connection: sqlite3.Connection) -> list[str]:
@@ -337,10 +310,6 @@ def _addresses_in(connection: sqlite3.Connection) -> list[str]:
 def _rounds_in(connection: sqlite3.Connection, count: int, path: Path) -> list[Row]:
     rows = connection.execute("SELECT record, digest FROM rounds ORDER BY id DESC LIMIT ?", (count,))
     return [*_unpacked(rows, ROUND, path)][::-1]
-
-
-def _of(row: Row, *names: str) -> tuple[Any, ...]:
-    return tuple(row[name] for name in names)
 
 
 def _packed(kind: str, row: Row) -> tuple[bytes, bytes]:
@@ -353,7 +322,6 @@ def _digest_of(kind: str, encoded: bytes) -> bytes:
 
 
 def _unpacked(rows: Iterable[tuple[bytes, bytes]], kind: str, path: Path) -> Iterator[Row]:
-    """Yields the rows whose digest is right."""
     decoder, lost = msgspec.msgpack.Decoder(Row), 0
     for encoded, name in rows:
         if isinstance(encoded, bytes) and _digest_of(kind, encoded) == name:
@@ -365,7 +333,6 @@ def _unpacked(rows: Iterable[tuple[bytes, bytes]], kind: str, path: Path) -> Ite
 
 
 def _prune(connection: sqlite3.Connection) -> None:
-    """Deletes the oldest rows beyond the bounds."""
     connection.execute("DELETE FROM rounds WHERE id <= (SELECT max(id) FROM rounds) - ?", (ROUNDS_MAX,))
     connection.execute(
         "DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM peers ORDER BY changed_at DESC LIMIT ?)", (PEERS_MAX,)

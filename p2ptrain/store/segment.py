@@ -21,6 +21,7 @@ from msgspec import Struct
 from p2ptrain.core.events import Record, Saved
 from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
+from p2ptrain.store.formats import refuse_version
 
 VERSION = 1
 RECORD_BYTES_MAX = 2**31  # the largest is a snapshot of 65,536 rounds of a large swarm
@@ -44,12 +45,10 @@ _DECODER: msgspec.msgpack.Decoder[Record | Snapshot] = msgspec.msgpack.Decoder(R
 
 
 def encoded(what: Record | Snapshot) -> bytes:
-    """Encodes the body of a frame."""
     return _ENCODER.encode(what)
 
 
 def decoded(path: Path, at: int, body: bytes) -> Record | Snapshot:
-    """Decodes the body of the frame at an offset of a segment."""
     try:
         return _DECODER.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -65,7 +64,6 @@ def _header_digest(number: int, version: int) -> bytes:
 
 
 def frame(number: int, at: int, body: bytes) -> bytes:
-    """Frames a body for an offset of a segment."""
     assert len(body) < RECORD_BYTES_MAX, "a record is within its bound"
     name = digest("log record", body)[:8]
     return _FRAME.pack(len(body), name, _frame_digest(number, at, len(body), name)) + body
@@ -81,10 +79,7 @@ def frames_of(path: Path, number: int, data: bytes) -> tuple[list[tuple[int, byt
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
         raise damaged(path, 0, "not the beginning of a log")
     _, version, name = _HEADER.unpack_from(data)
-    if version > VERSION:
-        raise DataError(
-            f"has format {version}, and this p2ptrain reads up to {VERSION}", path=path, fix="Update p2ptrain"
-        )
+    refuse_version(path, version, VERSION)
     if name != _header_digest(number, version):
         raise damaged(path, 0, "its header has changed since it was written")
     bodies, at = [], _HEADER.size

@@ -1,7 +1,9 @@
 """The store: all data of one identity in one run, in one locked directory.
 
     run.json       the run's config, in its canonical encoding
-    said.json      what the file of a run begun here said (node/begun.py)
+    said.json      what the file of a run begun here said (node/home.py)
+    origin         how the run before ended, if this one follows another (core/origin.py)
+    successor      the id of the run to which this node has gone over (node/heirs.py)
     identity       the public key of the node that owns the directory
     wal/           the write-ahead log (log.py)
     payloads/      contributions that the history or our own messages refer to (payloads.py)
@@ -26,9 +28,10 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Certified, Record, Said, Saved
 from p2ptrain.core.history import Entry
 from p2ptrain.core.journal import Journal
+from p2ptrain.core.origin import ORIGIN_BYTES_MAX, Descent, decode_origin, first_state
 from p2ptrain.core.state import AgreedState
-from p2ptrain.errors import DataError
-from p2ptrain.files import make_directory, read, write_atomically
+from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.files import make_directory, read, read_regular, write_atomically
 from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
 from p2ptrain.store.diary import Diary
 from p2ptrain.store.lock import Lock, beside
@@ -37,10 +40,29 @@ from p2ptrain.store.mismatches import Mismatches
 from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.records import RECORDS_NAME, Records
 
-CHECKPOINTS_NAME = "checkpoints"
+CHECKPOINTS_NAME, ORIGIN_NAME = "checkpoints", "origin"
+ORIGIN_FIX = "Move it away: at the next start it comes from a peer"
 SPOKEN_SUFFIX = ".spoken"  # suffix of a directory beside the key, with a file for each run
 
 _log = logging.getLogger("p2ptrain.store")
+
+
+def origin_in(directory: Path) -> Descent | None:
+    """Returns where the run of a directory comes from; None if that is not there."""
+    path = directory / ORIGIN_NAME
+    if (encoded := read_regular(path, ORIGIN_BYTES_MAX)) is None:
+        return None
+    try:
+        return decode_origin(encoded)
+    except RemoteProtocolError as error:
+        raise DataError(error.why, path=path, fix=ORIGIN_FIX) from error
+
+
+def beginning(directory: Path, run: RunConfig) -> AgreedState:
+    try:
+        return first_state(run, origin_in(directory))
+    except RemoteProtocolError as error:
+        raise DataError(error.why, path=directory / ORIGIN_NAME, fix=ORIGIN_FIX) from error
 
 
 class PayloadLostError(DataError):
@@ -114,9 +136,6 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -----------------------------------------------------------------------------------------------
-    # Starting
-
     @property
     def is_forgetful(self) -> bool:
         """Whether this identity has sent messages in this run, has lost them, and has persisted nothing since."""
@@ -131,23 +150,16 @@ class Store:
         return self.checkpoints.newest(self.journal)
 
     def saved(self, checkpoint: Checkpoint | None) -> Saved:
-        """Returns the saved state for `Started`, once the trainer has loaded this checkpoint."""
-        first = self.genesis
-        number, root = (first.round, first.root) if checkpoint is None else (checkpoint.round, checkpoint.root)
-        self._name_lost(number)
-        return self.journal.saved_at(number, root)
+        """Returns the saved state for `Started`, once the trainer has loaded this checkpoint.
 
-    def _name_lost(self, number: int) -> None:
-        """Logs the payloads that are missing for a start from this round; the node waits until a peer sends them."""
-        lost = sorted(name for name in self.journal.payloads_after(number) if name not in self.payloads)
+        Logs the payloads that are missing; the node waits until a peer sends them.
+        """
+        begun = checkpoint or self.genesis
+        lost = sorted(name for name in self.journal.payloads(begun.round) if name not in self.payloads)
         if lost:
-            first = str(self.payloads.directory / lost[0].hex())
-            _log.warning(
-                "payloads needed to continue are missing; peers may have them: count %s, first %s", len(lost), first
-            )
-
-    # -----------------------------------------------------------------------------------------------
-    # Writing
+            what = "payloads needed to continue are missing; peers may have them: count %s, first %s"
+            _log.warning(what, len(lost), self.payloads.directory / lost[0].hex())
+        return self.journal.saved_at(begun.round, begun.root)
 
     def write(self, records: Sequence[Record]) -> None:
         """Writes records durably, after the payloads that they depend on. Raises DataError if none was written."""
@@ -166,7 +178,7 @@ class Store:
 
         Called every few rounds; also writes out payloads that arrived after their round was decided.
         """
-        needed = self.journal.payloads
+        needed = self.journal.payloads()
         self.payloads.keep(self.payloads.fleeting(needed))
         self.payloads.prune(needed.union(payloads), known)
         self.checkpoints.prune(self.checkpoints_kept, self.journal)

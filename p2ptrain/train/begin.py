@@ -29,7 +29,7 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.root import octets, state_root
 from p2ptrain.files import read_regular
 from p2ptrain.models.adapters import FrozenBase, base_file, base_tensors, make_base, read_base
-from p2ptrain.models.kinds import by_name, first_model, named_shapes, shapes_digest, without_adapters
+from p2ptrain.models.kinds import by_name, first_model, named_shapes, parameter_count, shapes_digest, without_adapters
 from p2ptrain.train.own_data import KEY, PREPARE_FIX, open_own, share_held_out
 
 log = logging.getLogger("p2ptrain.train")
@@ -52,6 +52,7 @@ class GivenWeights:
 
     place: Path
     read: Callable[[ModelConfig], Tensor]  # -> [parameters] fp32
+    is_state: bool = False  # all of a run's state: of adapters, if they train; with the outer momentum
 
 
 def begin(
@@ -69,16 +70,23 @@ def begin(
     are kept. Idempotent: called again with the original or the sealed run, it returns the same result and reuses the
     data it made. Raises ConfigError for a run that others began.
     """
-    _check_founders(run, founders)
+    assert founders, "the node that begins a run is a founder"
+    if run.admission.founders and sorted(run.admission.founders) != sorted(founders):
+        fix = "Join the run if it was begun elsewhere; to begin another, remove the key"
+        raise ConfigError("names different founders", key="admission.founders", fix=fix)
     data = _open_data(run, directory, dataset)
-    base = _base(run, bases, given) if run.adapt.is_on else None
+    whole = given if given is not None and given.is_state else None
+    base = _base(run, bases, None if whole else given) if run.adapt.is_on else None
     if run.model.hf is not None:
         origin = f"those of {given.place}" if given else f"drawn from seed {run.seed}, because no --weights are given"
         log.info("first weights of the %s: %s", run.model.hf.model_type, origin)
-    weights = given.read(run.model) if given and base is None else first_weights(run)
+    weights = given.read(run.model) if given and (whole or base is None) else first_weights(run)
     if given:
         _suggest_tokenizer(given.place, data)
-    if run.recipe.momentum:  # which begins with zeros, after all weights
+    count = parameter_count(run.model, run.adapt)
+    if not run.recipe.momentum:
+        weights = weights[:count]
+    elif len(weights) == count:  # it begins with zeros, after all weights
         weights = torch.cat([weights, torch.zeros_like(weights)])
     root = state_root(weights).hex()
     if run.state.initial_root not in ("", root):
@@ -143,13 +151,6 @@ def _suggest_tokenizer(place: Path, data: TokenDataset) -> None:
         log.warning("%s is not the tokenizer of the data: " + how, file, file)
 
 
-def _check_founders(run: RunConfig, founders: Sequence[str]) -> None:
-    assert founders, "the node that begins a run is a founder"
-    if run.admission.founders and sorted(run.admission.founders) != sorted(founders):
-        fix = "Join the run if it was begun elsewhere; to begin another, remove the key"
-        raise ConfigError("names different founders", key="admission.founders", fix=fix)
-
-
 def _open_data(run: RunConfig, directory: Path, dataset: Path | None) -> TokenDataset:
     """Opens the run's data set, which has to be complete, because nobody else has it yet."""
     is_own = run.data.source == "own"
@@ -205,9 +206,8 @@ def _find_data(run: RunConfig, directory: Path, dataset: Path | None) -> Path:
         fix = (
             "Prepare it with `p2ptrain data prepare --embedded --tokenizer FILE`, and write the digest that this prints"
         )
-        raise ConfigError(
-            f"{EMBEDDED} text is read as bytes, but the run has a tokenizer", key="data.manifest", fix=fix
-        )
+        what = f"{EMBEDDED} text is read as bytes, but the run has a tokenizer"
+        raise ConfigError(what, key="data.manifest", fix=fix)
     if not is_made:
         tokenizer = load_tokenizer(None)
         prepare(

@@ -26,7 +26,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @torch.no_grad()
@@ -50,9 +50,9 @@ def evaluate(
     losses, weights = [], []
     for start in range(0, count, at_a_time):
         positions = np.arange(start, min(start + at_a_time, count))
-        batch = packing.batch(dataset.held_out_batch(positions, length), positions).to(device)
+        batch = packing.batch(dataset.held_out_batch(positions, length), positions)
         if learned := packing.learned(batch):
-            losses.append(float(loss(batch)))
+            losses.append(float(loss(batch.to(device))))
             weights.append(learned)
         on_pass(start + len(positions), count)
     tokens = sum(weights)

@@ -12,7 +12,7 @@ They are private. Nothing of them is on the exact path, no peer sees their state
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ NORM_LEAST = 1e-7
 BLOCK = 2**22  # numbers of a flat tensor at a time
 # Matrices of one shape are orthogonalised together up to this size: small products are slow, and on a GPU each takes
 # longer to begin than to compute.
-BATCH_ELEMENTS, DEVICE_BATCH_ELEMENTS = 2**20, 2**23
+BATCH_ELEMENTS, DEVICE_BATCH_ELEMENTS = 2**20, 2**25
 
 
 class AdamW:
@@ -46,10 +46,10 @@ class AdamW:
         self.steps += 1
         live = self.live
         # In blocks, of which bf16 takes a copy.
-        block = live.weights.numel() if is_fused(self.mean) else BLOCK
+        block = live.weights.numel() if is_fused(self.mean) and self.mean.dtype == torch.float32 else BLOCK
         flat = (torch.split(each, block) for each in (live.weights, live.gradient, self.mean, self.square))
         for weights, gradient, mean, square in zip(*flat, strict=True):
-            adamw(weights, gradient, mean, square, int(self.steps), rate, self.config)
+            adamw([weights], [gradient], [mean], [square], int(self.steps), rate, self.config)
 
     def state(self) -> dict[str, Tensor]:
         return {"inner_mean": self.mean, "inner_square": self.square, "inner_steps": self.steps}
@@ -64,26 +64,29 @@ class Muon:
         self.others = [place for place, is_hidden in enumerate(live.is_hidden_matrix) if not is_hidden]
         self.batches = list(hidden_batches(live))
         self.mean = torch.zeros_like(live.weights, dtype=live.state_type)
+        self.parts = [live.parts(flat) for flat in (live.weights, live.gradient, self.mean)]
         self.squares = [torch.zeros(sizes[place], device=live.weights.device) for place in self.others]
         self.steps = torch.zeros((), dtype=torch.int64)
 
     def step(self, rate: float) -> None:
         self.steps += 1
         live, config = self.live, self.config
-        weights, gradients, means = (live.parts(flat) for flat in (live.weights, live.gradient, self.mean))
-        for place, square in zip(self.others, self.squares, strict=True):
-            flat = (weights[place].view(-1), gradients[place].view(-1), means[place].view(-1))
-            adamw(*flat, square, int(self.steps), rate, config)
+        weights, gradients, means = ([each[place].view(-1) for place in self.others] for each in self.parts)
+        if self.others:  # adapters are all matrices
+            adamw(weights, gradients, means, self.squares, int(self.steps), rate, config)
         keep = 1 - rate * float(config.inner_weight_decay)
         for places in self.batches:
-            for place in places:
-                means[place].lerp_(gradients[place].to(means[place].dtype), 1 - MUON_MOMENTUM)
-                gradients[place].lerp_(means[place].to(torch.float32), MUON_MOMENTUM)  # Nesterov's look ahead
-            whole = orthogonalised([gradients[place] for place in places], is_half=live.autocast)
-            for place, update in zip(places, whole, strict=True):
-                longer = max(live.shapes[place])
-                turned = update.T if update.shape != weights[place].shape else update
-                weights[place].mul_(keep).sub_(turned, alpha=rate * MUON_RMS * longer**0.5)
+            weights, gradients, means = ([each[place] for place in places] for each in self.parts)
+            torch._foreach_lerp_(means, [each.to(means[0].dtype) for each in gradients], 1 - MUON_MOMENTUM)
+            ahead = [each.to(torch.float32) for each in means]  # Nesterov's look
+            torch._foreach_lerp_(gradients, ahead, MUON_MOMENTUM)
+            whole = orthogonalised(gradients, is_half=live.autocast)
+            torch._foreach_mul_(weights, keep)
+            wide = sum(not is_tall(each.shape) for each in weights)  # which come first
+            for some, update in ((weights[:wide], whole[:wide]), (weights[wide:], whole[wide:].mT)):
+                if some:
+                    turned = list(update.to(torch.float32, memory_format=torch.contiguous_format))
+                    torch._foreach_sub_(some, turned, alpha=rate * MUON_RMS * max(some[0].shape) ** 0.5)
 
     def state(self) -> dict[str, Tensor]:
         squares = {f"inner_square.{place}": each for place, each in zip(self.others, self.squares, strict=True)}
@@ -91,53 +94,45 @@ class Muon:
 
 
 def adamw(
-    weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, steps: int, rate: float, config: RecipeConfig
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    steps: int,
+    rate: float,
+    config: RecipeConfig,
 ) -> None:
-    """Takes AdamW's step number `steps`."""
-    if is_fused(mean):
-        fused_adamw(weights, gradient, mean, square, steps, rate, config)
+    """Takes AdamW's step number `steps`; on a card in torch's own kernel, which leaves the gradients as they are."""
+    beta1, beta2, decay = float(config.inner_beta1), float(config.inner_beta2), float(config.inner_weight_decay)
+    if is_fused(means[0]):
+        exact = [mean.to(torch.float32) for mean in means]  # no copy where they are: it takes one type
+        before = torch.full((len(weights),), float(steps - 1), device=weights[0].device)  # it counts this one itself
+        adamw_of_torch(
+            weights, gradients, exact, squares, [], list(before), fused=True, amsgrad=False, maximize=False,
+            beta1=beta1, beta2=beta2, lr=rate, weight_decay=decay, eps=ADAM_EPSILON,
+        )  # fmt: skip
+        if exact[0] is not means[0]:
+            torch._foreach_copy_(means, exact)
         return
-    beta1, beta2 = float(config.inner_beta1), float(config.inner_beta2)
-    mean.lerp_(gradient.to(mean.dtype), 1 - beta1)
-    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     bias1, bias2 = 1 - beta1**steps, 1 - beta2**steps
-    # Overwrites the gradient: in fp32 this allocates nothing, so no step can fail halfway.
-    denominator = torch.sqrt(square, out=gradient).div_(bias2**0.5).add_(ADAM_EPSILON)
-    weights.mul_(1 - rate * float(config.inner_weight_decay))
-    weights.addcdiv_(mean, denominator, value=-rate / bias1)
+    for weight, gradient, mean, square in zip(weights, gradients, means, squares, strict=True):
+        mean.lerp_(gradient.to(mean.dtype), 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        # Overwrites the gradient: in fp32 this allocates nothing, so no step can fail halfway.
+        denominator = torch.sqrt(square, out=gradient).div_(bias2**0.5).add_(ADAM_EPSILON)
+        weight.mul_(1 - rate * decay)
+        weight.addcdiv_(mean, denominator, value=-rate / bias1)
 
 
 def is_fused(mean: Tensor) -> bool:
     """Whether a step is one kernel: on a card, where each operation takes longer to begin than to compute."""
-    return mean.device.type == "cuda" and mean.dtype == torch.float32
-
-
-def fused_adamw(
-    weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, steps: int, rate: float, config: RecipeConfig
-) -> None:
-    """Takes the same step in torch's own kernel, which leaves the gradient as it is."""
-    adamw_of_torch(
-        [weights],
-        [gradient],
-        [mean],
-        [square],
-        [],
-        [torch.full((), float(steps - 1), device=weights.device)],  # it counts this one itself
-        fused=True,
-        amsgrad=False,
-        maximize=False,
-        beta1=float(config.inner_beta1),
-        beta2=float(config.inner_beta2),
-        lr=rate,
-        weight_decay=float(config.inner_weight_decay),
-        eps=ADAM_EPSILON,
-    )
+    return mean.device.type == "cuda"
 
 
 def orthogonalised(matrices: Sequence[Tensor], *, is_half: bool) -> Tensor:  # [matrices, shorter, longer]
     """Returns the nearest orthogonal matrices, about, of matrices that have one shape but for a transposition."""
-    wide = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T for matrix in matrices]
-    x = torch.stack([matrix.bfloat16() if is_half else matrix for matrix in wide])
+    x = torch.stack([matrix.T if is_tall(matrix.shape) else matrix for matrix in matrices])
+    x = x.bfloat16() if is_half else x
     x /= torch.linalg.matrix_norm(x, dtype=torch.float32)[:, None, None].clamp_min(NORM_LEAST).to(x.dtype)
     a, b, c = NEWTON_SCHULZ
     for _ in range(NEWTON_SCHULZ_STEPS):
@@ -146,20 +141,28 @@ def orthogonalised(matrices: Sequence[Tensor], *, is_half: bool) -> Tensor:  # [
     return x
 
 
+def is_tall(shape: Sequence[int]) -> bool:
+    return shape[0] > shape[1]
+
+
 def batch_elements(device: str) -> int:
     return BATCH_ELEMENTS if device == "cpu" else DEVICE_BATCH_ELEMENTS
 
 
 def hidden_batches(live: LiveModel) -> Iterator[list[int]]:
-    """Yields the places of hidden matrices that are orthogonalised together."""
+    """Yields the places of hidden matrices that are orthogonalised together, tall ones after the others."""
+    hidden = [place for place, is_hidden in enumerate(live.is_hidden_matrix) if is_hidden]
+    return batches_of(live.shapes, hidden, live.weights.device.type)
+
+
+def batches_of(shapes: Sequence[tuple[int, ...]], hidden: Iterable[int], device: str) -> Iterator[list[int]]:
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for place, shape in enumerate(live.shapes):
-        if live.is_hidden_matrix[place]:
-            alike[min(shape), max(shape)].append(place)
+    for place in hidden:
+        alike[min(shapes[place]), max(shapes[place])].append(place)
     for (short, long), places in alike.items():
-        at_once = max(1, batch_elements(live.weights.device.type) // (short * long))
+        at_once = max(1, batch_elements(device) // (short * long))
         for start in range(0, len(places), at_once):
-            yield places[start : start + at_once]
+            yield sorted(places[start : start + at_once], key=lambda place: is_tall(shapes[place]))
 
 
 INNER_OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}

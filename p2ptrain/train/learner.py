@@ -21,8 +21,10 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -35,8 +37,8 @@ from p2ptrain.data.assignment import WINDOW_PIECES, Positions, shard, shard_in_w
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.run_data import check_data, check_tokens, packing_of
 from p2ptrain.digest import digest
-from p2ptrain.errors import DataError, DeviceError, TrainingError
-from p2ptrain.exact.aggregate import check_exactness
+from p2ptrain.errors import DataError, TrainingError
+from p2ptrain.exact.exactness import check_exactness
 from p2ptrain.exact.kernels.launches import OnCard
 from p2ptrain.exact.outer import Uncounted
 from p2ptrain.exact.replica import Replica
@@ -45,13 +47,23 @@ from p2ptrain.models.kinds import build, first_model
 from p2ptrain.models.plugins import blamed_in_run
 from p2ptrain.models.sample import SampleRequest, sample
 from p2ptrain.share import Share
+from p2ptrain.train.compiling import Compiling
+from p2ptrain.train.devices import find_device
 from p2ptrain.train.evaluate import evaluate
-from p2ptrain.train.live import LiveModel, StepResult
+from p2ptrain.train.live import LiveModel, StepResult, drawing
 from p2ptrain.train.matched_filter import SET, Match, audit
-from p2ptrain.train.memory import find_device
 from p2ptrain.train.own_data import OwnData
-from p2ptrain.train.recipes import LocalRecipe, make_recipe
-from p2ptrain.train.saved_state import STATE_FORMAT, STATE_TYPES, Capture, in_memory, is_agreed, is_finite, read_kept
+from p2ptrain.train.recipes import LocalRecipe, Recipe, make_recipe
+from p2ptrain.train.saved_state import (
+    STATE_FORMAT,
+    STATE_TYPES,
+    Capture,
+    in_memory,
+    is_agreed,
+    is_finite,
+    read_kept,
+    run_digest,
+)
 
 EVALUATED_SEQUENCES = 64  # 16 KB of held-out text at the smallest preset, enough for a curve; a guess
 BLOCK = 2**22  # numbers that are compared at a time
@@ -60,18 +72,54 @@ log = logging.getLogger("p2ptrain.train")
 
 
 def open_device(config: DeviceConfig) -> tuple[torch.device, bool]:
-    """Sets how many threads torch uses, and returns the result of `find_device`."""
+    """Sets how many threads torch uses, and returns the result of `find_device`: for a learner's own tensors, which lie
+    in main memory where only ranks use the device."""
     torch.set_num_threads(config.threads or max(1, cores() - 1))  # one core stays free for the network and the user
-    return find_device(config)
+    return find_device(config.model_copy(update={"name": "cpu"}) if config.is_apart else config)
 
 
-def _check_compiler() -> None:
-    try:
-        torch.compile(torch.sin)(torch.ones(2))
-    except (RuntimeError, OSError) as error:  # without a compiler, the first step would fail
-        first = str(error).strip().splitlines()[0]
-        fix = "Install a C++ compiler (apt-get install g++), or set device.compile = false"
-        raise DeviceError(f"torch.compile does not work here: {first}", fix=fix) from error
+@dataclass(slots=True)
+class RankFigures:
+    """A process that takes steps in a learner's place, in the current or the last round."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # used as it is in /status
+
+    device: str = field(metadata={"description": "cpu, mps, cuda or cuda:N; at an address: of another machine"})
+    pid: int = field(metadata={"description": "its process; 0: not begun yet"})
+    memory_bytes: int = field(metadata={"description": "the most that its device held"})
+    tokens: int = field(metadata={"description": "of its part of the round's sequences"})
+    seconds: float = field(metadata={"description": "of its own work, without waiting for others"})
+
+
+class StepsElsewhere(Protocol):
+    """Takes a learner's steps in its place, such as processes with devices of their own."""
+
+    figures: list[RankFigures]
+    kept: int  # of the round's steps: those that were brought back; RanksLostError costs the others
+
+    def wait(self) -> bool:
+        """Waits until it can take steps; returns whether that took time."""
+
+    def begin(self, number: int, place: int) -> None:
+        """Begins a round's steps from the live weights and the state of the inner optimizer as they are now."""
+
+    def hand_out(self) -> None:
+        """Goes on with its steps from these as they are now."""
+
+    def step(self, step: int, positions: Positions) -> StepResult:
+        """Takes a step on the sequences at these positions."""
+
+    def bring_back(self) -> None:
+        """Sets what was handed out, or the gradient, to what the steps so far have made of it; not if they are lost."""
+
+    def stop(self) -> None:
+        """Waits no longer; may be called from any thread."""
+
+    def close(self) -> None:
+        """Ends; may be called from any thread."""
+
+
+MakeElsewhere = Callable[[LiveModel, Recipe], StepsElsewhere]
 
 
 class Learner:
@@ -80,6 +128,7 @@ class Learner:
     own: what it trains on in a run whose nodes bring their own data; a script with a loop of its own needs none.
     Only the node that begins the run needs `initial` weights; otherwise all matrices are zero, as in a new replica.
     base: the file of the frozen weights, if adapters train
+    elsewhere: makes what takes the steps in place of this learner
     """
 
     def __init__(
@@ -91,6 +140,7 @@ class Learner:
         own: OwnData | None = None,
         initial: bool = True,
         base: Path | None = None,
+        elsewhere: MakeElsewhere | None = None,
     ) -> None:
         check_data(run, dataset)
         self.run, self.dataset, self.own = run, dataset, own
@@ -100,15 +150,13 @@ class Learner:
         self.trained_on = own.dataset if own else dataset
         check_tokens(run, self.trained_on)
         self.device, autocast = open_device(device)
-        check_exactness(run.recipe.chunk, self.device)
+        check_exactness(run.recipe, self.device)
         if device.is_checkpointed:
             return_large_blocks()
         assert run.adapt.is_on == (base is not None), "the base is fetched before the node is built"
         make = partial(first_model, seed=run.seed) if initial else build
         model = make(run.model, checkpointing=device.is_checkpointed, adapt=run.adapt, base=base)
-        if device.compile:
-            _check_compiler()
-            model.compile_layers()
+        self.compiling = Compiling(model, device, self.device, is_built_in=run.model.kind == "builtin")
         self.live = LiveModel(
             model.to(self.device),
             autocast=autocast,
@@ -126,8 +174,8 @@ class Learner:
         self._adopted = 0  # states that the replica had adopted then
         self._settled: list[tuple[int, Uncounted]] = []  # contributions that rounds have taken since
         self._returned: list[int] = []  # rounds whose contributions none can take any more
-        self._is_compiled = device.compile
         self._trained: int | None = None  # the round whose steps are done but not contributed yet
+        self.elsewhere = elsewhere(self.live, self.recipe) if elsewhere else None
 
     @property
     def own_drift(self) -> float | None:
@@ -148,8 +196,7 @@ class Learner:
             return shard_in_window(seed, share.round, share.place, share.places, count, sequences, window)
         return shard(seed, share.round, share.place, share.places, count, sequences)
 
-    # -----------------------------------------------------------------------------------------------
-    # The replica's weights
+    # -- The replica's weights ----------------------------------------------------------------------
 
     def settle(self, round_number: int, uncounted: Uncounted | None) -> None:
         """Notes what a round counted of a contribution, while the replica is locked; None: no round can take it any
@@ -185,14 +232,26 @@ class Learner:
         """Between two steps, goes on from what the swarm has agreed on meanwhile; False if that is nothing, or is being
         computed just now."""
         replica = self.replica
-        if replica.round == self.round or replica.adopted != self._adopted or not replica.lock.acquire(blocking=False):
+
+        def is_next() -> bool:
+            return (replica.round, replica.adopted) == (self.round + 1, self._adopted)
+
+        if not is_next():
+            return False
+        if self.elsewhere is not None:  # before the lock: who does not answer must not delay what is agreed on
+            self.elsewhere.bring_back()
+        if not replica.lock.acquire(blocking=False):
             return False
         try:
+            if not is_next():  # more was agreed on while the ranks brought back what they have
+                return False
             assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
             with self.recipe.rebased():
                 self._catch_up()
         finally:
             replica.lock.release()
+        if self.elsewhere is not None:
+            self.elsewhere.hand_out()
         return True
 
     @property
@@ -200,8 +259,11 @@ class Learner:
         """Whether steps may go on from other weights; not where every contribution has to be in time."""
         return isinstance(self.recipe, LocalRecipe) and self.run.agreement.staleness_rounds_max > 0
 
-    # -----------------------------------------------------------------------------------------------
-    # Steps
+    # -- Steps --------------------------------------------------------------------------------------
+
+    def wait(self) -> bool:
+        """Waits for whoever takes the steps; returns whether that took time."""
+        return self.elsewhere is not None and self.elsewhere.wait()
 
     def train(
         self,
@@ -216,13 +278,14 @@ class Learner:
         agreed weights before the first, [parameters], which so becomes a part of what is contributed. A step
         takes so many `sequences`; 0: as many as the recipe says.
         """
-        recipe, length = self.run.recipe, self.run.model.sequence_length
+        recipe = self.run.recipe
         each = recipe.step_sequences
         positions, privacy = self.positions_for(share), self.live.privacy
         self._trained = None
         if privacy is not None:
             privacy.spend(recipe.local_steps)
         results = []
+        self.wait()
         try:
             with told("training", self.device):
                 with self.replica.lock:
@@ -234,19 +297,19 @@ class Learner:
                 if shift is not None:
                     assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
                     self.live.weights.add_(shift.to(self.device))
+            if self.elsewhere is not None:
+                self.elsewhere.begin(share.round, share.place)
             for step in range(recipe.local_steps):
                 own = positions[step * each : (step + 1) * each][: sequences or each]
                 chosen = own if privacy is None else privacy.draw()
-                drawing, at_work = self._drawing(share, step), blamed_in_run(self.run, "trained")
-                with at_work, told("training", self.device), drawing:
-                    tokens = self.trained_on.batch(chosen, length)
-                    batch = self.live.packing.batch(tokens, chosen, share.round).to(self.device)
-                    results.append(self.recipe.local_step(step, batch, chosen.tolist()))
+                results.append(self._step(share, step, chosen))
                 if on_step(results[-1]) is False:
                     break
         finally:
             if privacy is not None:
                 privacy.settle()
+            if self.elsewhere is not None:  # also what a training that failed has moved
+                self.elsewhere.bring_back()
         with told("training", self.device):
             self.recipe.end()
         self._trained = share.round
@@ -262,17 +325,20 @@ class Learner:
         self.recipe.take(moved)
         self._trained = round_number
 
-    @contextmanager
-    def _drawing(self, share: Share, step: int) -> Iterator[None]:
-        """Seeds what is drawn in a step (dropout, plug-ins): a training that is repeated gives the same bits."""
-        if not self.live.model.draws and not self.run.recipe.plugin:
-            yield
-            return
-        seed_of = json.dumps([self.run.seed, share.round, share.place, step]).encode()
-        seed = int.from_bytes(digest("dropout", seed_of)[:8], "little") >> 1
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            yield
+    def _step(self, share: Share, step: int, chosen: Positions) -> StepResult:
+        length = self.run.model.sequence_length
+        if self.elsewhere is not None:
+            return self.elsewhere.step(step, chosen)
+        is_drawn = self.live.model.draws or bool(self.run.recipe.plugin)
+        drawn = partial(drawing, self.run, self.device, share, step, is_drawn=is_drawn)
+        with blamed_in_run(self.run, "trained"), told("training", self.device):
+            tokens = self.trained_on.batch(chosen, length)
+            batch = self.live.packing.batch(tokens, chosen, share.round)
+            if self.compiling.is_due and len(batch):
+                with drawn():
+                    self.compiling.begin(partial(self.live.try_pass, batch, self.run.recipe))
+            with drawn():
+                return self.recipe.local_step(step, batch, chosen.tolist())
 
     def contribute(self, round_number: int, k: int = 0) -> bytes:
         """Encodes the round that was just trained, and subtracts the payload's values from the residual.
@@ -307,14 +373,13 @@ class Learner:
         """
         return tuple(sorted(self.recipe.residual.kept))
 
-    # -----------------------------------------------------------------------------------------------
-    # A look at the agreed weights
+    # -- A look at the agreed weights ---------------------------------------------------------------
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
         """Gives the model the agreed weights; a round that begins later begins from them in any case."""
         # Without this, each new length of text would be compiled.
-        eager = torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if self.compiling.is_on else nullcontext()
         with blamed_in_run(self.run, "was looked at"), told("looking at the agreed weights", self.device), eager:
             self.catch_up()
             self.live.weights.copy_(self.recipe.base)
@@ -365,19 +430,14 @@ class Learner:
             self.live.weights.copy_(weights)
             sets, other_sets = (
                 [
-                    packing.batch(self.dataset.batch(each, length), each, round_number).to(self.device)
+                    packing.batch(self.dataset.batch(each, length), each, round_number)
                     for each in np.split(positions, len(positions) // SET)
                 ]
                 for positions in (own, others)
             )
             return audit(self.run.recipe, self.live, layout, contributions, 0, sets, other_sets)
 
-    # -----------------------------------------------------------------------------------------------
-    # Saved state
-
-    def _run_digest(self) -> str:
-        """Digest of the run's settings, which identifies the run even before its config is sealed."""
-        return digest("saved state's run", self.run.canonical()).hex()
+    # -- Saved state --------------------------------------------------------------------------------
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that a round depends on besides the agreed ones, by name; not copied."""
@@ -401,7 +461,7 @@ class Learner:
             if not self.run.recipe.is_dense:  # otherwise they are known
                 tensors[f"kept.{number}.indices"] = in_memory(kept.indices).to(torch.int32)
             tensors[f"kept.{number}.removed"] = in_memory(kept.removed)
-        metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": self._run_digest()}
+        metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": run_digest(self.run)}
         if self.live.privacy is not None:
             metadata["private"] = "yes"
         return Capture(self.round, tensors, metadata, agreed)
@@ -415,7 +475,7 @@ class Learner:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise DataError(f"{path}: not a saved state ({error})") from error
-        if metadata.get("format") != STATE_FORMAT or metadata.get("run") != self._run_digest():
+        if metadata.get("format") != STATE_FORMAT or metadata.get("run") != run_digest(self.run):
             raise DataError(f"{path}: not the saved state of run {self.run.name}: {json.dumps(metadata)[:200]}")
         if not re.fullmatch(r"\d{1,15}", metadata.get("round", "")):
             raise DataError(f"{path}: the round is missing")

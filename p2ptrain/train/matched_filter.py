@@ -15,22 +15,27 @@ hold these as nothing else does. docs/explanation/matched-filter.md has the dist
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
 from p2ptrain.config import RecipeConfig
+from p2ptrain.data.assignment import Positions
+from p2ptrain.errors import DataError
 from p2ptrain.exact.codec import Contribution
 from p2ptrain.exact.transform import Layout
+from p2ptrain.share import Share
 from p2ptrain.train.inner import hidden_batches, orthogonalised
 from p2ptrain.train.live import LiveModel
 
 CUT = 2.0  # of a set's z
 SET = 8  # sequences of a set
+OTHER_SEQUENCES_MIN = 4 * SET  # to compare with, however few steps its author took
 OTHER_SETS_MIN = 2  # without which there is no spread to compare with
 SHARE_MAX = 2.0  # of what the others answer; where they answer nothing, a quotient says nothing
 OTHERS_MIN = 3  # contributions whose median one liar among them does not move
@@ -40,6 +45,26 @@ STRENGTH_MAX = 4.0
 LENGTH_LEAST = 1e-30  # of what is divided by its length
 
 Answers = NDArray[np.float64]  # [sets, contributions] cosines
+
+
+def drawn(
+    positions_of: Callable[[Share], Positions], share: Share, steps: int, recipe: RecipeConfig, count: int, draw: bytes
+) -> tuple[Positions, Positions]:
+    """Returns the sequences that an audit reads, the same on all machines: so many of the author's own, from the steps
+    that it says it took, and as many others, of its next share. DataError if there are too few."""
+    own, after = positions_of(share), positions_of(share.next)
+    mine = _in_sets(own[: min(steps or recipe.local_steps, recipe.local_steps) * recipe.step_sequences], count, draw)
+    others = _in_sets(after[~np.isin(after, own)], max(len(mine), OTHER_SEQUENCES_MIN), draw)
+    if len(mine) < SET or len(others) < OTHER_SEQUENCES_MIN:
+        raise DataError(f"too few sequences: {len(mine)}, and {len(others)} to compare with")
+    return mine, others
+
+
+def _in_sets(positions: Positions, count: int, draw: bytes) -> Positions:
+    order = sorted(
+        np.unique(positions).tolist(), key=lambda each: blake3(draw + int(each).to_bytes(8, "little")).digest()
+    )
+    return np.array(order[: min(count, len(order)) // SET * SET], np.int64)
 
 
 class Match(NamedTuple):

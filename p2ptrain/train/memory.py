@@ -8,7 +8,9 @@ the formula to within 8 % of passes that were measured on an H100.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -19,24 +21,28 @@ import torch
 from torch import Tensor
 
 from p2ptrain.capacity import free_memory_bytes, memory_bytes
-from p2ptrain.config import DeviceConfig, ModelConfig, NodeConfig, RunConfig
+from p2ptrain.config import ModelConfig, NodeConfig, RunConfig
 from p2ptrain.config.hf import HfConfig
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DeviceError
 from p2ptrain.exact.aggregate import COUNTED_AT_ONCE, INT16_MAX, INT32_MAX
-from p2ptrain.exact.kernels.launches import CHUNK_LEAST, NUMBER_BYTES, ROOM_BYTES, SLAB_BYTES
+from p2ptrain.exact.cards import cannot_be_opened
+from p2ptrain.exact.kernels.launches import CHUNK_LEAST, SLAB_BYTES, is_usable
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.replica import UNPACKED_BYTES
 from p2ptrain.exact.root import FETCHED_PIECES, FLOAT_BYTES
 from p2ptrain.exact.shortage import mega
 from p2ptrain.exact.transform import block_chunks
-from p2ptrain.models.built_in import logits_rows
 from p2ptrain.models.kinds import build, parameter_count, shapes_of, without_adapters
+from p2ptrain.models.loss import logits_rows
 from p2ptrain.models.plugins import FAILURES
+from p2ptrain.train.devices import find_device, named_cards
 from p2ptrain.train.inner import batch_elements
+from p2ptrain.train.live import pass_sequences
 from p2ptrain.train.recipes import copies_of
 
 PROCESS_BYTES = 400 * 10**6  # Python, torch and hivemind, without a model: 360 MB on Linux
+RANK_BYTES = 280 * 10**6  # Python, torch and torch.distributed: 272 MB on Linux
 CHECKPOINTING_BYTES = 90 * 10**6  # main memory: torch imports its compiler for checkpointing
 PAYLOADS_BYTES = 256 * 2**20  # limit of contributions kept in memory (store/payloads.py)
 # A checkpoint holds the node's contributions that may still be taken: of this round, of the last one, and late ones.
@@ -52,6 +58,8 @@ COEFFICIENT_BYTES, WEIGHT_BYTES = 48, 20
 WITHDRAWN_BYTES = 6  # of a number of a contribution whose fate is open, on the card
 MADE_BYTES = 16  # of a number, while a card makes a contribution: counted in launches.py, not measured yet
 COPIED_BYTES = FETCHED_PIECES * PIECE_BYTES  # of a GPU's weights on their way to their root, twice in main memory
+AUDITED_CONTRIBUTIONS = 17  # unpacked at a time in an audit: the one, and those that it is compared with
+FILTER_BYTES = 36  # of a number of a contribution, while it is compared with a filter
 MUON_COPIES = 4  # of the matrices that it orthogonalises at a time
 BLOCK_COPIES = 4  # fp64 copies of a block of votes while it becomes an update
 CONTRIBUTIONS_USUAL = 64  # the vote counters assumed here are wide enough for this many
@@ -63,6 +71,8 @@ BATCH_COPIES = 2  # of a step's sequences, while they are gathered
 POSITION_BYTES = 48  # for each sequence of a round, while its place in the data is worked out
 SHOWN_BYTES = 10**6  # parts smaller than this are not spelled out
 DISK_SHARE = 0.95  # of the free disk space that a run may need, unless limits.disk_bytes tells
+COMPILED_SHARE = 0.7  # of what a layer keeps, on a card: 124M on an H200, with 16, 32 and 64 sequences
+CARD_SHARE = 0.9  # of a card's free memory that larger passes may fill: the estimate errs by up to 8 %
 ROOM_LEFT = 1.25  # a nearly full disk causes other trouble first
 
 log = logging.getLogger("p2ptrain.train")
@@ -78,6 +88,18 @@ class PassSettings:
     device: str = "cpu"
     half_state: bool = False
     is_private: bool = False  # one sequence at a time, and a sum of gradients beside the gradient
+    has_programs: bool = True  # a card: whether it runs programs of our own
+    is_compiled: bool = False  # the layers of a built-in model
+    audits: bool = False  # whether the node measures others' contributions
+
+    @property
+    def in_programs(self) -> bool:
+        return self.device == "cuda" and self.has_programs
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes in which the loss keeps a logit: torch always in fp32."""
+        return FLOAT_BYTES // 2 if self.in_programs and self.autocast else FLOAT_BYTES
 
     @property
     def state_bytes(self) -> int:
@@ -104,12 +126,22 @@ class Need:
     data: int  # the sequences of a step, and the places of a round's in the data
     history: int  # rounds that are kept for others
     world: int  # what a node of a region keeps of the world's weights, and its world node
+    audit: int = 0  # during an audit: the weights that a contribution began from, and those that it is compared with
+    filter: int = 0  # peak of comparing them with the gradient
+    inner: int = 0  # of `optimizer`, the inner one's state
+    gathered: int = 0  # where ranks hold parts: weights that are whole at a time, and their gradient twice
+
+    def rank(self, parts: int = 1) -> int:
+        """Memory of each process that takes steps beside the node, on its device, which holds one of so many parts."""
+        if parts == 1:
+            return 2 * self.state + self.base + self.optimizer + self.activations
+        return (2 * self.state + self.base + self.inner) // parts + self.gathered + self.activations
 
     @property
     def trainer(self) -> int:
         """Memory that the run needs on the training device."""
-        kept = 3 * self.state + self.base + self.residual + self.momentum + self.optimizer
-        return kept + max(self.activations, self.codec)
+        kept = 3 * self.state + self.base + self.residual + self.momentum + self.optimizer + self.audit
+        return kept + max(self.activations, self.codec, self.filter)
 
     def main(self, device: str) -> int:
         """Main memory that the node's process needs when `device` trains."""
@@ -130,6 +162,7 @@ class Need:
             "inner state": self.optimizer,
             "activations": self.activations if self.activations >= self.codec else 0,
             "codec": self.codec if self.activations < self.codec else 0,
+            "audits": self.audit + max(0, self.filter - max(self.activations, self.codec)),
         }
         return " + ".join(f"{what} {mega(size)}" for what, size in parts.items() if size)
 
@@ -224,50 +257,90 @@ def demands_of(run: RunConfig, config: NodeConfig, taken: int | None = None) -> 
     device, autocast = find_device(settings)
     sequences = 1 if is_private else settings.sequences_per_pass
     passes = PassSettings(
-        autocast, settings.is_checkpointed, sequences, device.type, settings.is_half, is_private=is_private
-    )
-    need, least = need_of(run, passes), need_of(run, replace(passes, sequences_per_pass=1))
+        autocast, settings.is_checkpointed, sequences, device.type, settings.is_half, is_private, is_usable(device),
+        bool(settings.compile), run.is_audited and config.audit.share > 0,
+    )  # fmt: skip
+    of_ranks = need, least = need_of(run, passes), need_of(run, replace(passes, sequences_per_pass=1))
+    kind = "cpu" if settings.is_apart else device.type  # where the node's own tensors lie
+    if kind != device.type:
+        need, least = (need_of(run, replace(passes, sequences_per_pass=each, device=kind)) for each in (sequences, 1))
     if taken is None:
         memory = psutil.Process().memory_info()
         taken = int(memory.rss - getattr(memory, "shared", 0))
-    kind = device.type
     free, total = free_memory_bytes() + taken, memory_bytes()
-    demands = [MemoryDemand("main memory", need.main(kind), least.main(kind), free, total, need.formula(kind), True)]
-    if kind == "cuda":
+    ranks = settings.processes if device.type == "cpu" else len(named_cards(settings)) if device.type == "cuda" else 1
+    has_ranks = ranks > 1 or settings.is_apart or settings.nnodes > 1
+    parts = ranks if settings.is_sharded else 1
+    main, formula = [need.main(kind), least.main(kind)], need.formula(kind)
+    if has_ranks:  # and the process that starts them; a round's tensors lie in memory that all of them see
+        beside = (ranks + (ranks > 1)) * RANK_BYTES + need.state + (need.inner or need.state)
+        more = [beside + ranks * (each.rank(parts) if device.type != "cuda" else 0) for each in of_ranks]
+        main, formula = [a + b for a, b in zip(main, more, strict=True)], f"{formula} + {ranks} ranks {mega(more[0])}"
+    demands = [MemoryDemand("main memory", main[0], main[1], free, total, formula, True)]
+    if device.type == "cuda":
         try:
             free, total = torch.cuda.mem_get_info(device)
         except RuntimeError as error:  # other programs have taken all of it
-            fix = "Close other programs that use it, or set device.name"
-            raise DeviceError(f"{device} cannot be opened: {str(error).splitlines()[0]}", fix=fix) from error
-        demands.append(MemoryDemand(str(device), need.trainer, least.trainer, free, total, need.of_trainer()))
+            raise cannot_be_opened(device, error) from error
+        ranked = [each.rank(parts) if has_ranks else 0 for each in of_ranks]
+        own, fewest = ranked if settings.is_apart else (need.trainer + ranked[0], least.trainer + ranked[1])
+        formula = "" if settings.is_apart else need.of_trainer() + " + " * has_ranks
+        formula += f"a rank {mega(ranked[0])}" * has_ranks
+        demands.append(MemoryDemand(str(device), own, fewest, free, total, formula))
     return demands
 
 
-def that_fits(run: RunConfig, config: NodeConfig) -> NodeConfig:
+def fitting(run: RunConfig, config: NodeConfig) -> NodeConfig:
     """Returns the config with what its owner has left to the node chosen so that the run fits this machine: first what
-    costs least. If nothing makes it fit, the config as it is."""
+    costs least. If nothing makes it fit, the config as it is. A card takes as many sequences at a time as fit."""
     device = config.device
-    halved = {"half_state": True} if device.half_state == "auto" else {}
+    halved: dict[str, object] = {"half_state": True} if device.half_state == "auto" else {}
     checkpointed = {"checkpointing": True} if device.checkpointing == "auto" else {}
-    for chosen in ({}, halved, halved | checkpointed):
+    alone, sharded = [halved | checkpointed], _shards_of(run, config)
+    alone[:0] = {}, halved
+    for chosen in alone + [each | sharded for each in alone if sharded]:
         tried = config.model_copy(update={"device": device.model_copy(update=chosen)})
         if _fits(run, tried):
-            return tried
+            return tried if device.sequences_per_pass else _with_passes(tried, _passes_of_a_card(run, tried))
         sequences = 0 if device.sequences_per_pass else passes_that_fit(run, tried)
         if sequences:
             return _with_passes(tried, sequences)
     return config
 
 
+def _shards_of(run: RunConfig, config: NodeConfig) -> dict[str, object]:
+    """Returns the settings that shard a model over several cards, where the owner has left that open."""
+    device, is_dealt = config.device, not (run.model.plugin or run.recipe.plugin or config.privacy.is_on)
+    name = "cuda:all" if device.name == "auto" else device.name
+    if device.shard != "auto" or not is_dealt or not torch.cuda.is_available():
+        return {}
+    with suppress(DeviceError):  # they are not alike
+        if len(named_cards(device.model_copy(update={"name": name}))) > 1:
+            return {"shard": True, "name": name}
+    return {}
+
+
+def _passes_of_a_card(run: RunConfig, config: NodeConfig) -> int:
+    """Returns how many sequences a card takes at a time: those of a step, in as few equal passes as its free memory has
+    room for; 0 (as many as the run says) without a card, or where that is not known cheaply or not what decides."""
+    if find_device(config.device)[0].type != "cuda" or run.model.kind == "plugin" or config.privacy.is_on:
+        return 0
+    step, card = run.recipe.step_sequences, demands_of(run, config)[-1]
+    fit = bisect_right(
+        range(1, step + 1),
+        CARD_SHARE * card.free,
+        key=lambda sequences: demands_of(run, _with_passes(config, sequences))[-1].needed,
+    )
+    # All of one size: another would be compiled once more.
+    return max((each for each in range(1, fit + 1) if step % each == 0), default=0)
+
+
 def passes_that_fit(run: RunConfig, config: NodeConfig) -> int:
     """Returns the largest number of sequences per pass with which the run fits this machine; 0 if none does."""
     if not _fits(run, _with_passes(config, 1)):  # first: an estimate for a stranger's model takes up to half a second
         return 0
-    least, most = 1, run.recipe.sequences_per_pass
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if _fits(run, _with_passes(config, middle)) else (least, middle - 1)
-    return least
+    more = range(2, run.recipe.sequences_per_pass + 1)
+    return 1 + bisect_left(more, True, key=lambda each: not _fits(run, _with_passes(config, each)))
 
 
 def _with_passes(config: NodeConfig, sequences: int) -> NodeConfig:
@@ -277,23 +350,6 @@ def _with_passes(config: NodeConfig, sequences: int) -> NodeConfig:
 def _fits(run: RunConfig, config: NodeConfig) -> bool:
     demands, limit = demands_of(run, config), config.limits.memory_bytes
     return all(each.level != "failed" for each in demands) and not (limit and demands[0].needed > limit)
-
-
-def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:
-    """Returns the device to train on, and whether to train in bf16 there."""
-    name = config.name if config.name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = f"{torch.cuda.device_count()} CUDA devices found"
-        raise DeviceError(f"device {name} not found ({found})", fix="Set device.name to cpu or to an existing device")
-    device = torch.device("cuda", device.index or 0) if device.type == "cuda" else device  # as its tensors name it
-    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    autocast = config.autocast == "bf16" or (config.autocast == "auto" and (fast or _cpu_has_bf16(device)))
-    return device, autocast
-
-
-def _cpu_has_bf16(device: torch.device) -> bool:
-    return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
@@ -308,16 +364,16 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     spec, coefficients = run.recipe.spec, at_once * run.recipe.k_max
     each = WEIGHT_BYTES if run.recipe.is_dense and run.recipe.value_bits > 1 else COEFFICIENT_BYTES
     copies = copies_of(run.recipe)
-    sequences = min(run.recipe.sequences_per_pass, passes.sequences_per_pass or run.recipe.sequences_per_pass)
+    sequences = pass_sequences(run.recipe, passes.sequences_per_pass, passes.device)
     contributions = min(CONTRIBUTIONS_USUAL, run.admission.contributors_max)
     largest = contributions * run.recipe.vote_max
     vote_bytes = 2 if largest <= INT16_MAX else 4 if largest <= INT32_MAX else 8
     counted = 0 if run.recipe.is_dense else min(COUNTED_AT_ONCE, contributions) * outer.contribution_bytes
     work = BLOCK_COPIES * 8 * area * min(at_once, block_chunks(torch.device(passes.device)))
     codec = max(each * coefficients, vote_bytes * at_once * area + work + counted)
-    if passes.device == "cuda" and not run.recipe.is_dense and run.recipe.chunk >= CHUNK_LEAST:  # in its own programs
-        rooms = min(SLAB_BYTES, 4 * at_once * area) + min(ROOM_BYTES, NUMBER_BYTES * contributions * coefficients)
-        codec = max(MADE_BYTES * coefficients, rooms + contributions * outer.payload_bytes)
+    if passes.in_programs and not run.recipe.is_dense and run.recipe.chunk >= CHUNK_LEAST:
+        votes = min(SLAB_BYTES, 4 * at_once * area)
+        codec = max(MADE_BYTES * coefficients, votes + contributions * outer.payload_bytes)
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)
     libraries = CUDA_LIBRARIES_BYTES if passes.device == "cuda" else 0
     open_contributions = KEPT_COPIES + run.agreement.staleness_rounds_max + run.agreement.overlap_rounds_max
@@ -325,6 +381,11 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     step = run.recipe.step_sequences
     rows = 2 if run.model.objective == "masked" else 1  # of a sequence: with masked tokens, inputs and targets
     inner, orthogonal = _inner_bytes(run, shapes, passes) if spec.kind == "local" else (0, 0)
+    pass_bytes = int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes))
+    pass_bytes += _attention_mask_bytes(run, sequences, passes) + _adapter_bytes(run, shapes, sequences)
+    pass_bytes += state if passes.is_private else 0
+    saved = momentum + pending + inner + residual + open_contributions * coefficients * 2 * FLOAT_BYTES
+    compared = max(FILTER_BYTES * coefficients, orthogonal)
     return Need(
         parameters=parameters,
         state=state,
@@ -333,25 +394,30 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
         residual=residual,
         momentum=momentum,
         optimizer=copies * state + inner + pending + libraries + withdrawn,
-        activations=int(holes * WITHIN_OPERATIONS * activations(run.model, sequences, passes))
-        + _attention_mask_bytes(run, sequences, passes)
-        + _adapter_bytes(run, shapes, sequences)
-        + (state if passes.is_private else 0),
+        inner=inner,
+        gathered=_gathered_bytes(run, parameters),
+        activations=pass_bytes,
         codec=max(codec, orthogonal),
         payloads=min(PAYLOADS_BYTES, run.admission.contributors_max * outer.payload_bytes)
         + min(UNPACKED_BYTES, run.admission.contributors_max * outer.contribution_bytes),
         program=PROCESS_BYTES + (CHECKPOINTING_BYTES if passes.checkpointing else 0),
-        checkpoint=(1 + copies - spec.copies) * state
-        + momentum
-        + pending
-        + inner
-        + residual
-        + open_contributions * coefficients * 2 * FLOAT_BYTES,
+        checkpoint=(1 + copies - spec.copies) * state + saved,
         data=rows * BATCH_COPIES * 8 * step * (run.model.sequence_length + 1)
         + POSITION_BYTES * step * run.recipe.local_steps,
         history=ENTRY_BYTES * contributions * run.agreement.history_rounds,
         world=PROCESS_BYTES + WORLD_COPIES * state if run.world.run else 0,
+        audit=state + momentum + AUDITED_CONTRIBUTIONS * outer.contribution_bytes if passes.audits else 0,
+        filter=_filter_bytes(FLOAT_BYTES * at_once * area, compared, pass_bytes, passes) if passes.audits else 0,
     )
+
+
+def _gathered_bytes(run: RunConfig, trained: int) -> int:
+    """Returns the memory of what ranks that hold parts have whole at a time: two layers, and what lies outside of all
+    layers; with its gradient, and a copy of that on its way."""
+    model = run.model.hf or run.model
+    whole = parameter_count(without_adapters(run.model)) if run.adapt.is_on else trained
+    outside = model.vocab_size * model.dim * (1 if run.model.hf is None or run.model.hf.is_tied else 2)
+    return 3 * FLOAT_BYTES * (outside + 2 * max(0, whole - outside) // model.layers)
 
 
 def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: PassSettings) -> tuple[int, int]:
@@ -366,6 +432,13 @@ def _inner_bytes(run: RunConfig, shapes: Sequence[tuple[int, ...]], passes: Pass
     hidden = [prod(shape) for shape in shapes[1:] if len(shape) == 2][: -1 if is_untied else None]
     inner = passes.state_bytes * sum(sizes) + FLOAT_BYTES * (sum(sizes) - sum(hidden))
     return inner, _orthogonal_bytes(hidden, passes)
+
+
+def _filter_bytes(whole: int, compared: int, pass_bytes: int, passes: PassSettings) -> int:
+    """Returns the peak of comparing contributions with a filter, whose length is taken in fp64. On a CPU small blocks
+    do not fit into the holes that a pass has left."""
+    beside = pass_bytes if passes.device == "cpu" and whole < HOLES_UP_TO_BYTES else 0
+    return whole + max(2 * whole, compared) + beside
 
 
 def _orthogonal_bytes(sizes: Sequence[int], passes: PassSettings) -> int:
@@ -417,19 +490,23 @@ def activations(model: ModelConfig, sequences: int, passes: PassSettings) -> int
     tokens, vocabulary = sequences * model.sequence_length, model.vocab_size
     dim, shared, ffn = model.dim, model.dim // model.heads * model.kv_heads, model.ffn_dim
     is_half, on_cuda = passes.autocast, passes.device == "cuda"
-    rows = min(tokens, logits_rows(vocabulary, passes.device))
+    rows = min(tokens, logits_rows(vocabulary, passes.device, passes.logits_bytes))
     # A layer keeps the inputs of its operations; in half precision also its cast weights.
     if on_cuda:  # there a norm is one operation, and fp32 attention repeats the shared heads for each query
         numbers = 24 * dim + 4 * shared + 8 * ffn if is_half else 32 * dim + 16 * ffn
     else:
         numbers = 32 * dim + 4 * shared + 8 * ffn if is_half else 36 * dim + 8 * shared + 16 * ffn
     layer = tokens * (numbers + 4 * model.heads + 8)
+    if on_cuda and passes.is_compiled:
+        layer = int(COMPILED_SHARE * layer)
     if is_half:
         layer += 2 * (2 * dim * dim + 2 * dim * shared + 3 * dim * ffn)
     kept = model.layers * (4 * tokens * dim if passes.checkpointing else layer)
     # Plus the loss, or the backward pass of the last layer.
-    of_logits = 8 if on_cuda else 6 if is_half else 4  # logsumexp takes another block there
-    loss = (12 if is_half else 16) * tokens * dim + 7 * vocabulary * dim + of_logits * rows * vocabulary
+    # In torch, logsumexp takes another block on a card.
+    of_logits = passes.logits_bytes if passes.in_programs else 8 if on_cuda else 6 if is_half else 4
+    of_matrix = 8 if passes.in_programs else 7
+    loss = (12 if is_half else 16) * tokens * dim + of_matrix * vocabulary * dim + of_logits * rows * vocabulary
     last = tokens * (4 * dim + 8 * ffn if on_cuda and not is_half else 20 * dim + (2 if is_half else 4) * ffn)
     if passes.checkpointing:  # the layer is computed again
         last += layer - (14 if is_half else 8) * tokens * dim
@@ -450,7 +527,8 @@ def hf_activations(hf: HfConfig, sequences: int, length: int, passes: PassSettin
     cast = 4 * hf.dim * (wide + shared) + 6 * hf.dim * hf.ffn_dim if passes.autocast else 0
     layer = FLOAT_BYTES * tokens * numbers + cast
     kept = FLOAT_BYTES * tokens * hf.dim * hf.layers + layer if passes.checkpointing else layer * hf.layers
-    rows = min(tokens, logits_rows(hf.vocab_size, passes.device)) if hf.architecture.is_head_plain else tokens
+    at_once = logits_rows(hf.vocab_size, passes.device, passes.logits_bytes)
+    rows = min(tokens, at_once) if hf.architecture.is_head_plain else tokens
     of_head = 4 * FLOAT_BYTES * hf.vocab_size * (rows + hf.dim)
     return kept + of_head + 4 * FLOAT_BYTES * tokens * hf.dim
 

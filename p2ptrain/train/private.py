@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import logging
 import secrets
+from bisect import bisect_right
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from p2ptrain.config import PrivacyConfig, RunConfig
@@ -44,22 +47,14 @@ log = logging.getLogger("p2ptrain.train")
 class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Steps of one kind that were paid for."""
 
-    expected: int  # sequences that a step draws on average, of
-    sequences: int  # this many
-    noise: float
-    steps: int
+    expected: Annotated[int, Meta(ge=1)]  # sequences that a step draws on average, of
+    sequences: Annotated[int, Meta(lt=COUNT_MAX)]  # this many
+    noise: Annotated[float, Meta(ge=0.01, le=1e4)]
+    steps: Annotated[int, Meta(ge=0, lt=COUNT_MAX)]
 
     @property
     def kind(self) -> tuple[int, int, float]:
         return self.expected, self.sequences, self.noise
-
-    @property
-    def is_possible(self) -> bool:
-        return (
-            0 < self.expected <= self.sequences < COUNT_MAX
-            and 0 <= self.steps < COUNT_MAX
-            and 0.01 <= self.noise <= 1e4
-        )
 
 
 class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,9 +72,8 @@ class SpentSteps:
         told = _read(path) or Told(length, [])
         if told.length != length:
             what = f"{path} counts what was told of sequences of {told.length} tokens, and this run's have {length}"
-            raise ConfigError(
-                what, key="privacy", fix="Such sums mean nothing: join a run with sequences of that length"
-            )
+            fix = "Such sums mean nothing: join a run with sequences of that length"
+            raise ConfigError(what, key="privacy", fix=fix)
         self._steps = {entry.kind: entry.steps for entry in told.steps}
 
     @property
@@ -107,8 +101,8 @@ def _read(path: Path) -> Told | None:
         with trouble(path, "cannot be read"):
             encoded = path.read_bytes()
         told = msgspec.json.decode(encoded[:LEDGER_BYTES_MAX], type=Told)
-        entries = told.steps
-        if not all(each.is_possible for each in entries) or len({each.kind for each in entries}) < len(entries):
+        kinds = {each.kind for each in told.steps if each.expected <= each.sequences}
+        if len(kinds) < len(told.steps):
             raise msgspec.ValidationError("a number is not possible")
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         what = f"{path}: what was told of this machine's data so far cannot be read ({str(error)[:100]})"
@@ -158,17 +152,9 @@ class Privacy:
         """Returns the epsilon of all steps so far, and of so many more."""
         return epsilon_of(self.ledger.with_steps(self._kind, steps), self.delta)
 
-    def epsilon_alone(self, steps: int) -> float:
-        """Returns the epsilon of so many steps, if there had been none before."""
-        return epsilon_of({self._kind: steps}, self.delta)
-
     def steps_left(self, most: int = 2**40) -> int:
         """Returns how many more steps the budget allows."""
-        least = 0
-        while least < most:
-            middle = (least + most + 1) // 2
-            least, most = (middle, most) if self.epsilon(middle) <= self.budget else (least, middle - 1)
-        return least
+        return bisect_right(range(1, most + 1), self.budget, key=self.epsilon)
 
     def spend(self, steps: int) -> None:
         """Pays for steps that are about to be taken. PrivacySpentError if the budget does not allow all of them."""
@@ -221,9 +207,8 @@ def open_privacy(run: RunConfig, config: PrivacyConfig, directory: Path, sequenc
     if not config.is_on:
         if path.exists():  # a forgotten --config would train without noise, and nobody would notice
             what = f"{path} says that this machine's data has a privacy budget, and the settings have none"
-            raise ConfigError(
-                what, key="privacy", fix="Name the file with [privacy] again (--config), or remove that one"
-            )
+            fix = "Name the file with [privacy] again (--config), or remove that one"
+            raise ConfigError(what, key="privacy", fix=fix)
         return None
     refuse_without_own_steps(run, config, has_loop=False)
     try:
@@ -236,7 +221,8 @@ def open_privacy(run: RunConfig, config: PrivacyConfig, directory: Path, sequenc
     expected = min(run.recipe.step_sequences, sequences)
     privacy = Privacy(config, expected, sequences, SpentSteps(path, run.model.sequence_length))
     steps, left = run.recipe.local_steps, privacy.steps_left()
-    if (needed := privacy.epsilon_alone(steps)) > privacy.budget:
+    alone = {(expected, sequences, float(config.noise)): steps}  # as if there had been none before
+    if (needed := epsilon_of(alone, privacy.delta)) > privacy.budget:
         what = f"{privacy.budget:g} allows no round: {steps} steps with noise {float(config.noise):g} on {sequences} "
         what += f"sequences, {expected} of them in a step, take {needed:.2f}"
         raise ConfigError(what, key="privacy.epsilon", fix="Raise it or privacy.noise, or prepare more data")

@@ -108,12 +108,13 @@ class LocalRecipe:
         self.drift: float | None = None
         self.pending = torch.zeros_like(live.weights) if config.fragments > 1 else None
         self._is_moved = False  # whether the live weights are how far this round's steps have moved
+        self._share = float(config.residual_share * config.decay)  # decay comes first: only so much is left to send
 
     def begin(self, round_number: int) -> None:
         self.live.weights.copy_(self.base)
         if self.pending is not None:
             self.live.weights.sub_(self.pending)
-        self._start_ahead(1)
+        self._start_ahead()
         self.rate = float(inner_rate(self.config, max(0, round_number - 1)))  # the schedule counts from 0
         self._is_moved = False
 
@@ -131,26 +132,22 @@ class LocalRecipe:
         torch.sub(self.base, self.live.weights, out=self.live.weights)
         if self.pending is not None:
             self.live.weights.sub_(self.pending)
-        self._start_ahead(1)
+        self._start_ahead()
         self.take(self.live.weights)
 
-    def _start_ahead(self, sign: int) -> None:
-        """Applies shares of our open contributions and of the residual to the live weights; -1 takes them back."""
-        weights = self.live.parts(self.live.weights)
-        self.residual.subtract_own_from(weights, sign * self.early_share)
-        if share := self.config.residual_share * self.config.decay:  # decay comes first: only so much is left to send
-            self.residual.subtract_from(weights, sign * float(share))
+    def _start_ahead(self) -> None:
+        """Applies shares of our open contributions and of the residual to the live weights."""
+        self.residual.subtract_ahead_from(self.live.parts(self.live.weights), self._share, self.early_share)
 
     @contextmanager
     def rebased(self) -> Iterator[None]:
         """Lets `base` change between two steps: the round's steps go on from the new weights."""
-        self._start_ahead(-1)
         self.live.weights.sub_(self.base)
         try:
-            yield
+            with self.residual.kept_ahead(self.live.parts(self.live.weights), self._share, self.early_share):
+                yield
         finally:
             self.live.weights.add_(self.base)
-            self._start_ahead(1)
 
     def take(self, moved: Tensor) -> None:
         """Takes how far a round's steps have moved the weights, with the sign of a gradient."""

@@ -16,7 +16,8 @@ therefore kept until a manifest takes the contribution (`forget`) or none can an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,6 +59,7 @@ class Residual:
         chunks = [layout.chunks for layout in layouts]
         self.coefficients = torch.zeros(sum(chunks), layouts[0].area, device=device, dtype=dtype)
         self.kept: dict[int, Withdrawal] = {}
+        self._settled: list[tuple[int, Withdrawal, Tensor | None]] | None = None  # in `kept_ahead`
         self._k = 0  # numbers of each chunk in the next contribution; 0: the most that the run allows
         self._by_fragment = torch.split(self.coefficients, chunks)
         self._padding = [layout.padding_masks(device) for layout in layouts]
@@ -86,6 +88,39 @@ class Residual:
         """Subtracts a share of the contributions whose fate is open from the weights."""
         for number, kept in sorted(self.kept.items()):
             apply_own(self.layouts[self.fragment_of(number)], kept.indices, kept.removed, share, weights)
+
+    @torch.no_grad()
+    def subtract_ahead_from(self, weights: Sequence[Tensor], share: float, early_share: float) -> None:
+        """Subtracts both from the weights, by one transform: meanwhile our open contributions lie on the residual."""
+        if not share:
+            self.subtract_own_from(weights, early_share)
+            return
+        before: list[tuple[Tensor, Tensor, Tensor]] = []
+        try:
+            for number, kept in sorted(self.kept.items()):
+                coefficients = self._by_fragment[self.fragment_of(number)]
+                there, _ = _at(coefficients, kept.indices)
+                before.append((coefficients, kept.indices, there))
+                _put(coefficients, kept.indices, there + kept.removed.to(there) * (early_share / share))
+            self.subtract_from(weights, share)
+        finally:
+            for each in reversed(before):
+                _put(*each)
+
+    @contextmanager
+    def kept_ahead(self, weights: Sequence[Tensor], share: float, early_share: float) -> Iterator[None]:
+        """Keeps in the weights what `subtract_ahead_from` has subtracted, while contributions are settled in the
+        block."""
+        settled = self._settled = []
+        try:
+            yield
+        finally:
+            self._settled = None
+            for number, kept, back in settled:
+                moved = kept.removed * -early_share
+                if back is not None:
+                    moved.add_(back.to(moved), alpha=share)
+                apply_own(self.layouts[self.fragment_of(number)], kept.indices, moved, 1.0, weights)
 
     def set_k(self, k: int) -> None:
         """Sets how many numbers of each chunk the next contribution has; 0: the most that the run allows."""
@@ -117,18 +152,23 @@ class Residual:
         """Notes that a manifest took the round's contribution, and puts back the part of it that was not counted; False
         if the node has no such contribution."""
         kept = self.kept.pop(round_number, None)
-        if kept is not None and uncounted is not all_counted:
-            values = uncounted(kept.removed.cpu().numpy())
-            if values is not None:
-                self._give_back(round_number, kept.indices, torch.from_numpy(values))
+        if kept is not None:
+            values = None if uncounted is all_counted else uncounted(kept.removed.cpu().numpy())
+            self._settle(round_number, kept, None if values is None else torch.from_numpy(values))
         return kept is not None
 
     def restore(self, round_number: int) -> bool:
         """Puts back a contribution that no manifest can take any more; False if the node has no such contribution."""
         kept = self.kept.pop(round_number, None)
         if kept is not None:
-            self._give_back(round_number, kept.indices, kept.removed)
+            self._settle(round_number, kept, kept.removed)
         return kept is not None
+
+    def _settle(self, round_number: int, kept: Withdrawal, back: Tensor | None) -> None:
+        if back is not None:
+            self._give_back(round_number, kept.indices, back)
+        if self._settled is not None:
+            self._settled.append((round_number, kept, back))
 
     def _give_back(self, round_number: int, indices: Tensor, values: Tensor) -> None:
         coefficients = self._by_fragment[self.fragment_of(round_number)]

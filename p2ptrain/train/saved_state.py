@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from p2ptrain.config import RunConfig
+from p2ptrain.digest import digest
 from p2ptrain.errors import DataError
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.replica import MOMENTUM_NAME, WEIGHTS_PREFIX
@@ -43,6 +45,24 @@ class Capture:
             save_file(self.tensors, path, self.metadata)
         except SafetensorError as error:
             raise DataError(f"{path}: cannot be written ({error})") from error
+
+
+def run_digest(run: RunConfig) -> str:
+    """Digest of the run's settings, which identifies the run even before its config is sealed."""
+    return digest("saved state's run", run.canonical()).hex()
+
+
+def as_of_another_run(path: Path, run: RunConfig, number: int) -> Capture:
+    """Reads a saved state of one run as that of another with the same model, after round `number` of it. Contributions
+    of the first whose fate is open stay behind."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if not name.startswith("kept.")]  # noqa: SIM118
+            tensors, metadata = {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: not a saved state ({error})") from error
+    metadata |= {"round": str(number), "run": run_digest(run)}
+    return Capture(number, tensors, metadata, torch.empty(0))
 
 
 def read_kept(path: Path, tensors: dict[str, Tensor], outer: Outer) -> dict[int, Withdrawal]:

@@ -10,6 +10,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,6 +58,24 @@ def test_help_imports_nothing_heavy() -> None:
     assert [name for name in HEAVY if f"'{name}'" in done.stderr] == []
 
 
+@pytest.mark.parametrize("command", ["join", "runs"])
+def test_without_an_address_to_ask_it_ends_before_anything_opens(command: str, tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.argv = ['p2ptrain', {command!r}]\n"
+        "from p2ptrain.cli import main\n"
+        "status = main()\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(status)"
+    )
+    place = {**os.environ, "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT, env=place
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("--bootstrap: no address to ask. ")
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("arguments", "commands"),
     [
@@ -65,12 +84,17 @@ def test_help_imports_nothing_heavy() -> None:
             [
                 "start",
                 "join",
+                "lend",
                 "leave",
                 "pause",
                 "resume",
                 "limit",
                 "status",
+                "swarm",
                 "peers",
+                "agenda",
+                "propose",
+                "assent",
                 "runs",
                 "invite",
                 "doctor",
@@ -79,6 +103,7 @@ def test_help_imports_nothing_heavy() -> None:
                 "generate",
                 "evaluate",
                 "audit",
+                "receipt",
                 "report",
                 "simulate",
                 "replay",
@@ -90,7 +115,7 @@ def test_help_imports_nothing_heavy() -> None:
         ),
         (("config",), ["check", "example", "schema", "show"]),
         (("data",), ["prepare"]),
-        (("checkpoint",), ["list", "export", "now"]),
+        (("checkpoint",), ["list", "export", "copy", "now"]),
         (("identity",), ["show", "new", "path"]),
     ],
 )
@@ -140,6 +165,17 @@ def test_a_mistake_of_the_user_is_told_on_stderr_with_status_2(
     assert len(err.splitlines()) <= 2
 
 
+@pytest.mark.parametrize("command", ["status", "export", "config"])
+def test_in_a_directory_that_was_deleted_a_command_says_what_to_do(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    complaint = "the directory that this was started in has been deleted. Change to another, such as by `cd`\n"
+    assert p2ptrain(capsys, command) == (2, "", complaint)
+
+
 def test_a_typo_in_a_file_is_told_without_a_traceback(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(TINY.read_text().replace("warmup_rounds", "warmpu_rounds"))
@@ -156,6 +192,23 @@ def test_a_failure_of_the_world_is_told_with_status_1(
 
     monkeypatch.setattr("p2ptrain.cli.data.make", full)
     assert p2ptrain(capsys, "data", "prepare", tmp_path, "--embedded") == (1, "", "the disk is full\n")
+
+
+def test_the_end_of_the_input_where_something_is_asked_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(_: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("p2ptrain.cli.node.getpass", ended)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert p2ptrain(capsys, "lend", "/ip4/127.0.0.1/tcp/4100") == (2, "", "\nnothing was entered\n")
+
+
+def test_a_demo_that_cannot_be_kept_there_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("notes")
+    status, out, err = p2ptrain(capsys, "demo", "--keep", tmp_path / "notes.txt")
+    assert (status, out) == (1, "") and err.startswith(f"{tmp_path / 'notes.txt'}: cannot be made")
 
 
 def test_a_bug_of_ours_keeps_its_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,14 +445,12 @@ def test_an_example_is_printed_to_begin_with_and_all_are_listed(capsys: pytest.C
     status, out, _ = p2ptrain(capsys, "config", "example")
     assert (status, [line.split()[0] for line in out.splitlines()]) == (
         0,
-        ["masked", "digits", "noisy", *RECIPES, "tiny", "node"],
+        ["masked", "digits", "noisy", *RECIPES, "several_processes", "tiny", "node"],
     )
     status, out, _ = p2ptrain(capsys, "config", "example", "tiny")
     assert (status, out) == (0, (ROOT / "examples" / "tiny.toml").read_text())
     status, out, _ = p2ptrain(capsys, "config", "example", "node")
     assert (status, out) == (0, (ROOT / "node_config.example.toml").read_text())
     status, _, err = p2ptrain(capsys, "config", "example", "huge")
-    assert (status, err) == (
-        2,
-        f"NAME: there is no example 'huge'. Take one of masked, digits, noisy, {', '.join(RECIPES)}, tiny, node\n",
-    )
+    names = ", ".join(["masked", "digits", "noisy", *RECIPES, "several_processes", "tiny", "node"])
+    assert (status, err) == (2, f"NAME: there is no example 'huge'. Take one of {names}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from p2ptrain.data.prepare import DatasetSummary, prepare
 from p2ptrain.data.tokenizer import JsonTokenizer
 from p2ptrain.models.kinds import shapes_digest
 from p2ptrain.node.home import Home
+from p2ptrain.train.evaluate import Evaluation
 from tests.helpers.export import Command, NodeDirectory, model_of, run_of, state_of
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
 
@@ -164,3 +166,7 @@ def test_a_script_s_own_model_is_left_to_the_script(p2ptrain: Command, tmp_path:
     status, _, err = p2ptrain("evaluate", *node.place)
     assert status == 2, err
     assert "only the script that trains this model can compute its loss. Call swarm.evaluate(loss)" in err
+
+
+def test_a_loss_beyond_all_floats_has_a_perplexity() -> None:
+    assert Evaluation(1e4, math.nan, 1, 1).perplexity == math.inf

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from p2ptrain.config import (
     with_options,
 )
 from p2ptrain.config.fields import K_WORDS, Accepts
+from p2ptrain.config.load import exact
 from p2ptrain.config.text import THEIR_NAMES, allowed, fields, sections, to_toml
 from p2ptrain.errors import ConfigError
 
@@ -124,9 +126,12 @@ def test_a_misspelt_section_or_a_similar_one_does_not_hide_what_a_file_is(text: 
     assert complaint(load_config, path).startswith("FILE: name: missing. Write name = ")
 
 
+NODES = {"several_processes.toml"}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
 def test_the_examples_load(path: Path) -> None:
-    load_run_config(path)
+    assert isinstance(load_config(path), NodeConfig if path.name in NODES else RunConfig)
 
 
 def test_the_tiny_example_has_less_than_a_million_parameters() -> None:
@@ -150,7 +155,7 @@ IN_A_RUN = {
     "[modle]": "FILE: modle: unknown key. Did you mean model?",
     "[http]": "FILE: http: unknown key. It belongs in the other kind of config, that of a node",
     '"a\\nb: c" = 3': 'FILE: "a\\nb: c": unknown key. Known here: protocol, name, seed, model, adapt, tokenizer, '
-    "data, recipe, state, agreement, admission, eval, world",
+    "data, recipe, state, agreement, admission, eval, world, predecessor",
     "seed = 1.0": "FILE: seed: expected a whole number, found 1.0. Write for instance seed = 0",
     'seed = "3"': 'FILE: seed: expected a whole number, found "3". Write for instance seed = 0',
     "seed = true": "FILE: seed: expected a whole number, found true. Write for instance seed = 0",
@@ -178,7 +183,7 @@ IN_A_RUN = {
     f'found "1/{2**53}". Write for instance decay = "19/20"',
     '[recipe]\nouter = "fast"': 'FILE: recipe.outer: "fast" is not valid. Choose "normalised", "mean" or "sign"',
     "[recipe]\nchunk = 48": "FILE: recipe.chunk: 48 is not valid. Choose 8, 16, 32 or 64",
-    "protocol = 1": "FILE: protocol: 1 is not valid. Choose 2",
+    "protocol = 1": "FILE: protocol: 1 is not valid. Choose 2 or 3",
     '[data]\nmanifest = "abc"': 'FILE: data.manifest: "abc" is not valid. '
     "Choose embedded, or 64 hexadecimal digits in lower case",
     '[admission]\npolicy = "invite"\nkeys = "a"': 'FILE: admission.keys: expected a list in brackets, found "a". '
@@ -316,8 +321,10 @@ IN_A_NODE = {
     "[network]\nbootstrap = ['/ip4/203.0.113.7/tcp/4001']": 'FILE: network.bootstrap: "/ip4/203.0.113.7/tcp/4001" is '
     "not valid. Choose a list of at most 64, each a node's address with its id at the end, such as "
     '"/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."',
-    "[device]\nname = 'gpu'": 'FILE: device.name: "gpu" is not valid. Choose auto, cpu, cuda or cuda:N',
-    "[device]\nname = 'cuda:١'": 'FILE: device.name: "cuda:١" is not valid. Choose auto, cpu, cuda or cuda:N',
+    "[device]\nname = 'gpu'": 'FILE: device.name: "gpu" is not valid. Choose '
+    "auto, cpu, mps, cuda, cuda:N, cuda:all or a list of cuda:N",
+    "[device]\nname = 'cuda:١'": 'FILE: device.name: "cuda:١" is not valid. Choose '
+    "auto, cpu, mps, cuda, cuda:N, cuda:all or a list of cuda:N",
     "[limits]\nhours = '25:00-07:00'": 'FILE: limits.hours: "25:00-07:00" is not valid. '
     'Choose hours such as "22:00-07:00", or nothing',
     "[limits]\nhours = '07:00-07:00'": 'FILE: limits: hours = "07:00-07:00" leaves no time to train. '
@@ -332,7 +339,7 @@ IN_A_NODE = {
     'home directory, found "~nobody at all/x". Write for instance directory = ""',
     # pydantic-settings takes arguments with such names, which would read another file
     "_env_file = 'x'": "FILE: _env_file: unknown key. Known here: identity, network, device, limits, storage, "
-    "privacy, audit, http, plugins, region, tracking, logging",
+    "privacy, audit, succession, http, plugins, region, tracking, logging",
     "[privacy]\nnoise = 2": "FILE: privacy: epsilon is 0, so there is no privacy. Set it, or remove the other keys",
     "[privacy]\nepsilon = -1": "FILE: privacy.epsilon: -1 is not valid. Choose 0 to 1,000",
 }
@@ -555,6 +562,15 @@ def test_the_example_says_of_every_key_what_it_means_and_takes() -> None:
             above = body.partition(f"\n#{key} = ")[0].rpartition("\n\n")[2]
             words = " ".join(line.removeprefix("# ") for line in above.splitlines())
             assert words == f"{field.description} takes {allowed(field)}", f"{name}.{key}"
+
+
+def test_a_path_has_no_zero_byte(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"storage\.directory"):
+        load_node_config(said(tmp_path / "node.toml", '[storage]\ndirectory = "a\\u0000b"\n'))
+
+
+def test_a_script_may_say_numpys_numbers() -> None:
+    assert exact({"rate": np.float64(0.1)}) == {"rate": Decimal("0.1")}
 
 
 def test_the_example_is_a_right_file_as_it_stands() -> None:

@@ -194,6 +194,7 @@ def test_the_largest_config_fits_its_limit() -> None:
     targets = tuple("a" * 78 + f"{number:02}" for number in range(32))
     largest["adapt"] |= {"kind": "lora", "base": KEY, "targets": targets}
     largest["tokenizer"] = {"kind": "json", "digest": KEY}
+    largest["predecessor"] |= {"run": KEY, "head": KEY}
     largest["data"] = {"manifest": KEY}
     largest["recipe"] |= {"name": "local", "schedule": "wsd", "value_bits": 1, "transform": "none", "fragments": 1}
     largest["recipe"] |= {"momentum": Fraction(2**53 - 2**40, 2**53 - 1), "nesterov": True}

@@ -6,13 +6,12 @@ import pytest
 
 from p2ptrain.core.agreement import (
     CastVote,
-    Heard,
     Judgement,
     Propose,
     Stage,
     ViewEntered,
 )
-from p2ptrain.core.messages import NOTHING, Proposal
+from p2ptrain.core.messages import NOTHING, Heard, Proposal
 from tests.helpers.agreement import (
     PRECOMMIT,
     PREVOTE,

@@ -9,13 +9,12 @@ from p2ptrain.core.agreement import (
     VIEWS_BEHIND,
     CastVote,
     Decided,
-    Heard,
     Judgement,
     Propose,
     Stage,
     ViewEntered,
 )
-from p2ptrain.core.messages import NOTHING, Ballot, Proposal, Received, Vote
+from p2ptrain.core.messages import NOTHING, Ballot, Heard, Proposal, Received, Vote
 from tests.helpers.agreement import (
     PRECOMMIT,
     PREVOTE,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.core.arrivals import DEVIATIONS, SILENT, SLACK, STARTS_MAX, STRANGERS, Arrivals
 from p2ptrain.core.messages import ADMITTED_MAX
+from tests.helpers.catchup import extend, meet, on_own_branch, shared
 from tests.helpers.core import KEYS
 
 MEMBERS = KEYS[:5]
@@ -39,6 +40,29 @@ def test_arrivals_that_differ_are_given_a_multiple_of_their_median_deviation() -
 def test_nobody_is_waited_for_longer_than_a_multiple_of_the_median() -> None:
     usual, _ = seen(1.0, 10.0, 100.0).patience(MEMBERS)
     assert usual == 10.0 * STRANGERS
+
+
+def test_rounds_that_come_again_on_another_branch_are_timed_anew() -> None:
+    arrivals = seen(1.0)
+    for number in range(2, STARTS_MAX + 10):
+        arrivals.begin(number, 100.0 + number)
+        arrivals.note(KEYS[1], number, 101.0 + number)
+    arrivals.rewound(3)
+    arrivals.begin(4, 1_000.0)
+    arrivals.note(KEYS[1], 4, 1_002.0)
+    assert (arrivals.starts[4], arrivals.offsets[KEYS[1]]) == (1_000.0, 2.0)
+
+
+def test_who_leaves_its_branch_times_the_rounds_of_the_other_anew() -> None:
+    bench = on_own_branch(5)
+    line, arrivals = shared(bench), bench.parts.pools.arrivals
+    alone = dict(arrivals.starts)
+    extend(bench, line, 1)
+    came = bench.now
+    meet(bench, line)
+    number = bench.state.round + 1
+    assert bench.state.branch == line.state.branch and number in alone
+    assert arrivals.starts[number] >= came > alone[number]
 
 
 @given(st.lists(st.floats(0.001, 1e6), min_size=2, max_size=2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,12 +12,13 @@ from msgspec.structs import replace
 from p2ptrain.core import auditing as module
 from p2ptrain.core import events as ev
 from p2ptrain.core.auditing import BACK_MAX, OTHERS, sequences_of
-from p2ptrain.core.audits import Measured
+from p2ptrain.core.audits import Conduct, Measured, Tier
 from p2ptrain.core.manifest import Request
 from p2ptrain.core.messages import AuditReport, decode, read
 from p2ptrain.core.state import Admitted, Taken
 from p2ptrain.share import Share
 from tests.helpers.core import KEYS, RUN, Bench, DigestSigner, announced, run_of
+from tests.helpers.manifest import admitting
 
 LOCAL = {"name": "local", "local_steps": 10, "sequences_per_pass": 8}
 SEQUENCES, ROUND = 32, 80
@@ -77,9 +80,10 @@ def test_little_work_is_not_asked_for_as_much_strength() -> None:
     assert not module.is_whole(replace(taken, base_round=2), 5, run)
     assert not module.is_whole(taken, 5, run_of(recipe={"name": "distro", "sequences_per_pass": 64}))
     bench = bench_of()
-    bench.parts.work.auditing.doing = module.Doing(RUN, 1, KEYS[2], is_summoned=False, is_whole=False)
-    bench.decide()
-    [told] = reports(bench.do(ev.Audited(1, KEYS[2], 1_234, 500)))
+    [order] = ordered(bench.decide())
+    little = replace(order, taken=replace(order.taken, steps=5))
+    bench.parts.work.auditing.doing = module.Doing(little, RUN, is_summoned=False)
+    [told] = reports(bench.do(ev.Audited(1, order.taken.author, 1_234, 500)))
     assert told.strength == 1_600
 
 
@@ -143,8 +147,59 @@ def test_an_audit_that_is_asked_for_says_why_it_cannot_be_done() -> None:
     assert "too long ago" in str(view.audit_of(2, other))
 
 
+def test_keys_on_trial_are_measured_more_often_and_first_who_may_be_found_working_soon() -> None:
+    """A crowd of keys without work keeps nobody waiting who works, and who counts since lately is looked at."""
+    conducts = [
+        *[Conduct(Tier.ON_TRIAL, doubt=900)] * 3,
+        Conduct(Tier.ON_TRIAL),
+        Conduct(Tier.ON_TRIAL, doubt=900, passed_by=(KEYS[1],)),
+        Conduct(Tier.ON_TRIAL, passed_by=(KEYS[0],)),
+        Conduct(since=50),
+        Conduct(since=8),
+        Conduct(),
+    ]
+    entries = [Admitted(key, 0, 0, 0, 0, each) for key, each in zip(KEYS[:9], conducts, strict=True)]
+    state, rng = admitting(*entries, size=3, round=100), Random(0)
+    apart = {key: key.hex() for key in KEYS}
+    drawn = Counter(module.draw(state, KEYS[0], KEYS[:9], apart, rng) for _ in range(9_000))
+    usual = (1 - module.TRIAL_CHANCE) * 3_000  # of those who are not on trial
+    new = module.TRIAL_CHANCE * (1 - module.RANKED_CHANCE) * 9_000 / 6
+    best = module.TRIAL_CHANCE * module.RANKED_CHANCE * 9_000 / 2
+    expected = [new] * 4 + [new + best, 0, usual + new + best, usual, usual]
+    assert [drawn[key] for key in KEYS[:9]] == pytest.approx(expected, rel=0.15)
+    again = [Conduct(Tier.SUSPENDED), Conduct(Tier.SUSPENDED, passed_by=(KEYS[1],))]
+    entries[7:] = [Admitted(key, 0, 0, 0, 0, each) for key, each in zip(KEYS[7:9], again, strict=True)]
+    again_state = admitting(*entries, size=3, round=100)
+    some = Counter(module.draw(again_state, KEYS[0], KEYS[5:9], apart, rng) for _ in range(1_000))
+    assert some[KEYS[7]] < some[KEYS[8]], "who is suspended is looked for once somebody has found its work"
+    untried = tuple(key for key in KEYS[:4])
+    drawn = Counter(module.draw(state, KEYS[0], untried, apart, rng) for _ in range(9_000))
+    assert drawn[KEYS[3]] > drawn[KEYS[0]] * 2
+
+
+def test_a_crowd_in_one_range_of_addresses_is_measured_as_often_as_one_newcomer() -> None:
+    crowd, newcomers = KEYS[4:12], KEYS[12:14]
+    state = admitting(*(Admitted(key, 0, 0, 0, 0, Conduct(Tier.ON_TRIAL)) for key in (*crowd, *newcomers)), round=100)
+    ranges = {**dict.fromkeys(crowd, "10.1"), **{key: key.hex() for key in newcomers}}
+    rng = Random(0)
+    drawn = Counter(module.draw(state, KEYS[0], KEYS[:14], ranges, rng) for _ in range(6_000))
+    assert [drawn[key] for key in newcomers] == pytest.approx([1_000, 1_000], rel=0.15)
+    assert sum(drawn[key] for key in crowd) == pytest.approx(1_000, rel=0.15)
+    assert drawn[KEYS[1]] == pytest.approx(750, rel=0.15)
+
+
+def test_who_one_member_found_working_does_not_keep_all_others_of_its_range_from_being_measured() -> None:
+    praised, newcomer = KEYS[4:6]
+    conducts = {praised: Conduct(Tier.ON_TRIAL, passed_by=(KEYS[1],)), newcomer: Conduct(Tier.ON_TRIAL)}
+    state = admitting(*(Admitted(key, 0, 0, 0, 0, each) for key, each in conducts.items()), round=100)
+    rng = Random(0)
+    drawn = Counter(module.draw(state, KEYS[0], KEYS[:6], dict.fromkeys(KEYS, "10.1"), rng) for _ in range(8_000))
+    expected = 8_000 * module.TRIAL_CHANCE * (1 - module.RANKED_CHANCE) / 2
+    assert drawn[newcomer] == pytest.approx(expected, rel=0.15)
+
+
 def test_so_many_sequences_are_read() -> None:
-    sizes = {(8, False): 32, (8, True): 80, (32, False): 32, (32, True): 128, (64, False): 64, (64, True): 128}
+    sizes = {(8, False): 32, (8, True): 80, (32, False): 32, (32, True): 320, (64, False): 64, (64, True): 320}
     for (batch, is_summoned), count in sizes.items():
         run = run_of(recipe=LOCAL | {"sequences_per_pass": batch})
         assert sequences_of(run, is_summoned=is_summoned) == count

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from p2ptrain.core.chain import FORKS_MAX, Chain, are_level, common_branch, wins
+from p2ptrain.core.chain import FORKS_MAX, Chain, are_level, common_branch, grown, wins
 from p2ptrain.core.events import Saved, Trunk
-from p2ptrain.core.history import Beginning, BranchStart, Entry, History, jump
+from p2ptrain.core.history import STAGES_MAX, Beginning, BranchStart, Entry, History, jump
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.state import AgreedState, genesis
 from tests.helpers.core import KEYS, ROOT0, RUN, DigestSigner, begun, certified, line_of, plain_manifest, run_of
@@ -105,6 +105,17 @@ def test_a_line_of_many_branches_stays_within_its_bounds() -> None:
         go_on(made, 1)
         assert {name: limit for name, limit in made.limits().items() if limit[0] > limit[1]} == {}
     assert len(made.forks) == len(made.beginnings) == FORKS_MAX
+
+
+def test_a_line_of_more_branches_than_are_remembered_still_answers() -> None:
+    made = line(2)
+    for _ in range(STAGES_MAX + 2):
+        regroup(made, 0, 1, 2)
+    go_on(made, 20)
+    oldest = made.lineage[1].branch
+    assert made.beginnings and len(made.changes) > STAGES_MAX
+    found = made.answer(oldest, 2)
+    assert found.base == made.base and made.changes[-1] in found.changes
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -320,3 +331,19 @@ def test_what_is_kept_for_ever_is_told_when_it_has_changed() -> None:
     lineage = (BranchStart(RUN, 0), BranchStart(beginning.branch, 2))
     assert made.trunk() == Trunk(lineage, (second.step, beginning), (second.state,))
     assert not made.has_new_trunk
+
+
+def test_who_stores_the_steps_adds_to_what_is_kept_for_ever_itself() -> None:
+    """Told with every change, it would be stored as often as there are changes."""
+    made = line(2)
+    regroup(made, 0, 1, 2)
+    told = made.trunk()
+    for _ in range(3):
+        before, last = made.state, made.steps[-1].step
+        go_on(made, 1)
+        regroup(made, 0, 1)
+        assert not made.has_new_trunk
+        steps = [each.step for each in made.steps][-2:]
+        told = grown(told, steps[0], before, last)
+        told = grown(told, steps[1], made.steps[-2].state, steps[0])
+        assert told == Trunk(tuple(made.lineage), tuple(made.changes), tuple(made.forks.values()))

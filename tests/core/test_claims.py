@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.claims import DRAWN, LOSS_MAX, ROUNDS_KEPT, HeldOut, TrainingClaims, drawn, weighted_median
 from p2ptrain.core.messages import Announcement, payload_digest
 from p2ptrain.core.state import genesis
+from p2ptrain.core.tally import DRAWN, LOSS_MAX, ROUNDS_KEPT, HeldOut, TrainingClaims, drawn, weighted_median
 from tests.helpers.core import BYTES, KEYS, ROOT0, RUN, Bench, announced, certified, payload, plain_manifest, run_of
 
 SIZE = 7

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.arrivals import Arrivals
+from p2ptrain.core.audits import Conduct, Tier
 from p2ptrain.core.history import BranchStart, History
 from p2ptrain.core.manifest import Manifest, manifest_of
 from p2ptrain.core.messages import Availability, Ballot, Leave, Proposal, Vote, message_digest
@@ -172,6 +175,40 @@ def test_a_leaver_that_nobody_hears_goes_after_a_while() -> None:
     while not any(isinstance(effect, ev.Stop) for effect in effects):
         effects = bench.tick()
     assert (bench.now, effects[-1]) == (30.0, ev.Stop("left without being heard"))
+
+
+@pytest.mark.parametrize("conduct", [Conduct(muted=16), Conduct(Tier.SUSPENDED)], ids=["muted", "suspended"])
+def test_a_leaver_whose_leave_nobody_may_carry_goes_after_a_while(conduct: Conduct) -> None:
+    bench = Bench(4, me=1, start=False)
+    admitted = [replace(each, conduct=conduct) if each.key == ME else each for each in bench.genesis.admitted]
+    bench.genesis = replace(bench.genesis, admitted=tuple(admitted))
+    bench.start()
+    bench.do(ev.StopRequested())
+    effects: list[ev.Effect] = []
+    while not any(isinstance(effect, ev.Stop) for effect in effects):
+        effects = bench.tick()
+    assert (bench.now, effects[-1]) == (30.0, ev.Stop("left without being heard"))
+
+
+@pytest.mark.parametrize(("round_seconds", "waited"), [(10.0, 30.0), (100.0, 200.0), (1_000.0, 600.0)])
+def test_a_leaver_waits_for_two_rounds_where_these_take_long_but_not_for_ever(
+    round_seconds: float, waited: float
+) -> None:
+    bench = Bench(4, me=1, agreement={"on_quorum_loss": "halt"})
+    bench.parts.pools.arrivals.begin(0, bench.now - round_seconds)
+    bench.do(ev.StopRequested())
+    effects: list[ev.Effect] = []
+    while not any(isinstance(effect, ev.Stop) for effect in effects):
+        effects = bench.tick()
+    assert (bench.now, effects[-1]) == (waited, ev.Stop("left without being heard"))
+
+
+def test_a_round_takes_as_long_as_the_longest_of_the_last_three() -> None:
+    arrivals = Arrivals()
+    assert arrivals.round_seconds == 0.0
+    for number, began in enumerate((0.0, 50.0, 51.0, 54.0, 56.0)):
+        arrivals.begin(number, began)
+    assert arrivals.round_seconds == 3.0
 
 
 def test_a_leaver_that_lacks_many_rounds_fetches_a_state_before_it_ends() -> None:

@@ -352,9 +352,9 @@ def test_the_manifest_is_a_part_of_the_protocol() -> None:
     taken = [[members[2], 1, 0, b"\5" * 32, 99, 1, b"\5" * 16, True]]
     joins = [[b"\6" * 32, b"\3" * 32, 1, 9]]
     where = [bytes(32), 1, bytes(32), state.digest, 0, b"\7" * 32]
-    plain = [*where, taken, [], [], joins, [], [], b"\x08", [], [], []]
+    plain = [*where, taken, [], [], joins, [], [], b"\x08", [], [], [], [], []]
     assert manifest.digest == digest("manifest", msgspec.msgpack.encode(plain))
-    assert manifest.digest.hex() == "60a5fea6c1b63853d352af3ad3dbd60c911181e108a18ba45c29a45219cb61f2"
+    assert manifest.digest.hex() == "3cb54f1d07319a3e3fd73c44d79c069cc5bf3813f3c616fc2db87687ae13c8cd"
 
 
 # ---------------------------------------------------------------------------------------------------

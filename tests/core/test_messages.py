@@ -17,6 +17,7 @@ from p2ptrain.core import messages as wire
 from p2ptrain.core.messages import (
     NOTHING,
     Announcement,
+    Assent,
     AuditReport,
     Availability,
     Ballot,
@@ -27,6 +28,7 @@ from p2ptrain.core.messages import (
     JoinRequest,
     Leave,
     Message,
+    Moving,
     Proposal,
     Regroup,
     Vote,
@@ -121,6 +123,8 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     "audit": st.builds(
         AuditReport, keys, numbers, keys, st.integers(-2_000, 2_000), st.integers(-8_000, 8_000), st.booleans(), keys
     ),
+    "motion": st.builds(Moving, keys, numbers, numbers, numbers, keys, st.binary(max_size=1_024), keys),
+    "assent": st.builds(Assent, keys, numbers, keys, keys),
 }
 
 
@@ -174,6 +178,8 @@ def drawn(kind: str, seed: int) -> Message:
         "call": lambda: Call(key(), key(), 3, key()),
         "regroup": lambda: Regroup(key(), key(), 1, members, members[2]),
         "evidence": lambda: Evidence(*rising(40, 2)),
+        "motion": lambda: Moving(key(), 3, 70_000, 60_000, key(), b'{"recipe":{"clip":"2"}}', key()),
+        "assent": lambda: Assent(key(), 3, key(), key()),
         "audit": lambda: AuditReport(key(), 70_000, key(), -1_234, 950, generator.random() < 0.5, key()),
     }
     return made[kind]()

@@ -141,7 +141,7 @@ def test_a_large_payload_is_fetched_from_its_author() -> None:
     assert bench.hear(offer) == [ev.Fetch(offer.payload, BYTES, (KEYS[2],))]
     assert bench.hear(offer) == []
     assert bench.arrives(offer.payload) == []
-    assert bench.parts.pools.payloads.held == {offer.payload: True}
+    assert bench.parts.pools.payloads.is_good(offer.payload)
 
 
 def test_a_payload_that_nobody_wanted_is_not_taken_for_held() -> None:

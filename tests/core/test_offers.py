@@ -7,14 +7,15 @@ from random import Random
 import msgspec
 import pytest
 
-from p2ptrain.core import requests as module
+from p2ptrain.core import admission as module
+from p2ptrain.core import messages
+from p2ptrain.core.admission import OF_AUTHOR_MAX, Requests
 from p2ptrain.core.context import Context
 from p2ptrain.core.manifest import JOINS_MIN, NO_BEARER, Join
-from p2ptrain.core.messages import SEATS_MAX, Announcement, Evidence, JoinRequest, Leave
-from p2ptrain.core.offers import OFFERS_OF_AUTHOR_MAX, ROUNDS_KEPT, Offers, Verdict
+from p2ptrain.core.messages import SEATS_MAX, Announcement, Evidence, Heard, JoinRequest, Leave
+from p2ptrain.core.offers import OFFERS_OF_AUTHOR_MAX, ROUNDS_KEPT, Offers
 from p2ptrain.core.payloads import Payloads
 from p2ptrain.core.reputation import prove
-from p2ptrain.core.requests import OF_AUTHOR_MAX, Requests
 from p2ptrain.core.state import genesis
 from p2ptrain.digest import digest
 from p2ptrain.errors import RemoteProtocolError
@@ -40,6 +41,13 @@ def context(**admission: object) -> Context:
     return Context(run_of(admission=admission), RUN, KEYS[0], DigestSigner(KEYS[0]), Random(0))
 
 
+def apart(count: int) -> Context:
+    """Connected to so many newcomers, each in a range of addresses of its own."""
+    made = context()
+    made.peers.update({joining(each).author: f"10.{each}" for each in range(count)})
+    return made
+
+
 def offers(staleness: int = 0) -> Offers:
     return Offers(staleness, Payloads(context()))
 
@@ -47,7 +55,7 @@ def offers(staleness: int = 0) -> Offers:
 def held(made: Offers, offer: Announcement, good: bool = True) -> bytes:
     """Adds an announcement whose payload is here; returns its name."""
     made.add(signed(offer))
-    made.payloads.held[offer.payload] = good
+    made.payloads.came_along(offer, good)
     return name_of(offer)
 
 
@@ -59,7 +67,7 @@ def test_of_a_round_two_announcements_are_kept_so_that_a_lie_stays_visible() -> 
     made = offers()
     lies = [announced(AUTHOR, which=bytes([which])) for which in range(3)]
     verdicts = [made.add(signed(offer)) for offer in (lies[0], lies[0], lies[1], lies[2])]
-    assert verdicts == [Verdict.NEW, Verdict.USELESS, Verdict.CONFLICT, Verdict.USELESS]
+    assert verdicts == [Heard.NEW, Heard.USELESS, Heard.CONFLICT, Heard.USELESS]
     assert sorted(made.by_name) == sorted(map(name_of, lies[:2]))
     assert made.conflicting(signed(lies[1])) == signed(lies[0])
 
@@ -67,8 +75,8 @@ def test_of_a_round_two_announcements_are_kept_so_that_a_lie_stays_visible() -> 
 def test_of_an_author_only_a_few_rounds_are_kept() -> None:
     made = offers()
     verdicts = [made.add(signed(announced(AUTHOR, number))) for number in range(1, ROUNDS_KEPT + 2)]
-    assert verdicts == [Verdict.NEW] * ROUNDS_KEPT + [Verdict.FULL]
-    assert made.add(signed(announced(KEYS[3]))) is Verdict.NEW
+    assert verdicts == [Heard.NEW] * ROUNDS_KEPT + [Heard.FULL]
+    assert made.add(signed(announced(KEYS[3]))) is Heard.NEW
 
 
 def test_what_members_attest_finds_room_up_to_a_bound() -> None:
@@ -81,7 +89,7 @@ def test_what_members_attest_finds_room_up_to_a_bound() -> None:
         for each in range(2 * SEATS_MAX + 1)
     ]
     verdicts = [made.add(signed(offer), asked_for=True) for offer in asked]
-    assert verdicts == [Verdict.CONFLICT] * (2 * SEATS_MAX) + [Verdict.FULL]
+    assert verdicts == [Heard.CONFLICT] * (2 * SEATS_MAX) + [Heard.FULL]
     assert made.limits()["offers of an author"] == (OFFERS_OF_AUTHOR_MAX, OFFERS_OF_AUTHOR_MAX)
 
 
@@ -138,7 +146,7 @@ def test_of_one_author_at_most_two_requests_wait() -> None:
 
 def test_a_crowd_at_the_door_keeps_neither_leaves_nor_evidence_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "JOINS_MAX", 5)
-    monkeypatch.setattr(module, "REQUESTS_MAX", 8)
+    monkeypatch.setattr(messages, "REQUESTS_MAX", 8)
     monkeypatch.setattr(module, "EVIDENCE_MAX", 4)
     made = Requests(context())
     assert [made.add(signed(joining(each)), STATE) for each in range(7)] == [True] * 5 + [False] * 2
@@ -149,10 +157,10 @@ def test_a_crowd_at_the_door_keeps_neither_leaves_nor_evidence_out(monkeypatch: 
 
 
 def test_a_full_pool_takes_only_what_others_attest_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REQUESTS_MAX", 8)
+    monkeypatch.setattr(messages, "REQUESTS_MAX", 8)
     monkeypatch.setattr(module, "EVIDENCE_MAX", 4)
     monkeypatch.setattr(module, "JOINS_MAX", 100)
-    made = Requests(context())
+    made = Requests(apart(14))
     assert [made.add(signed(joining(each)), STATE) for each in range(9)] == [True] * 8 + [False]
     assert [made.add(signed(joining(each)), STATE, asked_for=True) for each in range(9, 14)] == [True] * 4 + [False]
     proofs = [proof_against(key) for key in KEYS[1:4]]
@@ -162,7 +170,7 @@ def test_a_full_pool_takes_only_what_others_attest_up_to_a_bound(monkeypatch: py
 
 
 def test_too_many_joins_wait_for_a_manifest_that_their_keys_were_not_made_for() -> None:
-    made = Requests(context())
+    made = Requests(apart(JOINS_MIN + 2))
     for each in range(JOINS_MIN):
         assert made.add(signed(joining(each)), STATE)
     assert len(made.names(STATE)) == JOINS_MIN
@@ -173,6 +181,29 @@ def test_too_many_joins_wait_for_a_manifest_that_their_keys_were_not_made_for() 
     later = msgspec.structs.replace(STATE, round=2)
     assert made.add(signed(joining(JOINS_MIN + 1)), LATER)
     assert len(made.names(later)) == JOINS_MIN + 2
+
+
+def test_of_a_crowd_from_one_range_of_addresses_as_many_joins_are_attested_as_a_manifest_grants() -> None:
+    made, later = Requests(apart(2)), msgspec.structs.replace(STATE, round=2)
+    assert all(made.add(signed(joining(each)), STATE) for each in range(20))
+    named = made.names(later)
+    assert len(named) == 2 + JOINS_MIN
+    assert {name_of(joining(each)) for each in range(2)} <= {*named}
+    rounds = [msgspec.structs.replace(later, head=digest("head", bytes([number]))) for number in range(20)]
+    assert len({name for each in rounds for name in made.names(each)}) == 20, "others after each manifest"
+    known = msgspec.structs.replace(later, round=3)
+    assert made.names(known) == made.names(later), "a round's number is known when keys are made"
+
+
+def test_of_a_key_in_a_crowd_all_joins_are_attested_because_members_may_have_heard_them_in_another_order() -> None:
+    first, second = joining(0), msgspec.structs.replace(joining(0), round=2)
+    later, named = msgspec.structs.replace(STATE, round=2), list[tuple[bytes, ...]]()
+    for order in ((first, second), (second, first)):
+        made = Requests(apart(20))
+        assert all(made.add(signed(each), STATE) for each in (*order, *(joining(each) for each in range(1, 20))))
+        named.append(made.names(later))
+    assert named[0] == named[1]
+    assert {name_of(first), name_of(second)} <= {*named[0]}
 
 
 def test_of_a_crowd_at_the_door_half_is_forgotten_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +271,7 @@ def test_a_liar_that_asks_to_leave_keeps_out_no_evidence_against_it() -> None:
 
 
 def test_a_crowd_keeps_out_no_evidence_which_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REQUESTS_MAX", 4)
+    monkeypatch.setattr(messages, "REQUESTS_MAX", 4)
     monkeypatch.setattr(module, "EVIDENCE_MAX", 2)
     made = Requests(context())
     crowd = [Leave(RUN, number, key) for key in KEYS[1:4] for number in (1, 2)]

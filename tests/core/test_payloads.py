@@ -57,6 +57,10 @@ def test_what_was_agreed_on_is_asked_of_others_first() -> None:
     assert emitted(made) == [Fetch(NAME, BYTES, (KEYS[2], KEYS[3], AUTHOR))]
 
 
+def verdicts(made: Payloads) -> dict[bytes, bool]:
+    return {name: held.is_good for name, held in made.held.items()}
+
+
 def test_one_s_own_old_payload_is_asked_of_others() -> None:
     made = payloads()
     made.want(NAME, BYTES, ME, (ME, *KEYS[2:4]))
@@ -65,15 +69,19 @@ def test_one_s_own_old_payload_is_asked_of_others() -> None:
 
 def test_what_is_here_is_not_fetched() -> None:
     made = payloads()
-    made.mine(offer())
+    made.came_along(offer(), good=True)
     made.want(NAME, BYTES, AUTHOR)
     assert (emitted(made), made.is_good(NAME)) == ([], True)
 
 
 def test_good_and_bad_are_remembered_and_only_of_what_was_wanted() -> None:
     made = wanted()
-    assert (made.arrived(NAME, False, AUTHOR, BYTES), made.is_good(NAME), made.held) == (True, False, {NAME: False})
-    assert (made.arrived(NAME, True, AUTHOR, BYTES), made.held) == (False, {NAME: False})
+    assert (made.arrived(NAME, False, AUTHOR, BYTES), made.is_good(NAME), verdicts(made)) == (
+        True,
+        False,
+        {NAME: False},
+    )
+    assert (made.arrived(NAME, True, AUTHOR, BYTES), verdicts(made)) == (False, {NAME: False})
     made.want(NAME, BYTES, AUTHOR)
     assert emitted(made) == []
 
@@ -86,7 +94,7 @@ def test_only_the_true_author_and_length_are_of_what_is_here() -> None:
     assert [made.checked(each) for each in claims] == [True, False, False]
     assert made.is_good(NAME)
     made.keep([])
-    assert (made.known, made.checked(claims[0])) == ({}, None)
+    assert (made.held, made.checked(claims[0])) == ({}, None)
 
 
 def test_what_is_bad_is_bad_whoever_announced_it() -> None:
@@ -203,9 +211,9 @@ def test_the_author_of_a_payload_is_asked_whoever_else_claims_it() -> None:
 
 def test_what_is_no_longer_needed_is_forgotten() -> None:
     made = wanted()
-    made.mine(offer(payload=RUN))
+    made.came_along(offer(payload=RUN), good=True)
     made.keep({RUN})
-    assert (made.held, made.wanted, made.deadline) == ({RUN: True}, {}, None)
+    assert (verdicts(made), made.wanted, made.deadline) == ({RUN: True}, {}, None)
 
 
 def test_however_much_is_wanted_it_stays_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +225,6 @@ def test_however_much_is_wanted_it_stays_within_its_bounds(monkeypatch: pytest.M
         made.add_source(bytes(32), digest("core test", bytes([number])))
     assert made.limits() == {
         "payloads held": (0, 100),
-        "payloads whose author is known": (0, 100),
         "payloads wanted": (100, 100),
         "sources of a payload": (4 * SOURCES_MAX, 4 * SOURCES_MAX),
         "claims to a payload": (1, CLAIMS_MAX),

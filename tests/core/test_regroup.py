@@ -101,7 +101,10 @@ def test_who_hears_too_few_says_so_before_the_quorum_counts_as_lost() -> None:
         bench.hear_all(*(bench.hello(key) for key in bench.others[:2]))
         assert bench.health == ((told.text,) if second >= HEARD_SECONDS else ()), second
     bench.hear(bench.hello(bench.others[2]))
-    assert bench.health == (), "as many as decide"
+    near = complaint(Code.QUORUM_NEAR, heard=4, members=5, quorum=4)
+    assert bench.health == (near.text,), "as many as decide, and no more"
+    bench.hear(bench.hello(bench.others[3]))
+    assert bench.health == ()
 
 
 def test_who_just_began_or_woke_up_or_is_connected_with_nobody_does_not_say_it_hears_too_few() -> None:
@@ -228,6 +231,14 @@ def test_a_training_ahead_ends_with_a_step_back() -> None:
     bench = alone(overlap_rounds=1, staleness_rounds_max=1)
     bench.parts.work.rewound(0)
     assert bench.parts.work.training is not None and not bench.parts.work.training.is_useful
+
+
+def test_a_state_that_was_being_fetched_when_the_branch_was_left_is_fetched_anew() -> None:
+    """The replica may adopt it yet, and then has what is not of this branch."""
+    work = alone().parts.work
+    work.catching = {3: bytes(32)}
+    work.rewound(0)
+    assert work.is_astray and work.catching is None
 
 
 def test_the_last_one_goes_on_alone() -> None:

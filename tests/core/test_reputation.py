@@ -214,7 +214,7 @@ def test_every_reason_has_its_points_and_its_counter(reason: Reason) -> None:
     reputation.note(AUTHOR, reason, 5.0)
     assert reputation.score(AUTHOR, 5.0) == POINTS[reason] > 0
     assert reputation.score(OTHER, 5.0) == 0.0
-    assert reputation.counters() == {reason.value: 1}
+    assert reputation.noted == {reason.value: 1}
 
 
 def test_what_needs_no_ill_will_weighs_less_than_what_does() -> None:
@@ -304,10 +304,10 @@ def test_a_burst_costs_nothing_and_the_next_message_is_a_flood_noted_once_a_seco
     reputation = Reputation()
     start = 1_000.0
     assert [reputation.allow(AUTHOR, start) for _ in range(int(BURST) + 3)] == [True] * int(BURST) + [False] * 3
-    assert reputation.counters() == {"flooding": 1}
+    assert reputation.noted == {"flooding": 1}
     for at in (start + 0.01, start + 0.02, start + 0.04):
         assert not reputation.allow(AUTHOR, at)
-    assert reputation.counters() == {"flooding": 1}
+    assert reputation.noted == {"flooding": 1}
 
 
 def test_the_bucket_fills_again_but_not_beyond_the_burst() -> None:
@@ -323,7 +323,7 @@ def test_the_bucket_fills_again_but_not_beyond_the_burst() -> None:
 def test_who_stays_at_the_refill_is_never_a_flood() -> None:
     reputation = Reputation()
     assert all(reputation.allow(AUTHOR, count / REFILL_A_SECOND) for count in range(10_000))
-    assert (reputation.score(AUTHOR, 625.0), reputation.counters()) == (0.0, {})
+    assert (reputation.score(AUTHOR, 625.0), reputation.noted) == (0.0, {})
 
 
 @pytest.mark.parametrize("start", [0.0, -50.0, 1e9])

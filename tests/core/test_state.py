@@ -15,6 +15,7 @@ from p2ptrain.core.manifest import NO_BEARER, Join, Manifest
 from p2ptrain.core.messages import SHORT_BYTES, Announcement
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import BANS_MAX, UNSEATED_ABSENCES, WINDOW_MAX, Admitted, AgreedState, Taken, genesis
+from p2ptrain.core.succession import Succession
 from p2ptrain.digest import digest
 from p2ptrain.share import PassSlots
 from tests.helpers.core import KEYS, ROOT0, RUN, announced, root_of, run_of
@@ -135,6 +136,7 @@ def test_every_part_of_the_state_is_in_its_digest() -> None:
         "taken_lately": ((MEMBERS[0], 1),),
         "typical": 1,
         "summons": (Summons(MEMBERS[0], 1, 1, MEMBERS[1], 0, 0),),
+        "succession": Succession(since=1),
     }
     assert list(others) == list(AgreedState.__struct_fields__)
     digests = {msgspec.structs.replace(state, **{name: value}).digest for name, value in others.items()}
@@ -416,6 +418,7 @@ def test_a_branch_starts_in_the_same_round_with_fewer_members() -> None:
         branch=BRANCH,
         head=BRANCH,
         members=MEMBERS[:3],
+        succession=Succession(since=4),
         admitted=(
             *(Admitted(key, 0, 2, 0) for key in MEMBERS[:3]),
             Admitted(MEMBERS[3], 0, 0, 0),
@@ -454,11 +457,12 @@ def test_the_state_is_a_part_of_the_protocol() -> None:
     admitted = [[*each, 0, clean] for each in counts]
     taken = [keys[0], 1], [keys[2], 1]
     window, spent = [[*each, content(each[0], 1)] for each in taken], [[b"\3" * 32, 9]]
-    plain = [bytes(32), 2, state.head, members, admitted, [keys[1]], window, [1], spent, 0, b"\7" * 32, 0, taken, 0, []]
+    plain = [bytes(32), 2, state.head, members, admitted, [keys[1]], window, [1], spent]
+    plain += [0, b"\7" * 32, 0, taken, 0, [], [[], [], None, 0]]
     assert state.digest == digest("agreed state", msgspec.msgpack.encode(plain))
     assert (state.head.hex(), state.digest.hex()) == (
-        "1bc1247c429948843da103fa41f339c2b9f5344dcc0b5663237b1247615b0310",
-        "7e559eb2439d96f25394db81c598da4779d381f8eb06323afbbb01198d4d22bb",
+        "8bd311905d5a23b149b1b738003123f2907037ac02166f8f946fb0ac2d34fbb7",
+        "67faae40008921e5bfd9ea82374e2db4201c33122e39b3a94453344db1338f6f",
     )
 
 

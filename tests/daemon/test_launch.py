@@ -16,9 +16,11 @@ import pytest
 
 from p2ptrain.config import NodeConfig, RunConfig, load_node_config, with_options
 from p2ptrain.daemon import launch
+from p2ptrain.daemon.order import JoinOrder
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash
+from p2ptrain.node.home import Home
 from tests.helpers.net import key
 
 
@@ -58,15 +60,24 @@ def test_what_else_asyncio_is_told_of_ends_nothing() -> None:
     assert launch._run(life()) == "done"
 
 
-def test_an_error_in_a_group_comes_out_as_what_it_is() -> None:
+@pytest.mark.parametrize("beside", [None, AssertionError("a mistake of ours, which keeps its traceback")])
+def test_an_error_in_a_group_comes_out_as_what_it_is(beside: Exception | None) -> None:
+    async def err() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:  # once the other has failed
+            if beside is not None:
+                raise beside
+
     async def fail() -> None:
         raise DataError("no such data")
 
     async def life() -> None:
         async with asyncio.TaskGroup() as group:
+            group.create_task(err())
             group.create_task(fail())
 
-    with pytest.raises(DataError, match="no such data"):
+    with pytest.raises(ExceptionGroup if beside else DataError, match="unhandled errors" if beside else "no such data"):
         launch._run(life())
 
 
@@ -108,12 +119,17 @@ def test_the_line_for_others_is_written_at_once(monkeypatch: pytest.MonkeyPatch)
     assert [each for each in taker.written if each] == lines
 
 
-def test_the_run_of_the_nodes_file_is_the_only_one_to_join() -> None:
-    assert launch._pinned("", None) is None
-    assert launch._pinned("", "ab") == "ab"
-    assert launch._pinned("ab" * 32, None) == launch._pinned("ab" * 32, "abab") == "ab" * 32
+def test_the_run_of_the_nodes_file_is_the_only_one_to_join(tmp_path: Path) -> None:
+    def wanted(pin: str, named: str | None) -> str | None:
+        chosen = {("network", "run"): pin, ("storage", "directory"): str(tmp_path)}
+        config = with_options(NodeConfig(), chosen)
+        return launch._wanted(JoinOrder(config=config, wanted=named), Home(config))
+
+    assert wanted("", None) is None
+    assert wanted("", "ab") == "ab"
+    assert wanted("ab" * 32, None) == wanted("ab" * 32, "abab") == "ab" * 32
     with pytest.raises(ConfigError, match=r"^--run: the config names run abab.* change network\.run"):
-        launch._pinned("ab" * 32, "cd")
+        wanted("ab" * 32, "cd")
 
 
 def test_a_port_is_chosen_by_whoever_names_or_announces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ from p2ptrain.config import DataConfig, ModelConfig, RecipeConfig, RunConfig, Wo
 from p2ptrain.daemon.script import run_of as run_and_said
 from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.loop.channel import Begin, TakeSequences
+from p2ptrain.loop.channel import Answer, Begin, Request, TakeHeldOut, TakeSequences
 from p2ptrain.models.kinds import frozen_digest
 from tests.helpers.hf_models import hf_model
+from tests.helpers.net import skipping_time
 
 WEIGHT = (("weight", (3, 4)),)
 FROZEN, OTHERS = "ab" * 32, "cd" * 32
@@ -46,6 +48,12 @@ def test_a_script_with_other_frozen_parameters_than_the_run_s_is_refused(mine: s
     digests = f"digest {mine[:16] or 'none'} instead of {theirs[:16] or 'none'}"
     with pytest.raises(ConfigError, match=rf"do not train are others than in the run \({digests}\)\. Load the same"):
         check(begun(mine), run)
+
+
+@pytest.mark.parametrize("model", ["1m", 5])
+def test_a_model_that_is_no_table_is_named(model: Any) -> None:
+    with pytest.raises(ConfigError, match="the script: model: "):
+        run_of(begun(model=model))
 
 
 def test_a_run_whose_steps_are_a_plug_in_s_is_refused() -> None:
@@ -100,13 +108,35 @@ async def test_batches_that_cannot_tell_what_is_learned_are_refused(
         await loop._read(range(2), daemon)
 
 
+async def asked(what: Request, learner: Any, daemon: Any) -> Answer:
+    """What a script's request comes to."""
+    loop = ScriptLoop(None, None, begun(), Path())  # type: ignore[arg-type]  # nothing is said yet
+    loop._worker, loop._daemon = SimpleNamespace(learner=learner), daemon  # type: ignore[assignment]
+    return await loop._do(1, what)
+
+
 async def test_a_script_that_names_no_data_gets_no_batches_of_a_run_whose_nodes_bring_theirs() -> None:
     closed = {"policy": "allowlist", "keys": ["ab" * 32]}
     run = RunConfig.model_validate({"name": "mine", "data": {"source": "own"}, "admission": closed})
-    loop = ScriptLoop(None, None, begun(), Path())  # type: ignore[arg-type]  # nothing is said yet
-    loop._worker = SimpleNamespace(learner=SimpleNamespace(own=None))  # type: ignore[assignment]
-    loop._daemon = SimpleNamespace(run=run)  # type: ignore[assignment]
     with pytest.raises(
         ConfigError, match=r"this script has none\. Give the directory .* or read batches from a loader"
     ):
-        await loop._do(1, TakeSequences(0))
+        await asked(TakeSequences(0), SimpleNamespace(own=None), SimpleNamespace(run=run))
+
+
+@skipping_time
+async def test_held_out_sequences_that_nobody_sends_are_an_error_and_hold_nothing() -> None:
+    needed = list[int]()
+
+    async def never(count: int) -> None:
+        needed.append(count)
+        await asyncio.Event().wait()
+
+    data = SimpleNamespace(
+        held_out_sequences=lambda length: 8, need_held_out=lambda count, length: needed.append(count)
+    )
+    driver = SimpleNamespace(edges=SimpleNamespace(fetching=SimpleNamespace(held_out=never)))
+    daemon = SimpleNamespace(run=RunConfig(name="mine"), driver=driver)
+    with pytest.raises(DataError, match="no connected peer has sent the held-out sequences in time"):
+        await asked(TakeHeldOut(0), SimpleNamespace(dataset=data), daemon)
+    assert needed == [8, 0]

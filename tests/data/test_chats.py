@@ -296,6 +296,7 @@ def test_a_template_that_fills_the_memory_is_told_as_such(text: str) -> None:
     assert "--chat-template" in str(caught.value)
 
 
+@pytest.mark.linux
 def test_a_template_that_takes_for_ever_is_ended() -> None:
     before = {each.pid for each in multiprocessing.active_children()}
     limited = template(CHATML + "{% if messages[0].content == 'x' %}" + NEVER + "{% endif %}")

@@ -131,6 +131,7 @@ def test_prepared_text_comes_back_with_any_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.decode(tokens) == END.join([*texts, ""])
 
 
+@pytest.mark.linux
 def test_only_so_many_pieces_are_mapped_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "OPEN_PIECES_MAX", 2)
     dataset, tokens = dataset_of(tmp_path, 4, 5 * PIECE_BYTES // 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 from pathlib import Path
@@ -158,6 +159,7 @@ def test_what_is_expected_fits_beside_what_is_needed(tmp_path: Path, whole: Toke
     assert whole.expect(at(6), LENGTH) == []
 
 
+@pytest.mark.linux
 def test_the_space_of_a_piece_that_had_to_go_is_free(tmp_path: Path, whole: TokenDataset) -> None:
     mine = joiner(tmp_path, whole)
     for pieces in ((0, 1, 2, 3), (4, 5, 6, 7)):
@@ -203,6 +205,7 @@ def test_a_run_of_100_000_pieces_starts_in_seconds(tmp_path: Path) -> None:
     assert time.process_time() - before < START_SECONDS
 
 
+@pytest.mark.linux
 def test_a_piece_that_was_read_does_not_stay_in_memory(whole: TokenDataset) -> None:
     fresh = TokenDataset(whole.directory, whole.manifest)
     fresh.batch(at(*range(PIECES)), LENGTH)
@@ -235,6 +238,22 @@ def test_a_disk_that_others_have_filled_costs_older_pieces_and_not_the_new_one(t
     assert (gone, kept.room) == (["a"], 20)
     with pytest.raises(DiskError):
         kept.add("a", 10, lambda: write_to_a_broken_disk(tmp_path))
+
+
+def test_room_that_others_took_for_a_while_comes_back(tmp_path: Path) -> None:
+    kept, tries = KeptPieces(tmp_path, 100, {"a", "b", "c"}, lambda name: None), itertools.count()
+
+    def write() -> None:
+        if next(tries) == 0:
+            raise DiskError(tmp_path, "cannot be written", OSError(errno.ENOSPC, "full"))
+
+    kept.add("a", 10, write)
+    assert kept.room == 10
+    kept.hold("training", {"a": 10, "b": 40, "c": 40})
+    kept.add("b", 40, write)
+    kept.add("c", 40, write)
+    with pytest.raises(DataError, match="there is room for 100"):
+        kept.hold("training", {"a": 10, "b": 40, "c": 51})
 
 
 def write_to_a_broken_disk(path: Path) -> None:

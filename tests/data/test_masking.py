@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from p2ptrain.config import NodeConfig, RunConfig, TokenizerConfig
 from p2ptrain.config.text import config_error
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.data.masking import Masking
-from p2ptrain.data.packing import Packing
+from p2ptrain.data.packing import Masking, Packing
 from p2ptrain.data.run_data import check_data, packing_of
 from p2ptrain.data.tokenizer import BytesTokenizer, JsonTokenizer
 from p2ptrain.errors import ConfigError
@@ -51,6 +50,11 @@ def test_of_fifteen_percent_most_are_hidden_some_exchanged_and_some_left() -> No
     assert len(exchanged) / len(read) == pytest.approx(0.1, abs=0.01)
     assert set(exchanged.tolist()) == set(range(VOCABULARY)), "from all tokens of the tokenizer, and no others"
     assert is_learned.mean(axis=0).min() > 0.1, "in every place of a sequence"
+
+
+def test_of_no_sequence_nothing_is_hidden() -> None:
+    """Privacy draws none now and then."""
+    assert MASKING.draw(sequences(0, 8), np.empty(0, np.int64), 3).shape == (0, 2, 8)
 
 
 def test_a_draw_depends_on_the_seed_the_round_and_the_place_in_the_data_and_on_nothing_else() -> None:

@@ -295,6 +295,7 @@ def test_an_interrupted_call_repeated_gives_what_it_would_have_given(
     assert sorted(path.name for path in out.rglob("*")) == sorted(path.name for path in (tmp_path / "whole").rglob("*"))
 
 
+@pytest.mark.linux
 def test_all_is_on_disk_before_the_manifest_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, Path.replace
@@ -408,7 +409,7 @@ def test_a_fraction_that_leaves_nothing_is_refused(tmp_path: Path, held_out: Fra
 
 
 def test_more_pieces_than_a_manifest_holds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "PIECES_MAX", 2)
+    monkeypatch.setattr(prepare_module.dataset, "PIECES_MAX", 2)
     file = written(tmp_path / "a.txt", "line\n" * 600_000)
     with pytest.raises(ConfigError, match="more than 2 MiB of tokens"):
         prepared(tmp_path / "out", file, held_out=Fraction(0))

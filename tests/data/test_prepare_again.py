@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 
 from p2ptrain.data import prepare as prepare_module
-from p2ptrain.data import tokenize_in_processes as module
 from p2ptrain.data.corpus import Document, Reading
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.data.prepare import DatasetSummary, prepare
-from p2ptrain.data.tokenize_in_processes import in_processes
+from p2ptrain.data.prepare import DatasetSummary, in_processes, prepare
 from p2ptrain.data.tokenizer import BytesTokenizer, JsonTokenizer, Tokenizer
 from p2ptrain.errors import ConfigError, DataError
 from tests.helpers.tokenizers import ends, json_lines, raises, tokenizer_json, written
@@ -57,7 +55,7 @@ def test_no_more_is_read_ahead_than_the_processes_will_soon_need() -> None:
 
 @pytest.mark.parametrize(("fails", "said"), [(ends, "was ended"), (raises, "the tokenizers library failed")])
 def test_a_process_that_fails_or_is_ended_is_told(fails: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_encode", fails)
+    monkeypatch.setattr(prepare_module, "_encode", fails)
     with pytest.raises(DataError, match=said):
         list(in_processes(TOKENIZER, np.dtype("<u2"), [[Document("text", 4)]] * 20, 2))
 
@@ -152,16 +150,16 @@ from p2ptrain.data.tokenizer import load_tokenizer
 
 if __name__ == "__main__":
     out, file, tokenizer = map(Path, sys.argv[1:4])
-    left, save = [int(sys.argv[4])], module._save
+    left, replace_file = [int(sys.argv[4])], module.replace_file
     module.SAVED_BYTES = 2**20
 
-    def save_and_die(*what):
-        save(*what)
-        left[0] -= 1
-        if not left[0]:
+    def save_and_die(path, *what, mode):
+        replace_file(path, *what, mode=mode)
+        left[0] -= path.name == module.UNFINISHED_NAME
+        if path.name == module.UNFINISHED_NAME and not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    module._save = save_and_die
+    module.replace_file = save_and_die
     how = Reading(tokenizer=load_tokenizer(tokenizer))
     made = module.prepare(
         out, [file], embedded=False, how=how, held_out=Fraction(1, 4), progress=lambda *_: None, processes=2

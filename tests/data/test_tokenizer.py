@@ -101,6 +101,7 @@ def test_a_vocabulary_with_gaps_counts_up_to_its_largest_token() -> None:
 
 def test_what_a_model_writes_is_shown_even_if_it_is_no_text() -> None:
     assert BytesTokenizer().decode([104, 105, 0xFF]) == "hi\N{REPLACEMENT CHARACTER}"
+    assert BytesTokenizer().decode([104, 300, 105]) == "hi"  # of a model with more tokens
     assert JSON_TOKENIZER.decode(np.array([0])) == END
 
 

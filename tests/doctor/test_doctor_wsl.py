@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.config import NodeConfig
-from p2ptrain.doctor import examine, wsl
+from p2ptrain.doctor import examine, machine
 from p2ptrain.doctor.findings import can_work
-from p2ptrain.doctor.wsl import Wsl, check_wsl, keeps_time, look_at_wsl, networking_mode
+from p2ptrain.doctor.machine import Wsl, check_wsl, keeps_time, look_at_wsl, networking_mode
 
 WSL2 = "5.15.153.1-microsoft-standard-WSL2\n"
 
@@ -24,12 +24,12 @@ def kernel(directory: Path, name: str) -> Path:
 def test_wsl_is_recognised_by_its_kernel(
     name: str, is_wsl: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wsl, "networking_mode", lambda: "nat")
-    monkeypatch.setattr(wsl, "KERNEL", kernel(tmp_path, name))
+    monkeypatch.setattr(machine, "networking_mode", lambda: "nat")
+    monkeypatch.setattr(machine, "KERNEL", kernel(tmp_path, name))
     found = look_at_wsl()
     assert (found is not None) == is_wsl
     assert found is None or found.networking == "nat"
-    monkeypatch.setattr(wsl, "KERNEL", tmp_path / "not there")
+    monkeypatch.setattr(machine, "KERNEL", tmp_path / "not there")
     assert look_at_wsl() is None
 
 
@@ -80,9 +80,9 @@ def test_wsl_itself_tells_its_networking_mode(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_doctor_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wsl, "KERNEL", kernel(tmp_path, WSL2))
+    monkeypatch.setattr(machine, "KERNEL", kernel(tmp_path, WSL2))
     monkeypatch.setattr(examine, "look_at_device", lambda facts: [])
-    monkeypatch.setattr(wsl, "networking_mode", lambda: "nat")
+    monkeypatch.setattr(machine, "networking_mode", lambda: "nat")
     found = {}
     for each in examine.examine(NodeConfig(), None, is_asked_outside=False):
         found[each.what] = each

@@ -25,10 +25,10 @@ from p2ptrain.exact.aggregate import (
     apply_payloads,
     apply_residual,
     apply_votes,
-    check_exactness,
     sum_votes,
 )
 from p2ptrain.exact.codec import Contribution, Packed, PayloadFormat, pack
+from p2ptrain.exact.exactness import check_exactness
 from p2ptrain.exact.root import covered_pieces, state_root
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.schedule import Terms
@@ -174,7 +174,7 @@ def test_each_stage_that_is_not_exact_is_found_alone(broken: torch.dtype, monkey
     monkeypatch.setattr(torch, "mm", coarse)
     for chunk in (8, 64):
         with pytest.raises(DeviceError, match="does not multiply matrices exactly"):
-            check_exactness(chunk, CPU)
+            check_exactness(RecipeConfig(chunk=chunk, k=8), CPU)
 
 
 def test_an_update_inside_autocast_is_the_same_bits() -> None:
@@ -188,7 +188,7 @@ def test_an_update_inside_autocast_is_the_same_bits() -> None:
 
 NEWER_SETTING = """
 import torch
-from p2ptrain.exact.aggregate import first_stage_dtype
+from p2ptrain.exact.transform import first_stage_dtype
 before = first_stage_dtype(1, torch.device("cpu"))
 torch.backends.fp32_precision = "tf32"
 assert (before, first_stage_dtype(1, torch.device("cpu"))) == (torch.float32, torch.float64)
@@ -330,11 +330,11 @@ def test_negative_zero_in_the_weights_ends_as_the_same_bits_whatever_the_product
 
 
 def test_a_library_that_rounds_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_exactness(64, CPU)
+    check_exactness(RecipeConfig(), CPU)
     real = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: real(a.bfloat16().to(a.dtype), b))
     with pytest.raises(DeviceError, match="does not multiply matrices exactly"):
-        check_exactness(64, CPU)
+        check_exactness(RecipeConfig(), CPU)
 
 
 def test_a_mode_that_flushes_small_numbers_is_refused() -> None:
@@ -342,7 +342,7 @@ def test_a_mode_that_flushes_small_numbers_is_refused() -> None:
         pytest.skip("this processor cannot flush small numbers to zero")
     try:
         with pytest.raises(DeviceError, match="flushes small numbers to zero"):
-            check_exactness(8, CPU)
+            check_exactness(RecipeConfig(chunk=8, k=8), CPU)
     finally:
         torch.set_flush_denormal(False)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import inf
+from time import thread_time_ns
 from typing import Any
 from unittest.mock import patch
 
@@ -109,3 +112,35 @@ def test_a_library_of_another_release_is_not_used() -> None:
     with patch.object(native, "ABI", native.ABI + 1):
         assert native.library.__wrapped__() is None
     assert native.library.__wrapped__() is not None
+
+
+BUDGETS = {"pack": 2.0, "unpack in NumPy": 3.5, "unpack in C": 1.0}  # times as long as NumPy takes to find the numbers
+
+
+@pytest.mark.parametrize(("name", "k", "bits"), [("local", 64, 1), ("local", 256, 4), ("distro", 32, 1)])
+def test_a_number_costs_a_few_times_what_finding_it_does(name: str, k: int, bits: int) -> None:
+    """About 20 ns in NumPy and 5 in C, on any machine as compared with the least that it could take."""
+    recipe, layout = RecipeConfig(name=name, k=k, value_bits=bits), Layout([(1024, 1024)], 64)
+    form = PayloadFormat.of(layout, recipe)
+    contribution = drawn(layout, form, np.random.default_rng(0))
+    payload, mask = pack(contribution, form), np.zeros((layout.chunks, layout.area), bool)
+    np.put_along_axis(mask, contribution.indices.astype(np.int64), True, 1)
+
+    def in_numpy_unpacked() -> None:
+        with in_numpy():
+            unpack(payload, form)
+
+    timed: dict[str, Callable[[], object]] = {
+        "find": lambda: np.flatnonzero(mask),
+        "pack": lambda: pack(contribution, form),
+        "unpack in NumPy": in_numpy_unpacked,
+        "unpack in C": lambda: unpack(payload, form),
+    }
+    least = dict.fromkeys(timed, inf)
+    for _ in range(20):
+        for what, run in timed.items():
+            began = thread_time_ns()
+            run()
+            least[what] = min(least[what], thread_time_ns() - began)
+    times = {what: least[what] / least["find"] for what in BUDGETS}
+    assert all(times[what] <= most for what, most in BUDGETS.items()), times

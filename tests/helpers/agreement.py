@@ -9,12 +9,11 @@ from p2ptrain.core.agreement import (
     Agreement,
     CastVote,
     Decided,
-    Heard,
     Judgement,
     Propose,
     Stage,
 )
-from p2ptrain.core.messages import NOTHING, Ballot, Proposal, Received, Vote
+from p2ptrain.core.messages import NOTHING, Ballot, Heard, Proposal, Received, Vote
 from p2ptrain.core.roster import Roster
 from p2ptrain.digest import digest
 from tests.helpers.core import KEYS, ROOT0, RUN, signed, voted

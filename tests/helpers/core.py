@@ -8,6 +8,7 @@ from typing import Any
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
+from p2ptrain.core.chain import grown
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.manifest import Manifest, Missing, manifest_of
 from p2ptrain.core.messages import (
@@ -454,7 +455,10 @@ class MemoryStore:
         """Stores a step, which replaces everything after the step that it follows; one that follows none is a new
         base."""
         step = certified.step
-        self.trunk = certified.trunk or self.trunk
+        trunk = certified.trunk
+        if trunk is None and self.trunk is not None:
+            trunk = grown(self.trunk, step, self.state, self.history[-1].step if self.history else None)
+        self.trunk = trunk or self.trunk
         if certified.trunk and certified.trunk.base:
             self.base, self.history = certified.trunk.base, []
         parent = step.parent if isinstance(step, Beginning) else step.manifest.parent

@@ -62,6 +62,17 @@ staleness_rounds_max = 1
 [admission]
 probation_rounds = 1
 """
+MANY_STEPS = f"""\
+name = "many-steps"
+
+{TINY_MODEL}
+[recipe]
+local_steps = 24
+sequences_per_pass = 8
+k = 16
+
+{AGREEMENT}
+"""
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 SECONDS = 180.0  # within which everything happens, also where twenty others want the cores; seconds are usual
 LOOK_SECONDS = 0.1  # between looks: those who are looked at need the cores
@@ -289,6 +300,8 @@ class DaemonSwarm:
         return nodes
 
     def compare(self, name: str, status: dict[str, Any]) -> None:
+        """Asserts that a node has the roots of the others. A wrong one heals before it is told, but it is counted."""
+        assert not status["counters"].get("root mismatches"), f"{name} came to a wrong state"
         for number, root in status["roots"].items():
             told = self.roots[f"{status['run_id']} {number}"]
             told[name] = root
@@ -319,8 +332,29 @@ class DaemonSwarm:
     def look_at_logs(self) -> None:
         for each in self.daemons:
             if each.log.exists():
-                assert "Traceback" not in each.text, each.text[-5_000:]
-                assert "never retrieved" not in each.text, each.text[-5_000:]
+                for bad in "Traceback", "never retrieved":
+                    before, found, after = each.text.partition(bad)
+                    assert not found, f"in the log of {each.name}:\n{before[-2_000:]}{bad}{after[:5_000]}"
+
+
+def contributed(node: StartableDaemon) -> int:
+    """Returns how many contributions of this node rounds have taken."""
+    return int(node.status().get("mine", {}).get("applied", 0))
+
+
+@contextmanager
+def lending(node: StartableDaemon, place: str, *prefix: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Yields another machine of a node's owner, which lends the node its processor."""
+    token = node.directory / "rendezvous.token"
+    node.until(token.exists)
+    command, environment = [*prefix, sys.executable, "-m", "p2ptrain", "lend", place], {**os.environ, **OWN}
+    with token.open() as file, (node.directory / "lend.log").open("ab") as log:
+        lender = subprocess.Popen(command, stdin=file, stdout=log, stderr=log, env=environment)
+        try:
+            yield lender
+        finally:
+            lender.kill()
+            lender.wait()
 
 
 @contextmanager

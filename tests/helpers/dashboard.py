@@ -20,8 +20,9 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route, sync_playwright
 
 from p2ptrain.observe.app import ASSETS
-from p2ptrain.observe.schema import Answer, LogLine
-from tests.helpers.web import ME, OTHER, PEER, Site, a_record, a_round, a_status, site, told_of
+from p2ptrain.observe.http import LINES_KEPT
+from p2ptrain.observe.schema import LogLine
+from tests.helpers.web import ME, OTHER, PEER, Site, a_round, site, told_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -132,33 +133,19 @@ class DashboardServer:
         finally:
             over.set()
 
-    def hang_up(self) -> None:
-        """Disconnects all watchers."""
-        self._loop.call_soon_threadsafe(self.site.app.events.close)
-
-    def publish(self, *events: tuple[str, Answer]) -> None:
-        """Publishes to the watchers; on return, everything has been sent."""
-        done = threading.Event()
-
-        def now() -> None:
-            for name, answer in events:
-                self.site.app.events.publish(name, answer)
-            done.set()
-
-        self._loop.call_soon_threadsafe(now)
-        assert done.wait(SECONDS)
-
     def change(self, **what: Any) -> None:
-        """Changes the status, and publishes it to the watchers."""
+        """Changes the status."""
         self.told.now.update(what)
-        self.publish(("status", a_status(self.told.now)))
 
     def live(self, *rounds: dict[str, Any]) -> None:
+        """Applies rounds."""
         self.told.lived = [*self.told.lived, *rounds][-1_000:]
-        self.publish(*(("round", a_record(each)) for each in rounds))
+        self.change(applied_round=rounds[-1]["round"])
 
-    def say(self, message: str, at: str = "2026-01-01T12:00:00.000+00:00", level: Any = "info") -> None:
-        self.publish(("log", LogLine(at=at, level=level, message=message)))
+    def say(self, *messages: str, at: str = "2026-01-01T12:00:00.000+00:00") -> None:
+        """Logs lines; only the last ones are kept, as in a node's log."""
+        lines = [LogLine(at=at, level="info", message=each) for each in messages]
+        self.told.said = [*self.told.said, *lines][-LINES_KEPT:]
 
 
 @contextmanager
@@ -247,7 +234,7 @@ def lively(node: DashboardServer, rounds: int = 340) -> None:
         LogLine(at="2026-01-01T12:14:40.120+00:00", level="info", message=f"{me} got a seat: 7 members"),
         LogLine(
             at="2026-01-01T12:31:02.120+00:00", level="warning",
-            message="dropped 3 messages from peers for lack of room; the node asks again for what it misses",
+            message="the clock of this machine is wrong",
         ),
     ]  # fmt: skip
 

@@ -8,7 +8,8 @@ A page's boxes begin with a word that says what they are:
     text              nothing to type
     text WORD         something to type that no test runs, and why: see EXCEPTIONS in test_docs.py
 
-The reader has a folder, and p2ptrain: this checkout's, or a wheel that is yet to be installed. The run of `config
+The reader has a folder, and p2ptrain: this checkout's, or the program that P2PTRAIN names in the environment, which
+`make test-release` has installed from the wheel; or else a wheel that is yet to be installed. The run of `config
 example tiny` is made smaller, because tests share their cores. Ports, addresses, keys and digests in the pages are
 replaced: `Reader.said` has them all.
 """
@@ -40,6 +41,7 @@ from tests.helpers.daemons import LISTEN, OWN, RUN, p2pds
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SECONDS = 240.0  # within which anything happens, where many others want the cores; seconds are usual
+INSTALLED = os.environ.get("P2PTRAIN", "")  # the program from the wheel
 PIP_CACHE = os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))
 INSTALL_SECONDS = 1_200.0  # for a pip that fetches torch; one minute is usual
 LOOK_SECONDS = 120.0  # within which a look sees what the page says
@@ -205,20 +207,22 @@ class Reader:
             "P2PTRAIN_LOGGING__FORMAT": "text",
         }
         if wheel is None:
-            self.environment |= {"PYTHONPATH": str(ROOT), "PIP_NO_INDEX": "1"}
+            self.environment |= {"PIP_NO_INDEX": "1"} if INSTALLED else {"PYTHONPATH": str(ROOT), "PIP_NO_INDEX": "1"}
         else:
             self.environment |= {"PIP_CONSTRAINT": str(_locked(folder / "locked.txt")), "PIP_CACHE_DIR": PIP_CACHE}
 
     def _system(self, wheel: Path | None) -> Path:
         """Makes the folder with the programs that the reader has before the first page."""
-        made = {"python3": "", "python": "", "pip": "-m pip", "p2ptrain": "-m p2ptrain"}
+        python = str(Path(INSTALLED).absolute().with_name("python")) if INSTALLED else sys.executable
+        made = {"python3": [python], "python": [python], "pip": [python, "-m", "pip"]}
+        made["p2ptrain"] = [str(Path(INSTALLED).absolute())] if INSTALLED else [python, "-m", "p2ptrain"]
         if wheel is not None:
             shutil.copy(wheel, self.folder)
-            made = {"python3": ""}
+            made = {"python3": [sys.executable]}
         system = self.folder / "system"
         system.mkdir()
-        for name, arguments in made.items():
-            (system / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
+        for name, command in made.items():
+            (system / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
             (system / name).chmod(0o755)
         return system
 
@@ -345,7 +349,9 @@ def _locked(file: Path) -> Path:
 
 
 def wheel_in(folder: Path) -> Path:
-    """Builds the wheel as `make dist` does."""
+    """Returns the wheel that was installed, or builds it."""
+    if INSTALLED:
+        return Path(shutil.copy(max((ROOT / "dist").glob("*.whl"), key=os.path.getmtime), folder))
     options = ("--quiet", "--no-deps", "--build-constraint", ROOT / "constraints.txt", "--wheel-dir", folder)
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, ROOT], check=True)
     (wheel,) = folder.glob("p2ptrain-*.whl")

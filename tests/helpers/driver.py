@@ -35,6 +35,7 @@ from p2ptrain.models.sample import SampleRequest
 from p2ptrain.net.blobs.fetch import Fetcher
 from p2ptrain.net.blobs.server import Server
 from p2ptrain.net.connections import Connections
+from p2ptrain.net.mailbox import messages_of_strangers
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import everyone
 from p2ptrain.node.driver import Driver
@@ -45,7 +46,6 @@ from p2ptrain.node.local_worker import LearnerThread, LocalWorker, Note
 from p2ptrain.node.persistence import Persistence
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.served_blobs import SavedStates, ServedBlobs
-from p2ptrain.node.strangers import messages_of_strangers
 from p2ptrain.node.work import Worker
 from p2ptrain.share import Share
 from p2ptrain.store.store import Store
@@ -76,7 +76,7 @@ class ChainTrainer:
 
     def __init__(self, dataset: TokenDataset | None = None, seed: int = 0, run: RunConfig | None = None) -> None:
         self.dataset = self.trained_on = dataset
-        self.replica = self
+        self.replica, self.elsewhere = self, None
         self.lock, self.weights, self.adopted = RLock(), torch.zeros(1), 0
         self.round, self.state = 0, STATE
         self.device = torch.device("cpu")
@@ -90,9 +90,11 @@ class ChainTrainer:
         self.kept: set[int] = set()
         self.made: dict[int, bytes] = {}  # contributions since the start
         self.outer = SimpleNamespace(
-            sizes={self.run.recipe.k_max: PAYLOAD_BYTES - KEY_BYTES}, parameters=len(STATE) // 4
+            sizes={self.run.recipe.k_max: PAYLOAD_BYTES - KEY_BYTES},
+            parameters=len(STATE) // 4,
+            shapes=[(len(STATE) // 4, 1)],
         )
-        self.can_overlap = False
+        self.can_overlap, self.audit = False, None  # it measures nothing
         self.done: list[tuple[Any, ...]] = []  # what was asked for, in order
         self.returned: list[int] = []
 
@@ -119,6 +121,9 @@ class ChainTrainer:
         return shard(0, number, place, places, 2, self.dataset.sequences(SEQUENCE))
 
     # A learner's part
+
+    def wait(self) -> bool:
+        return False
 
     def catch_up(self) -> None:
         pass
@@ -334,6 +339,10 @@ class RecordedMailboxes:
         if peer not in self.full:
             self.done.append(("post", peer, message))
         return peer not in self.full
+
+    def tell_history(self, peer: bytes, history: bytes) -> bool:
+        self.done.append(("tell history", peer, history))
+        return True
 
     def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
         self.done.append(("ask history", peer, branch, number))

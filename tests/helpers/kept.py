@@ -1,6 +1,6 @@
 """The data directory of a node, kept for each release with a new format, which every later release has to open.
 
-python -m tests.helpers.kept tests/kept/NAME.tar.xz     # runs a node for some rounds, and packs what it leaves
+python -m tests.helpers.kept tests/kept/protocol-N.tar.xz     # runs a node of protocol N, and packs what it leaves
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def make(archive: Path) -> None:
         (manifest,) = set(re.findall(r"\b[0-9a-f]{64}\b", out))
         assert (status, err) == (0, "")
         run = swarm.run_file("kept")
-        run.write_text(f'{run.read_text()}\n[data]\nmanifest = "{manifest}"\n')
+        (protocol,) = re.findall(r"\d+", archive.name)
+        run.write_text(f'protocol = {protocol}\n{run.read_text()}\n[data]\nmanifest = "{manifest}"\n')
         arguments = ("start", run, "--data", swarm.directory / "data")
         node = swarm.add("node", *arguments, **OWN).start().until_up()
         node.until_applied(ROUNDS)

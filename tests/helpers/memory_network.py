@@ -183,7 +183,6 @@ class MemoryTransport:
 
     async def serve(self, protocol: str, handler: Handler) -> None:
         self._alive()
-        assert protocol not in self.handlers, "a protocol has one handler"
         self.handlers[protocol] = handler
 
     def prefer(self, is_admitted: IsAdmitted) -> None:

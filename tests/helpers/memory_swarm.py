@@ -7,7 +7,7 @@ else, or in another order, has another root for ever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import LimitsConfig, NetworkConfig, StorageConfig
 from p2ptrain.daemon.assembly import Launch, Workshop
-from p2ptrain.daemon.life import Daemon, Outputs, save_last
+from p2ptrain.daemon.life import Daemon, save_last
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.identity import Identity
 from p2ptrain.net.connections import topic_of
 from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
 from p2ptrain.observe.build import status_of
+from p2ptrain.observe.schema import RoundRecord
 from tests.helpers.driver import STATE, ChainTrainer, a_dataset, loop_workshop, root_of
 from tests.helpers.memory_network import MemoryTransport, Network
 from tests.helpers.net import until
@@ -41,7 +42,7 @@ class Member:
         self.roots: dict[int, bytes] = {}
         self.why = ""
         self.daemon: Daemon
-        self.outputs: Outputs | None = None
+        self.hears: Sequence[Callable[[RoundRecord], None]] = ()
         self.workshop: Workshop
         self.life: asyncio.Task[None]
 
@@ -86,7 +87,7 @@ class Member:
         state = STATE if is_founder else b""
         async with AsyncExitStack() as stack:
             launch = Launch(swarm.run, Home(config), self.identity, transport, dataset, state=state)
-            self.daemon = await Daemon.open(stack, launch, self.outputs, opened)
+            self.daemon = await Daemon.open(stack, launch, opened, hears=self.hears)
             stack.callback(self.daemon.edges.persistence.close)
             driver = self.daemon.driver
             is_in = driver.node.view().is_in
@@ -168,11 +169,14 @@ class MemorySwarm:
 
 @asynccontextmanager
 async def swarm(
-    tmp_path: Path, outputs: Outputs | None = None, sections: dict[str, Any] | None = None, **agreement: Any
+    tmp_path: Path,
+    hears: Sequence[Callable[[RoundRecord], None]] = (),
+    sections: dict[str, Any] | None = None,
+    **agreement: Any,
 ) -> AsyncIterator[MemorySwarm]:
-    """Runs a swarm; `outputs` are the first node's, `sections` of the run's config."""
+    """Runs a swarm; `hears` are the first node's, `sections` of the run's config."""
     made = MemorySwarm(tmp_path, sections or {}, **agreement)
-    made.nodes[0].outputs = outputs
+    made.nodes[0].hears = hears
     try:
         for node in made.nodes:
             await node.start()

@@ -50,6 +50,10 @@ class SkippingLoop(asyncio.SelectorEventLoop):
     def _thread_done(self, _future: object) -> None:
         self.clock.threads -= 1
 
+    async def shutdown_default_executor(self, *_: float | None) -> None:
+        """Waits for threads in real time: from Python 3.12 on, a Runner gives them 300 s, which would be skipped."""
+        await super().shutdown_default_executor()
+
 
 def skipping_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     """Runs a test without real waiting; fails if it leaves a task behind."""

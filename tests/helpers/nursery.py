@@ -97,8 +97,12 @@ def nurseries() -> tuple[Nursery, ...]:
 _turns = itertools.count()
 
 
-def born(arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Born:
-    """Starts a daemon in the next nursery."""
+def born(arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Born | subprocess.Popen[bytes]:
+    """Starts a daemon in the next nursery; by itself where there is none: macOS sends no packets between processes, and
+    what has imported torch does not fork there."""
+    if sys.platform != "linux":
+        command = [sys.executable, "-m", "p2ptrain", *arguments]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     request = {"arguments": list(arguments), "environment": dict(environment), "directory": str(Path.cwd())}
     nursery = nurseries()[next(_turns) % len(SEEDS)]
     return Born(nursery.line, json.dumps(request).encode(), log)

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from p2ptrain.identity import id_bytes_of
-from p2ptrain.net.frames import with_length
+from p2ptrain.net.libp2p.control import UnaryCalls, pb
 from p2ptrain.net.libp2p.p2pd import P2pd
-from p2ptrain.net.libp2p.unary import UnaryCalls, pb
+from p2ptrain.net.libp2p.streams import with_length
 from p2ptrain.net.transport import TransportError
 
 REFUSALS = (TransportError,)

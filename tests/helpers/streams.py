@@ -10,9 +10,8 @@ from pathlib import Path
 
 from p2ptrain.identity import ID_PREFIX
 from p2ptrain.net.boundary import Boundary
-from p2ptrain.net.frames import FrameStream
 from p2ptrain.net.libp2p import streams
-from p2ptrain.net.libp2p.streams import Streams
+from p2ptrain.net.libp2p.streams import FrameStream, Streams
 from p2ptrain.net.tasks import Tasks, report_crash
 from p2ptrain.net.transport import Stream
 from tests.helpers.net import key

@@ -55,7 +55,7 @@ COMMON |= {
 # What is found by its name alone, or is this machine's and faces no peer: its processes, owner, disk and device.
 OWN_MODULES = {
     *("audit.findings", "audit.history", "net.boundary", "net.libp2p.process", "net.tasks"),
-    *(f"node.{name}" for name in ("consent", "control", "energy", "event_log", "home", "socket_directory")),
+    *(f"node.{name}" for name in ("consent", "control", "energy", "home", "socket_directory")),
     *(f"node.{name}" for name in ("gpu_use", "lag", "limits", "model_progress", "notify", "orders", "persistence")),
     *(f"node.{name}" for name in ("local_worker", "pacing", "replica_thread", "saved", "work")),
 }

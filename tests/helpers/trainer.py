@@ -13,6 +13,7 @@ from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.prepare import prepare
 from p2ptrain.data.tokenizer import load_tokenizer
+from p2ptrain.exact.root import octets
 from p2ptrain.share import Share
 from p2ptrain.train.learner import Learner
 
@@ -67,7 +68,7 @@ class Trainer(Learner):
         return self.replica.state_bytes
 
     def state_bytes(self) -> bytes:
-        return self.replica.as_bytes()
+        return bytes(octets(self.replica.state))
 
     def adopt(self, number: int, pieces: Iterable[bytes | memoryview]) -> None:
         self.replica.adopt(number, pieces)

@@ -24,10 +24,10 @@ from p2ptrain.core.complaints import MEANINGS, Code, Complaint, complaint
 from p2ptrain.digest import digest
 from p2ptrain.identity import peer_id_of
 from p2ptrain.observe.app import ASSETS, App
+from p2ptrain.observe.attention import looked_at
 from p2ptrain.observe.guard import Guard
-from p2ptrain.observe.http import HttpFace
+from p2ptrain.observe.http import HttpFace, HttpListener
 from p2ptrain.observe.schema import LogLine, Peer, PeerList, Purpose, RoundRecord, Status
-from p2ptrain.observe.sockets import HttpListener
 
 P = ParamSpec("P")
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -86,6 +86,23 @@ STATUS: dict[str, Any] = {
     "audit_seconds": 1.5,
     "typical_z": 1.4,
     "suspended": 0,
+    "motions": [
+        {
+            "motion": "3f" * 32,
+            "text": "go on after round 40 with recipe.k 128 instead of 256",
+            "author": OTHER,
+            "last_round": 40,
+            "weights_round": 40,
+            "changes": {"recipe.k": ["256", "128"]},
+            "costs": ["a contribution has 0.55 times the bytes: 550 at most"],
+            "assents": 1,
+            "needed": 2,
+            "is_mine": False,
+            "obstacle": "",
+        }
+    ],
+    "successor": None,
+    "ends_after_round": None,
     "own_data": "",
     "privacy_epsilon": None,
     "loss": 2.5,
@@ -106,6 +123,7 @@ STATUS: dict[str, Any] = {
     },
     "world_round": None,
     "device": "cpu",
+    "ranks": [],
     "is_paused": False,
     "is_overlapping": True,
     "exchange_share": 0.2345,
@@ -164,6 +182,8 @@ PEER: dict[str, Any] = {
     "peer_id": OTHER,
     "addresses": ["/ip4/10.0.0.7/tcp/4001/p2p/" + OTHER],
     "address_kind": "private",
+    "release": "0.1.0",
+    "owner": "",
     "latency_seconds": 0.0421,
     "is_connected": True,
     "is_member": True,
@@ -185,6 +205,11 @@ PEER: dict[str, Any] = {
     "audits_passed": 4.5,
     "doubt": 0.0,
     "observed": {"malformed": 1},
+    "heard_seconds": 2.5,
+    "rounds_lately": 50,
+    "taken_lately": 48,
+    "is_elsewhere": False,
+    "reasons": [],
 }
 
 
@@ -270,7 +295,7 @@ class GivenFacts:
 
     def peers(self) -> PeerList | None:
         known = [a_peer(each) for each in self.known]
-        return None if self.is_starting else PeerList(peers=known, me=a_peer({**PEER, "peer_id": ME}))
+        return None if self.is_starting else looked_at(known, a_peer({**PEER, "peer_id": ME}))
 
     def rounds(self, last: int) -> list[RoundRecord] | None:
         return None if self.is_starting else [a_record(each) for each in self.lived[-last:]]
@@ -362,7 +387,7 @@ async def site(
     port = listener.getsockname()[1]
     told = GivenFacts()
     app = App(cast(HttpFace, told), Guard(host, port, allowed, token), "1.2.3", assets)
-    server = HttpListener(app.application, app.slots)
+    server = HttpListener(app.application)
     await server.start(listener)
     here = Site(told, app, server, port, address)
     try:

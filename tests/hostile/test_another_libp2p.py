@@ -17,8 +17,8 @@ import pytest
 from p2ptrain.core import wire
 from p2ptrain.core.complaints import Code
 from p2ptrain.net import questions
-from p2ptrain.net.frames import with_length
 from p2ptrain.net.libp2p.p2pd import P2pd
+from p2ptrain.net.libp2p.streams import with_length
 from p2ptrain.net.transport import TransportError
 from tests.helpers.daemons import DaemonSwarm, StartableDaemon, swarm_in
 from tests.helpers.foreign import (

@@ -18,12 +18,11 @@ import msgspec
 import pytest
 
 from p2ptrain.identity import Identity, id_bytes_of
-from p2ptrain.net.frames import FrameStream, read_message, with_length
-from p2ptrain.net.libp2p import dht_protocol, process
-from p2ptrain.net.libp2p.dht_protocol import DHTID, FIND, PING, STORE, dht_pb2, place_of
-from p2ptrain.net.libp2p.dht_records import sign_record
+from p2ptrain.net.libp2p import dht, process
+from p2ptrain.net.libp2p.control import UnaryCalls, pb
+from p2ptrain.net.libp2p.dht import DHTID, FIND, PING, STORE, dht_pb2, place_of, sign_record
 from p2ptrain.net.libp2p.p2pd import P2pd
-from p2ptrain.net.libp2p.unary import UnaryCalls, pb
+from p2ptrain.net.libp2p.streams import FrameStream, read_message, with_length
 from tests.helpers.costs import Costs, costs
 from tests.helpers.p2pd import Make, connected, nodes_in
 from tests.helpers.strangers import REFUSALS, Stranger, stranger_of
@@ -147,7 +146,7 @@ async def asked_often(stranger: Stranger, request: bytes, count: int) -> int:
 async def test_all_strangers_together_have_one_budget_and_members_their_own(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dht_protocol, "STRANGERS_DHT_BYTES_PER_SECOND", 1)  # and a first 16; 12 for a range
+    monkeypatch.setattr(dht, "STRANGERS_DHT_BYTES_PER_SECOND", 1)  # and a first 16; 12 for a range
     nodes = await connected(make, 3)
     request = finding(KEY.to_bytes())
     async with stranger_of(nodes[1], nodes[0].me) as flooding, stranger_of(nodes[2], nodes[0].me) as other:
@@ -209,7 +208,7 @@ async def test_whatever_a_peer_answers_in_the_dht_costs_little_and_ends(
             return raw
 
         liar.dht.calls._answers.update(dict.fromkeys(told, answer))
-        target = dht_protocol.PeerID(id_bytes_of(liar.me))
+        target = dht.PeerID(id_bytes_of(liar.me))
         protocol.met(id_bytes_of(liar.me), place_of(id_bytes_of(liar.me)).to_bytes())
         with costs() as cost:
             found: Any = await protocol.call_find(target, [KEY])

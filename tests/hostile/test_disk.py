@@ -12,7 +12,7 @@ from p2ptrain.core.wire import encode as packed
 from p2ptrain.identity import Identity
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.server import BlobRequest, blob_protocol
-from p2ptrain.net.mail import Deliver, HistoryQuery, MessageQuery
+from p2ptrain.net.mailbox import Deliver, HistoryQuery, MessageQuery
 from p2ptrain.net.transport import FRAME_BYTES_MAX, TransportError
 from tests.helpers.flood import junk_vote
 from tests.helpers.memory_swarm import MemorySwarm

@@ -22,15 +22,13 @@ from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.identity import Identity, RunSigner, id_bytes_of
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.connections import topic_of
-from p2ptrain.net.frames import with_length
 from p2ptrain.net.libp2p.control import pb
 from p2ptrain.net.libp2p.p2pd import P2pd
-from p2ptrain.net.libp2p.subscription import BEGINNING, Subscription, TopicQueue
-from p2ptrain.net.mail import Deliver, Mail
-from p2ptrain.net.mailbox import Mailboxes
+from p2ptrain.net.libp2p.pubsub import BEGINNING, Subscription, TopicQueue
+from p2ptrain.net.libp2p.streams import with_length
+from p2ptrain.net.mailbox import Deliver, Mail, Mailboxes, messages_of_strangers
 from p2ptrain.net.transport import STRANGERS
-from p2ptrain.node.edges import Edges
-from p2ptrain.node.strangers import messages_of_strangers
+from p2ptrain.node.edges import Edges, Topic
 from tests.helpers.costs import Costs, costs
 from tests.helpers.flood import Flooders, junk_vote
 from tests.helpers.p2pd import SECONDS, nodes_in, until
@@ -220,7 +218,7 @@ async def test_members_leave_a_topic_that_is_flooded_through_one_of_them_and_los
             await node.subscribe(topic_of(run_id), ignore, members.__contains__)
         async with box(through) as mine, box(behind) as theirs:
             edges = [edges_of(node, each, run_id, members) for node, each in ((through, mine), (behind, theirs))]
-            watching = [asyncio.create_task(each.topic().watch()) for each in edges]
+            watching = [asyncio.create_task(Topic(each).watch()) for each in edges]
             junk, process = list[int](), psutil.Process(through.supervisor.process.pid)
             async with Flooders.ready(through.addresses()[0], topic_of(run_id), seconds=6.0, rate=RATE) as flooders:
                 flooding = asyncio.create_task(flooders.flood())

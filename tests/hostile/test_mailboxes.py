@@ -9,26 +9,24 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from p2ptrain.core.wire import encode
-from p2ptrain.net.mail import (
+from p2ptrain.net.mailbox import (
+    HISTORY_BYTES_LEAST,
     PART_BYTES,
+    QUESTION_SECONDS,
+    QUEUED_BYTES_MAX,
+    QUEUED_TOTAL_BYTES_MAX,
+    STRANGER_A_SECOND,
+    STRANGER_QUEUED_BYTES_MAX,
     Deliver,
     HistoryBegins,
     HistoryPart,
     Mail,
-    MessageQuery,
-    TellHistory,
-    frames_of,
-)
-from p2ptrain.net.mailbox import (
-    HISTORY_BYTES_LEAST,
-    QUESTION_SECONDS,
-    QUEUED_BYTES_MAX,
-    QUEUED_TOTAL_BYTES_MAX,
-    STRANGER_QUEUED_BYTES_MAX,
     Mailboxes,
+    MessageQuery,
+    frames_of,
+    messages_of_strangers,
 )
 from p2ptrain.net.transport import Stream, TransportError
-from p2ptrain.node.strangers import EACH_A_SECOND, messages_of_strangers
 from tests.helpers import memory_network
 from tests.helpers.memory_network import Network
 from tests.helpers.net import at, key, skipping_time, until
@@ -117,7 +115,7 @@ def test_a_stranger_that_is_asked_for_a_history_says_no_more_than_others_and_kee
                 newcomer.post(NODE, JOIN)
                 await until(lambda: (NEWCOMER, JOIN) in ear.heard)
             assert now() - began < 5.0
-            assert sum(peer == BAD for peer, _ in ear.heard) <= EACH_A_SECOND * 5 + 2
+            assert sum(peer == BAD for peer, _ in ear.heard) <= STRANGER_A_SECOND * 5 + 2
             for each in floods:
                 each.cancel()
 
@@ -134,7 +132,7 @@ async def test_the_stream_of_a_stranger_whose_history_stops_coming_ends_with_the
         with pytest.raises(TransportError):
             await stream.receive(1)
         assert ear.none == [(BAD, f"no answer after {PART_BYTES} of {2 * PART_BYTES} bytes")]
-        assert (mailboxes.unasked, mailboxes.incoming) == ({}, {})
+        assert mailboxes.incoming == []
 
 
 @skipping_time
@@ -185,8 +183,8 @@ def test_a_history_that_nobody_reads_takes_none_from_a_newcomer(monkeypatch: pyt
     @skipping_time
     async def test() -> None:
         async with listening() as (_, mailboxes, _):
-            assert mailboxes.post(BAD, TellHistory(bytes(2**23)))
-            assert not mailboxes.post(BAD, TellHistory(bytes(2**23)))
+            assert mailboxes.tell_history(BAD, bytes(2**23))
+            assert not mailboxes.tell_history(BAD, bytes(2**23))
             await at(1.0)
             assert mailboxes._history_limits.seconds_until(NEWCOMER, HISTORY_BYTES_LEAST) == 0.0
 

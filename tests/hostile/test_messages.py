@@ -18,11 +18,17 @@ from p2ptrain.core.messages import (
     JoinRequest,
     encode,
 )
-from p2ptrain.net import mail, mailbox
-from p2ptrain.net.mail import Deliver, Mail, MessageQuery, frames_of
-from p2ptrain.net.mailbox import Mailboxes
+from p2ptrain.net import mailbox
+from p2ptrain.net.mailbox import (
+    STRANGER_A_SECOND,
+    Deliver,
+    Mail,
+    Mailboxes,
+    MessageQuery,
+    frames_of,
+    messages_of_strangers,
+)
 from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, TransportError
-from p2ptrain.node.strangers import EACH_A_SECOND, messages_of_strangers
 from tests.helpers.costs import costs
 from tests.helpers.memory_network import Network
 from tests.helpers.net import at, key, skipping_time
@@ -123,9 +129,9 @@ def test_whatever_an_honest_stranger_says_fits_a_frame_of_strangers() -> None:
     hello = Hello(RUN, numbers, numbers, seats, seats, seats, seats, False, NEWCOMER)
     join = JoinRequest(RUN, numbers, bytes(CLAIM_BYTES_MAX), NEWCOMER)
     for message in (hello, join):
-        [frame] = frames_of(Deliver((encode(message, bytes(64)),) * EACH_A_SECOND))
+        [frame] = frames_of(Deliver((encode(message, bytes(64)),) * STRANGER_A_SECOND))
         assert len(frame) < mailbox.STRANGER_FRAME_BYTES_MAX / 3
-    names = tuple(number.to_bytes(SHORT_BYTES, "big") for number in range(mail.NAMES_MAX))
+    names = tuple(number.to_bytes(SHORT_BYTES, "big") for number in range(mailbox.NAMES_MAX))
     [frame] = frames_of(MessageQuery(names))
     assert len(frame) <= mailbox.STRANGER_FRAME_BYTES_MAX
 
@@ -151,6 +157,6 @@ async def test_a_stranger_who_floods_a_real_node_costs_it_little_and_a_member_is
             for each in floods:
                 each.cancel()
     junk = sum(peer == stranger.me for peer, _ in ear.heard)
-    print(f"frames of {len(frame):,} bytes for {seconds:.0f} s: {junk} heard, {mailboxes.counters()}, {found}")
-    assert junk <= EACH_A_SECOND * (seconds + 3)
+    print(f"frames of {len(frame):,} bytes for {seconds:.0f} s: {junk} heard, {mailboxes.counters}, {found}")
+    assert junk <= STRANGER_A_SECOND * (seconds + 3)
     assert found.loop_seconds < 0.2 * seconds  # with both ends; before, about a third of it and more

@@ -70,7 +70,7 @@ async def offering(
     async def opened(*_: object) -> object:
         return me
 
-    patch.setattr(launch, "_open_with_relays", opened)
+    patch.setattr(launch.Opened, "network", opened)
     patch.setattr(launch, "set_up", lambda config: logging.getLogger("p2ptrain"))
     await questions.serve(bootstrap, answer)
     yield NodeConfig(

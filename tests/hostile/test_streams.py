@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.net.frames import FrameStream
 from p2ptrain.net.libp2p import streams
-from p2ptrain.net.libp2p.streams import STREAMS_MAX
+from p2ptrain.net.libp2p.streams import STREAMS_MAX, FrameStream
 from tests.helpers.costs import costs
 from tests.helpers.net import key
 from tests.helpers.p2pd import SECONDS, connected, echo, nodes_in

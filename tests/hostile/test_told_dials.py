@@ -14,11 +14,10 @@ import pytest
 from p2ptrain.core import wire
 from p2ptrain.identity import id_bytes_of, peer_id_of
 from p2ptrain.net import questions
-from p2ptrain.net.address_book import Origin
+from p2ptrain.net.address_book import FAILED_PER_MINUTE_MAX, PLACES_MAX, Origin
 from p2ptrain.net.addresses import Reach, met_in, reach_of
 from p2ptrain.net.connections import DIALS_AT_ONCE
 from p2ptrain.net.libp2p.p2pd import P2pd
-from p2ptrain.net.told_dials import FAILED_PER_MINUTE_MAX, PLACES_MAX
 from p2ptrain.net.transport import Stream, TransportError
 from tests.helpers.connections import A, B, C, RecordedConnections, address, key, now
 from tests.helpers.memory_network import MemoryTransport, Network

@@ -11,11 +11,9 @@ import pytest
 
 from p2ptrain.core.wire import encode
 from p2ptrain.net import questions
-from p2ptrain.net.mail import HistoryQuery, Mail, TellHistory
-from p2ptrain.net.mailbox import Mailboxes
+from p2ptrain.net.mailbox import HistoryQuery, Mail, Mailboxes, messages_of_strangers
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError, everyone
-from p2ptrain.node.strangers import messages_of_strangers
 from tests.helpers import memory_network
 from tests.helpers.costs import costs
 from tests.helpers.memory_network import Network
@@ -41,7 +39,7 @@ def asked_for_histories(strangers: int, upload: int) -> Counter[str]:
         def hear(peer: bytes, message: Mail) -> None:
             assert isinstance(message, HistoryQuery)
             sent["asked"] += 1
-            mailboxes.post(peer, TellHistory(HISTORY))
+            mailboxes.tell_history(peer, HISTORY)
 
         def received_by(peer: bytes) -> Callable[[bytes, bytes], None]:
             def received(_: bytes, history: bytes) -> None:

@@ -15,49 +15,50 @@ from triton.compiler import ASTSource
 
 from p2ptrain.exact.kernels import blake, programs
 from p2ptrain.exact.kernels.launches import COMPILED
+from p2ptrain.models import loss_program
 
 UPDATE = dict.fromkeys(("weights", "momentum"), "*fp32") | {
-    "indices": "*i16", "values": "*i8", "shifts": "*i32", "room": "*i32", "high": "*i8", "low": "*i8", "steps": "*fp64",
-    "table": "*i64", "addresses": "*i64", "groups": "*i32", "squares": "*i64", "contributions": "i32", "chunks": "i32",
-    "first": "i32", "most": "i32", "keep": "fp32", "mu": "fp32", "sign_step": "fp32",
+    "votes": "*i32", "high": "*i8", "low": "*i8", "steps": "*fp64", "table": "*i64", "addresses": "*i64",
+    "groups": "*i32", "squares": "*i64", "first": "i32", "keep": "fp32", "mu": "fp32", "sign_step": "fp32",
 }  # fmt: skip
-PLACES = {"basis": "*fp32", "table": "*i64", "addresses": "*i64"}
+PLACES = {"basis": "*bf16", "table": "*i64", "addresses": "*i64"}
 SECTIONS = {"payloads": "*u8", "which": "*i64"} | dict.fromkeys(
     ("pitch", "upper_at", "low_at", "signs_at", "sizes_at"), "i32"
 )
-OUT = {"indices": "*i16", "values": "*i8", "first": "i32", "room": "i32", "width": "i32"}
+VOTES = {"votes": "*i32", "shifts": "*i32", "groups": "*i32", "first": "i32", "contributions": "i32", "most": "i32"}
 HASHES = {"key": "*u32"}
-SIZES = {"SCALED": True, "KEEPS": True, "C": 64, "K": 256, "WIDE": 256, "VOTE_LIMBS": 2, "HALF_LIMBS": 5}
-SMALL = {"C": 32, "K": 8, "WIDE": 8, "VOTE_LIMBS": 1, "HALF_LIMBS": 3}
+SIZES = {"KEEPS": True, "C": 64, "VOTE_LIMBS": 2, "HALF_LIMBS": 5}
+SMALL = {"C": 32, "VOTE_LIMBS": 1, "HALF_LIMBS": 3}
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "update": (programs.update, UPDATE, SIZES | {"OUTER": 2, "MOMENTUM": 2}, 8),
-    "update of signs": (programs.update, UPDATE, SIZES | SMALL | {"SCALED": False, "OUTER": 1, "MOMENTUM": 0}, 4),
-    "update of small chunks": (programs.update, UPDATE, SIZES | SMALL | {"OUTER": 2, "MOMENTUM": 1}, 4),
+    "update of few": (programs.update, UPDATE, SIZES | {"OUTER": 2, "MOMENTUM": 0, "HALF_LIMBS": 4}, 4),
+    "update of signs": (programs.update, UPDATE, SIZES | SMALL | {"OUTER": 1, "MOMENTUM": 0}, 2),
+    "update of small chunks": (programs.update, UPDATE, SIZES | SMALL | {"OUTER": 2, "MOMENTUM": 1}, 2),
     "accumulate": (
-        programs.accumulate, {"tensor": "*fp32", "residual": "*fp32", **PLACES, "keep": "fp32"}, {"TRANSFORMED": True, "C": 64}, 8,
+        programs.accumulate, {"tensor": "*fp32", "residual": "*fp32", **PLACES, "keep": "fp32"}, {"TRANSFORMED": True, "C": 64}, 4,
     ),
-    "project": (programs.project, {"residual": "*fp32", "which": "*i64", **PLACES}, {"TRANSFORMED": True, "C": 64}, 8),
+    "project": (programs.project, {"residual": "*fp32", "which": "*i64", **PLACES}, {"TRANSFORMED": True, "C": 64}, 4),
     "subtract": (
         programs.subtract, {"tensor": "*fp32", "coefficients": "*fp32", **PLACES, "share": "fp32", "first": "i32"},
-        {"TRANSFORMED": True, "C": 64}, 8,
+        {"TRANSFORMED": True, "C": 64}, 4,
     ),
     "select": (
-        programs.select, {"residual": "*fp32", "indices": "*i16", "chosen": "*fp32", "means": "*fp64"}, {"AREA": 4096, "K": 256}, 8,
+        programs.select, {"residual": "*fp32", "indices": "*i16", "chosen": "*fp32", "means": "*fp64"}, {"AREA": 4096, "K": 256}, 2,
     ),
     "withdraw": (
         programs.withdraw, {"residual": "*fp32", "indices": "*i16", "chosen": "*fp32", "values": "*i8", "removed": "*fp32",
         "exponents": "*i8", "groups": "*i32", "turn": "i32", "top": "fp32"}, {"SCALED": True, "AREA": 4096, "K": 256, "WIDE": 256}, 4,
     ),
-    "decode_strings": (
-        programs.decode_strings, SECTIONS | OUT, {"P": 1279, "WIDE": 2048, "K": 256, "LOW": 2, "BITS": 4}, 4,
+    "count_strings": (
+        programs.count_strings, SECTIONS | VOTES, {"SCALED": True, "AREA": 4096, "P": 1279, "WIDE": 2048, "K": 256, "LOW": 2, "BITS": 4}, 4,
     ),
-    "decode_ranks": (
-        programs.decode_ranks, SECTIONS | {"binomials": "*i64", "indices": "*i16", "values": "*i8", "first": "i32", "last": "i32", "room": "i32", "width": "i32"},
-        {"WIDTH": 40, "TOP": 64, "STEPS": 7, "K": 8, "LOW": 4, "BITS": 1, "LANES": 32}, 4,
+    "count_ranks": (
+        programs.count_ranks, SECTIONS | {"binomials": "*i64", "votes": "*i32", "shifts": "*i32", "groups": "*i32", "first": "i32", "last": "i32", "contributions": "i32", "most": "i32"},
+        {"SCALED": False, "AREA": 1024, "WIDTH": 40, "TOP": 64, "STEPS": 7, "K": 8, "LOW": 4, "BITS": 1, "LANES": 128}, 4,
     ),
     "subtract_sparse": (
         programs.subtract_sparse, {"tensor": "*fp32", "indices": "*i16", "values": "*fp32", "room": "*fp32", **PLACES, "share": "fp32", "first": "i32"},
-        {"TRANSFORMED": True, "C": 64, "K": 256, "WIDE": 256}, 8,
+        {"TRANSFORMED": True, "C": 64, "K": 256, "WIDE": 256}, 4,
     ),
     "errors": (
         programs.errors, {"chosen": "*fp32", "exponents": "*i32", "groups": "*i32", "found": "*fp64", "chunks": "i32", "group_count": "i32", "top": "fp32"},
@@ -71,6 +72,10 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "parents": (
         blake.parents, {"left": "*u32", "right": "*u32", **HASHES, "above": "*u32", "step": "i32", "stride": "i32", "count": "i32", "flags": "i32"},
         {"LANES": 128}, 4,
+    ),
+    "cross_entropy": (
+        loss_program.cross_entropy, {"logits": "*bf16", "targets": "*i64", "losses": "*fp32", "vocabulary": "i32", "scale": "fp32"},
+        {"GRADIENT": True, "BLOCK": 4096}, 8,
     ),
 }  # fmt: skip
 

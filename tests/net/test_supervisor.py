@@ -12,15 +12,15 @@ from functools import partial
 import pytest
 
 from p2ptrain.net.boundary import Boundary
-from p2ptrain.net.libp2p import supervisor
-from p2ptrain.net.libp2p.supervisor import Supervisor
+from p2ptrain.net.libp2p import process
+from p2ptrain.net.libp2p.process import Supervisor
 from p2ptrain.net.transport import TransportError
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "LOOK_SECONDS", 0)
-    monkeypatch.setattr(supervisor, "pauses", lambda: itertools.repeat(0))
+    monkeypatch.setattr(process, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(process, "pauses", lambda: itertools.repeat(0))
 
 
 class FakeProcess:
@@ -67,7 +67,7 @@ class WatchedSupervisor:
         """Runs all checks and returns the number of restarts."""
         await self.supervisor.start()
         tasks = [
-            asyncio.create_task(self.supervisor.run(lambda: None)),
+            asyncio.create_task(self.supervisor.run()),
             asyncio.create_task(self.supervisor.watch(self._look, lambda: self.launched[-1].why_end)),
         ]
         await self._is_done.wait()
@@ -119,7 +119,7 @@ async def test_looks_at_a_p2pd_that_ends_by_itself_do_not_count_for_the_next() -
 
 
 async def test_a_start_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "LAUNCH_SECONDS", 0)
+    monkeypatch.setattr(process, "LAUNCH_SECONDS", 0)
     undone: list[str] = []
 
     async def launch(stack: AsyncExitStack) -> FakeProcess:

@@ -14,9 +14,9 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.state import Taken
 from p2ptrain.errors import DataError, TrainingError
 from p2ptrain.net.boundary import Boundary
-from p2ptrain.node.audits import OTHERS_MIN, Audits
+from p2ptrain.node.audits import Audits
 from p2ptrain.share import Share
-from p2ptrain.train.matched_filter import Match
+from p2ptrain.train.matched_filter import OTHER_SEQUENCES_MIN, Match
 from tests.helpers.core import KEYS, run_of
 
 RUN = run_of(recipe={"name": "local", "local_steps": 10, "sequences_per_pass": 8})
@@ -79,7 +79,7 @@ async def test_what_is_measured_is_told_in_thousandths() -> None:
     assert bench.given == [ev.Audited(4, AUTHOR, 1_250, 500)]
     assert (bench.audits.done, bench.audits.seconds > 0) == (1, True)
     own = {*bench.positions(Share(4, 1, 4)).tolist()}
-    assert (len(own & {*bench.read}), len(bench.read)) == (32, 32 + OTHERS_MIN)
+    assert (len(own & {*bench.read}), len(bench.read)) == (32, 32 + OTHER_SEQUENCES_MIN)
 
 
 async def test_all_who_measure_read_the_same_and_only_of_the_steps_that_were_taken() -> None:

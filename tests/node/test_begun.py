@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.node.begun import begun_here, note_begun
-from p2ptrain.node.home import Home
+from p2ptrain.node.home import Home, begun_here, note_begun
 
 ME = "3" * 64
 SAID: dict[str, Any] = {"name": "x", "recipe": {"name": "demo", "k": 4}}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import socket
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -125,6 +127,21 @@ async def test_what_an_earlier_daemon_left_does_not_stop_the_next(tmp_path: Path
 
 def note(data: Path, content: str) -> None:
     (data / NAME).write_text(content)
+
+
+def test_of_another_users_daemon_nobody_is_told_that_it_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / control.NAME).write_text(json.dumps({"socket": str(tmp_path / "socket"), "pid": 1}))
+    for kind, name in ((socket.socket, "connect"), (Path, "read_text")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, refused)
+            with pytest.raises(P2ptrainError, match=r"this user may not ask the daemon .* Ask as the user") as raised:
+                ask(tmp_path, {"do": "status"})
+        assert not isinstance(raised.value, NoDaemonError)
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", "[]", "{}", '{"socket": "x"}', '{"socket": "x", "pid": "y"}', "7"])

@@ -14,8 +14,8 @@ from p2ptrain.core.journal import Journal
 from p2ptrain.core.node import Node
 from p2ptrain.core.state import genesis
 from p2ptrain.identity import Identity, RunSigner
-from p2ptrain.node import event_log
-from p2ptrain.node.event_log import FILES_KEPT, EventFile
+from p2ptrain.node import persistence
+from p2ptrain.node.persistence import EVENT_FILES_KEPT, EventFile
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner, Replayed, replay
 from tests.helpers.core import run_of
 from tests.helpers.driver import PEER, bench
@@ -60,19 +60,19 @@ def test_what_was_noted_is_in_the_file_before_it_is_closed(tmp_path: Path) -> No
 
 
 def test_only_the_last_files_are_kept(tmp_path: Path) -> None:
-    for _ in range(FILES_KEPT + 2):
+    for _ in range(EVENT_FILES_KEPT + 2):
         file_in(tmp_path)[0].close()
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
-        f"{number:08d}.jsonl" for number in range(3, FILES_KEPT + 3)
+        f"{number:08d}.jsonl" for number in range(3, EVENT_FILES_KEPT + 3)
     ]
 
 
 def test_a_log_that_is_full_goes_on_in_another_file_and_any_of_them_replays_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log, "BYTES_MAX", 4_000)
+    monkeypatch.setattr(persistence, "EVENTS_BYTES_MAX", 4_000)
     paths = written(tmp_path, ticks=200)
-    assert 2 < len(paths) < FILES_KEPT
+    assert 2 < len(paths) < EVENT_FILES_KEPT
     assert all(path.stat().st_size < 5_000 for path in paths[1:])
     other_life = written(tmp_path, ticks=1, seed="2")[-1]
     for path in paths:
@@ -83,10 +83,10 @@ def test_a_log_that_is_full_goes_on_in_another_file_and_any_of_them_replays_all(
 def test_of_an_endless_log_the_newest_is_kept_and_a_replay_says_where_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log, "BYTES_MAX", 4_000)
+    monkeypatch.setattr(persistence, "EVENTS_BYTES_MAX", 4_000)
     paths = written(tmp_path, ticks=1_500)
-    assert len(paths) == FILES_KEPT
-    assert sum(path.stat().st_size for path in paths) < FILES_KEPT * 5_000
+    assert len(paths) == EVENT_FILES_KEPT
+    assert sum(path.stat().st_size for path in paths) < EVENT_FILES_KEPT * 5_000
     found = replay(paths[-1])
     assert found.unrepeated > 200
     assert found == Replayed(0, 0, "", found.unrepeated, begins_at=7)

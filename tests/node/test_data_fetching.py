@@ -292,7 +292,7 @@ def test_a_tokenizer_that_the_manifest_does_not_name_is_the_peers_fault(
     for file_bytes in (b"", tokenizer_json() + b"\n"):
         with pytest.raises(RemoteProtocolError, match=r"tokenizer file [0-9a-f]{64} instead of"):
             mine.store_tokenizer(file_bytes)
-    monkeypatch.setattr(data, "TOKENIZER_BYTES_MAX", 10)
+    monkeypatch.setattr(data.tokenizers, "TOKENIZER_BYTES_MAX", 10)
     with pytest.raises(RemoteProtocolError, match="tokenizer file of 11 bytes; the limit is 10"):
         mine.store_tokenizer(bytes(11))
     assert not (tmp_path / "mine" / "tokenizer.json").exists()
@@ -310,7 +310,8 @@ def test_a_tokenizer_that_nobody_can_use_is_not_the_peers_fault(tmp_path: Path) 
     class LyingTokenizer(JsonTokenizer):
         def __init__(self, file_bytes: bytes, vocab_size: int) -> None:
             super().__init__(tokenizer_json())
-            self.file_bytes, self.digest, self.vocab_size = file_bytes, data.tokenizer_digest(file_bytes), vocab_size
+            self.file_bytes, self.vocab_size = file_bytes, vocab_size
+            self.digest = data.tokenizers.tokenizer_digest(file_bytes)
 
     file = json_lines(tmp_path / "a.jsonl", ["hello", "hell"])
     for number, (liar, why) in enumerate(

@@ -13,7 +13,7 @@ import pytest
 
 from p2ptrain.core import events as ev
 from p2ptrain.net.connections import topic_of
-from p2ptrain.net.mail import Deliver, TellHistory
+from p2ptrain.net.mailbox import Deliver
 from p2ptrain.node import driver as driver_module
 from p2ptrain.node import edges as edges_module
 from p2ptrain.node.edges import OUTBOX_MAX
@@ -85,7 +85,7 @@ async def test_histories_are_encoded_beside_the_loop_one_at_a_time_and_one_for_e
         assert not begun.acquire(blocking=False)
         may_end.release(2)
         await until(lambda: len(each.done) == 2)
-        assert each.done == [("post", PEER, TellHistory(b"1")), ("post", OTHER, TellHistory(b"3"))]
+        assert each.done == [("tell history", PEER, b"1"), ("tell history", OTHER, b"3")]
         may_end.release()
         asks(PEER, b"4")
         await until(lambda: len(each.done) == 3)

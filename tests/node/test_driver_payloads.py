@@ -156,7 +156,7 @@ async def test_a_payload_that_is_said_to_have_another_size_is_not_fetched(tmp_pa
         server.blobs[BLOB] = MemoryBlob.tree(BODY)
         doing(each, ev.Fetch(NAME, 2**32 - 1, (PEER, OTHER)))
         await until(lambda: len(of_kind(each, ev.FetchFailed)) == 2)
-        assert server.server.counters() == {}
+        assert server.server.counters == {}
 
 
 @skipping_time
@@ -216,16 +216,3 @@ async def test_a_payload_whose_file_cannot_be_read_is_not_served_and_the_server_
             await peer.fetch(name, len(large), OTHER)
         monkeypatch.undo()
         assert await peer.fetch(name, len(large), OTHER) == large
-
-
-@skipping_time
-async def test_a_payload_is_hashed_once_for_all_who_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(tmp_path) as each:
-        large = some_bytes(2 * PIECE_BYTES + 1, 5)
-        name = BlobName("payload", payload_digest(large))
-        each.store.payloads.put(name.name, large)
-        read, real = [], each.store.payloads.get
-        monkeypatch.setattr(each.store.payloads, "get", lambda name: read.append(name) or real(name))
-        leaves = [each.edges.served_blobs.find(name, key).leaves for key in (PEER, OTHER)]  # type: ignore[union-attr]
-        assert leaves == [MemoryBlob.tree(large).leaves] * 2
-        assert read == [name.name]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,9 @@ import pytest
 import torch
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.messages import KEY_BYTES, authored, content_name, content_of, payload_digest
+from p2ptrain.core.messages import KEY_BYTES, NUMBER_MAX, authored, content_name, payload_digest
 from p2ptrain.data.dataset import piece_digest
-from p2ptrain.digest import PIECE_BYTES, digest
+from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import DataError, MemoryShortError, PassedError
 from p2ptrain.net import questions
 from p2ptrain.net.blobs.blob import BlobName, FileSink
@@ -238,9 +240,7 @@ async def test_who_claims_the_newest_state_and_does_not_give_it_keeps_nobody_fro
 
 
 @skipping_time
-async def test_of_a_state_that_came_out_wrong_only_what_differs_is_fetched(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_state_that_came_out_wrong_is_replaced(tmp_path: Path) -> None:
     wrong = bytearray(NEWER)
     wrong[PIECE_BYTES + 5] ^= 1
     async with bench(tmp_path) as each, each.running():
@@ -251,34 +251,7 @@ async def test_of_a_state_that_came_out_wrong_only_what_differs_is_fetched(
         doing(each, ev.CatchUp(((8, root_of(NEWER)),), (PEER,), 1))
         await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
         assert each.trainer.state == NEWER
-        assert server.server.counters()["pieces"] == 1
-        assert "1 pieces (1 MiB each) of this node's own state were wrong: 1" in caplog.text
         assert list((tmp_path / "fetching").iterdir()) == []
-
-
-@pytest.mark.parametrize("flipped", [0, 1])
-@skipping_time
-async def test_of_a_round_whose_state_nobody_has_kept_it_is_told_what_differed_when_it_is_applied_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, flipped: int
-) -> None:
-    async with bench(tmp_path) as each, each.running():
-        server = await each.serve(PEER)
-        server.blobs |= state_blob(NEWER)
-        await tells_states(server, (8, root_of(NEWER)))
-        right = digest("test chain", NEWER[:32], content_of(BODY)) + NEWER[32:]  # as it comes out of round 9
-        wrong = bytearray(right)
-        wrong[PIECE_BYTES + 5] ^= flipped
-        each.trainer.round, each.trainer.state = 9, bytes(wrong)
-        each.node.seen.is_quarantined = True
-        doing(each, ev.CatchUp(((9, bytes(32)), (8, root_of(NEWER))), (PEER,), 1))
-        await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
-        assert "differ" not in caplog.text
-        manifest = a_manifest(each.genesis, 9, [BODY])
-        each.persistence.put(NAME, BODY)
-        doing(each, ev.Apply(manifest))
-        await each.heard(ev.Applied(manifest.branch, 9, root_of(right)))
-        assert ("1 pieces (1 MiB each) differ: 1" in caplog.text) == bool(flipped)
-        assert ("round 9, wrong before, came out the same again" in caplog.text) == (not flipped)
 
 
 @skipping_time
@@ -296,7 +269,7 @@ async def test_a_state_that_an_earlier_life_had_begun_to_fetch_is_gone_on_with(t
         doing(each, ev.CatchUp(((8, root_of(NEWER)),), (PEER,), 1))
         await each.heard(ev.CaughtUp(8, root_of(NEWER), 1))
         assert each.trainer.state == NEWER
-        assert server.server.counters()["pieces"] == 1
+        assert server.server.counters["pieces"] == 1
         assert list(directory.iterdir()) == [], "nobody will ask for the other again"
 
 
@@ -441,6 +414,26 @@ async def test_the_device_is_told_the_pace_while_it_trains_and_the_steps_that_it
         assert told == [(1, 2.0, 3.0)]
         [finished] = each.node.events
         assert isinstance(finished, ev.TrainingFinished) and finished.steps == 3
+
+
+MOST = NUMBER_MAX - 1
+
+
+@pytest.mark.parametrize(("loss", "told"), [(-0.5, 0), (math.nan, 0), (math.inf, MOST), (1e305, MOST)])
+@skipping_time
+async def test_a_loss_that_has_no_place_in_an_announcement_is_told_as_the_nearest(
+    loss: float, told: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a node whose objective has one would end."""
+    async with bench(tmp_path) as each, each.running():
+        train = each.trainer.train
+        monkeypatch.setattr(
+            each.trainer, "train", lambda *arguments: [replace(step, loss=loss) for step in train(*arguments)]
+        )
+        doing(each, ev.Train(1, 0, 1, 4))
+        await until(lambda: bool(each.node.events))
+        [finished] = each.node.events
+        assert isinstance(finished, ev.TrainingFinished) and finished.loss == told
 
 
 @skipping_time

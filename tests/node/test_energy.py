@@ -13,8 +13,8 @@ import pynvml
 import pytest
 import torch
 
-from p2ptrain.node import energy
-from p2ptrain.node.energy import LOOK_SECONDS, UNTOLD, WATTS_MAX, Energy, Nvml, meter_of
+from p2ptrain.node import gpu_use
+from p2ptrain.node.gpu_use import READ_SECONDS, UNTOLD, WATTS_MAX, Energy, Nvml, meter_of
 from p2ptrain.observe.rounds import Recorder
 from p2ptrain.observe.schema import Mine
 from tests.helpers.net import skipping_time
@@ -22,7 +22,7 @@ from tests.helpers.net import skipping_time
 ROOT = Path(__file__).parents[2]
 HANGS = """
 import asyncio, threading
-from p2ptrain.node.energy import Energy
+from p2ptrain.node.gpu_use import Energy
 
 def read():
     print("reading", flush=True)
@@ -59,7 +59,7 @@ class MeteredCard:
 @pytest.fixture
 def _cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that takes a MeteredCard for the device that it is."""
-    monkeypatch.setattr(energy, "handle_of", lambda card: card)
+    monkeypatch.setattr(gpu_use, "handle_of", lambda card: card)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", MeteredCard.energy)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", MeteredCard.power)
 
@@ -106,7 +106,7 @@ def test_a_card_tells_its_energy_or_its_power() -> None:
     now[0] = 10.0
     assert looks.after(10) == 2_500.0
     now[0] += 3_600.0  # the machine slept: it did not draw that all the time
-    assert looks.after(3_600) == 250.0 * 2 * LOOK_SECONDS
+    assert looks.after(3_600) == 250.0 * 2 * READ_SECONDS
     with pytest.raises(pynvml.NVMLError):
         meter_of_card(MeteredCard(None)).read()
 
@@ -146,7 +146,7 @@ class Meters:
 async def test_it_is_counted_while_the_node_is_not_paused_until_the_meter_tells_no_more(
     then: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(energy, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(gpu_use, "READ_SECONDS", 0.0)
     rounds: Any = Recorder.__new__(Recorder)
     rounds.mine = Mine(tokens=5, energy_joules=100.0)
     meter = Meters(5, then)

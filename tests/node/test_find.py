@@ -33,7 +33,7 @@ from p2ptrain.node.find import (
     open_dataset,
     with_relays,
 )
-from p2ptrain.node.home import Home
+from p2ptrain.node.home import SUCCESSOR_NAME, Home
 from p2ptrain.store.records import RECORDS_NAME, Records
 from tests.helpers.blobs import MemoryBlob
 from tests.helpers.core import KEYS
@@ -164,6 +164,24 @@ async def test_whoever_names_a_stranger_to_the_runs_on_the_disk_means_another_ru
 
 
 @skipping_time
+async def test_whoever_has_gone_over_before_the_bootstraps_goes_on_with_the_run_that_follows(tmp_path: Path) -> None:
+    """It was killed on the way, and has met nobody there yet."""
+    async with swarm(tmp_path) as each:
+        home = Home(each.config)
+        raw = each.run.model_dump()
+        raw["predecessor"] = {"run": each.run.run_id, "round": 7, "head": "3" * 64}
+        raw["admission"]["founders"] = ()
+        heir = RunConfig.model_validate(raw)
+        for run in (each.run, heir):
+            home.of_run(run.id).mkdir(parents=True)
+            (home.of_run(run.id) / "run.json").write_bytes(run.canonical())
+        (home.of_run(each.run.id) / SUCCESSOR_NAME).write_text(f"{heir.run_id}\n")
+        with closing(Records(home.of_run(each.run.id) / RECORDS_NAME)) as records:
+            records.remember([each.network.address(GOOD)])
+        assert (await find_run(each.me, home, None))[0] == heir
+
+
+@skipping_time
 async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path) -> None:
     async with swarm(tmp_path) as each:
         other = each.run.canonical().replace(b'"protocol":2', b'"protocol":1')
@@ -177,7 +195,7 @@ async def test_a_run_of_another_protocol_is_told_with_what_to_do(tmp_path: Path)
         for key in (LIAR, GOOD):
             each.network.nodes[key].handlers.pop(questions.PROTOCOL)
             await questions.serve(each.network.nodes[key], answer)
-        with pytest.raises(ConfigError, match=r"uses protocol 1, and this release speaks 2. Install a release"):
+        with pytest.raises(ConfigError, match=r"uses protocol 1, and this release speaks 2 and 3. Install a release"):
             await find_run(each.me, Home(each.config), None)
 
 

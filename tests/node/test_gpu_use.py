@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,8 +18,7 @@ import torch
 from p2ptrain.config import LimitsConfig
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.node import gpu_use
-from p2ptrain.node.energy import UNTOLD
-from p2ptrain.node.gpu_use import BUSY_BYTES, BUSY_PERCENT, FREE_SECONDS, LOOK_SECONDS, CardUse, GpuWatch, use_of
+from p2ptrain.node.gpu_use import BUSY_PERCENT, FREE_SECONDS, LOOK_SECONDS, UNTOLD, CardUse, GpuWatch, use_of
 from p2ptrain.node.limits import MachineLimits, reasons_to_pause
 from p2ptrain.observe.build import unreadiness_of
 from tests.helpers.memory_swarm import swarm
@@ -32,18 +30,15 @@ NOON = datetime.fromisoformat("2026-03-29T12:00")
 
 
 class SharedCard:
-    """A card, and its handle: what NVML tells of it. Each list is None if the driver does not support it."""
+    """A card, and its handle: what NVML tells of it. The samples are None if the driver does not support them."""
 
     def __init__(self) -> None:
-        self.compute: dict[int, int | None] | None = {ME: 10**9}
-        self.graphics: dict[int, int | None] | None = {DESKTOP: 300 * 10**6}
+        self.compute = [ME]
         self.samples: list[tuple[int, int, int]] | None = []  # process, time, percent
         self.status_of_samples = pynvml.NVML_ERROR_NOT_FOUND
 
-    def processes(self, held: dict[int, int | None] | None) -> list[SimpleNamespace]:
-        if held is None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in held.items()]
+    def processes(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid) for pid in self.compute]
 
     def utilization(self, since: int) -> list[Any]:
         if self.samples is None:
@@ -58,9 +53,7 @@ class SharedCard:
 def card(monkeypatch: pytest.MonkeyPatch) -> SharedCard:
     """A card that the driver takes for the device that it is."""
     monkeypatch.setattr(gpu_use, "handle_of", lambda card: card)
-    for name, of in (("Compute", lambda card: card.compute), ("Graphics", lambda card: card.graphics)):
-        tell = partial(lambda of, card: card.processes(of(card)), of)
-        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}RunningProcesses", tell)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", SharedCard.processes)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", SharedCard.utilization)
     return SharedCard()
 
@@ -97,22 +90,14 @@ def test_samples_that_make_no_sense_are_left_out(card: SharedCard) -> None:
     assert use.is_by_others(), "that sample's time counts for nothing"
 
 
-def test_where_the_time_is_not_told_much_memory_counts(card: SharedCard) -> None:
+def test_where_the_time_is_not_told_nothing_is(card: SharedCard) -> None:
     card.samples = None
-    use = use_of_card(card)
-    assert not use.is_by_others()
-    card.graphics = {DESKTOP: 300 * 10**6, GAME: BUSY_BYTES}
-    assert use.is_by_others()
-    card.graphics = None  # a card for computing
-    assert not use.is_by_others()
-    card.compute = {ME: 40 * 10**9, GAME: None}
-    assert not use.is_by_others()
-    card.compute = {ME: None, GAME: BUSY_BYTES}
-    assert use.is_by_others()
+    with pytest.raises(UNTOLD, match="Not Supported"):
+        use_of_card(card).is_by_others()
 
 
 def test_a_driver_that_does_not_list_this_node_tells_nothing(card: SharedCard) -> None:
-    for compute in ({}, None, {GAME: 10**10}):
+    for compute in ([], [GAME]):
         card.compute = compute
         with pytest.raises(OSError, match="does not list this process itself"):
             use_of_card(card).is_by_others()

@@ -12,9 +12,8 @@ from p2ptrain.config import AgreementConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.messages import KEY_BYTES, authored, bare, content_name, decode, payload_digest
 from p2ptrain.errors import RemoteProtocolError
-from p2ptrain.net.mail import Deliver, HistoryQuery
+from p2ptrain.net.mailbox import STRANGER_A_SECOND, STRANGERS_A_SECOND, Deliver, HistoryQuery
 from p2ptrain.node.intake import CHECKS_MAX, EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
-from p2ptrain.node.strangers import ALL_A_SECOND, EACH_A_SECOND
 from tests.helpers.core import KEYS, DigestSigner, announced, signed
 from tests.helpers.driver import OTHER, PAYLOAD_BYTES, PEER, THIRD, a_message, bench
 from tests.helpers.net import at, skipping_time, some_bytes, until
@@ -223,11 +222,11 @@ async def test_a_member_that_is_kept_away_sends_no_more_than_a_stranger_and_its_
             each.driver.intake.hear_mail(PEER, Deliver((signed(announced(THIRD)).envelope,)))
         await until(lambda: not each.driver.intake.events)
         senders = Counter(event.sender for event in each.node.events)  # type: ignore[union-attr]
-        assert senders == {PEER: 2 * EACH_A_SECOND, OTHER: 50}
+        assert senders == {PEER: 2 * STRANGER_A_SECOND, OTHER: 50}
         for _ in range(50):
             each.driver.intake.hear(PEER, signed(announced(THIRD)).envelope)
         await until(lambda: not each.driver.intake.events)
-        assert sum(event.sender == PEER for event in each.node.events) == 2 * EACH_A_SECOND + 50  # type: ignore[union-attr]
+        assert sum(event.sender == PEER for event in each.node.events) == 2 * STRANGER_A_SECOND + 50  # type: ignore[union-attr]
 
 
 @skipping_time
@@ -238,12 +237,12 @@ async def test_a_member_that_is_kept_away_says_what_it_has_signed_within_the_bud
     async with bench(tmp_path) as each, each.running():
         each.node.kept_away.add(PEER)
         own, others = signed(announced(PEER)).envelope, signed(announced(THIRD)).envelope
-        for _ in range(EACH_A_SECOND):
+        for _ in range(STRANGER_A_SECOND):
             each.driver.intake.hear_mail(PEER, Deliver((own,)))
             each.driver.intake.hear_mail(PEER, Deliver((others,)))
         await until(lambda: not each.driver.intake.events)
         authors = Counter(event.received.message.author for event in each.node.events)  # type: ignore[union-attr]
-        assert authors == {PEER: EACH_A_SECOND}
+        assert authors == {PEER: STRANGER_A_SECOND}
 
 
 @skipping_time
@@ -292,13 +291,13 @@ async def test_what_strangers_send_at_once_and_what_is_told_of_them_has_a_small_
     async with bench(tmp_path) as each:
         hear(strangers[0], signed(announced(PEER)).envelope)  # decoded, and no more
         assert not each.driver.intake.events
-        hear(strangers[0], *[hello] * EACH_A_SECOND)
+        hear(strangers[0], *[hello] * STRANGER_A_SECOND)
         hear(strangers[0], hello, hello, hello)  # not even that
-        assert len(each.driver.intake.events) == EACH_A_SECOND
+        assert len(each.driver.intake.events) == STRANGER_A_SECOND
         for stranger in strangers:
             each.driver.intake.blame(stranger, "it is one of many")
-        told = len(each.driver.intake.events) - EACH_A_SECOND
-        assert ALL_A_SECOND / 2 < told < ALL_A_SECOND
+        told = len(each.driver.intake.events) - STRANGER_A_SECOND
+        assert STRANGERS_A_SECOND / 2 < told < STRANGERS_A_SECOND
         async with each.running():
             for _ in range(100):
                 hear(PEER, a_message())

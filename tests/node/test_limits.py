@@ -22,6 +22,7 @@ from p2ptrain.node import pacing
 from p2ptrain.node.home import Home
 from p2ptrain.node.limits import (
     MachineLimits,
+    choose_settings,
     is_on_battery,
     is_within,
     over_memory,
@@ -146,10 +147,11 @@ def test_what_the_owner_has_left_open_is_chosen_so_that_a_run_fits(
                 monkeypatch.setattr(memory_module, "memory_bytes", lambda there=there: there)
                 home = Home(config.model_copy(update={"limits": LimitsConfig(memory_bytes=limit)}))
                 with caplog.at_level("INFO"):
-                    refuse_too_large(run, home)
+                    choose_settings(run, home)
+                refuse_too_large(run, home)
                 device = home.config.device
                 assert {name: value for name, value in device if value != getattr(config.device, name)} == expected
-    assert "device.checkpointing = true, so that run large fits this machine" in caplog.text
+    assert "device.checkpointing = true, chosen for run large" in caplog.text
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: size - 1)
     with pytest.raises(TooLargeError):
         refuse_too_large(run, Home(config))
@@ -160,11 +162,12 @@ def test_a_run_that_does_not_fit_a_gpu_is_refused_in_words(
 ) -> None:
     """Without a GPU here, the test fakes the answers to the queries."""
     run = RunConfig.model_validate({"name": "large", "model": {"preset": "100m"}})
-    need = need_of(run, PassSettings(autocast=True, device="cuda"))
-    least = need_of(run, PassSettings(autocast=True, device="cuda", sequences_per_pass=1))
+    need = need_of(run, PassSettings(autocast=True, device="cuda", audits=True))
+    least = need_of(run, PassSettings(autocast=True, device="cuda", sequences_per_pass=1, audits=True))
     there = [need.trainer, need.trainer]
-    config = NodeConfig.model_validate({"device": {"half_state": False, "checkpointing": False}})
+    config = NodeConfig.model_validate({"device": {"half_state": False, "checkpointing": False, "compile": False}})
     monkeypatch.setattr(memory_module, "find_device", lambda config: (torch.device("cuda:0"), True))
+    monkeypatch.setattr(memory_module, "is_usable", lambda device: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(there))
     with caplog.at_level("INFO"):
         refuse_too_large(run, Home(config))

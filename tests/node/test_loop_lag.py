@@ -9,8 +9,8 @@ from itertools import count
 
 import pytest
 
-from p2ptrain.node import lag as lag_module
-from p2ptrain.node.lag import LAG_SECONDS, STOOD_STILL_SECONDS, Lag
+from p2ptrain.node import clock
+from p2ptrain.node.clock import LAG_SECONDS, STOOD_STILL_SECONDS, Lag
 from tests.helpers.net import skipping_time
 
 
@@ -37,7 +37,7 @@ async def test_a_sleep_is_told_also_if_the_clock_of_the_loop_has_slept_too(
     ):
         caplog.clear()
         times = count(0.0, seconds)
-        monkeypatch.setattr(lag_module, "_since_boot", lambda times=times: next(times))
+        monkeypatch.setattr(clock, "since_boot", lambda times=times: next(times))
         with caplog.at_level(logging.WARNING):
             watching = asyncio.create_task(Lag().watch())
             await asyncio.wait([watching], timeout=1.5 * LAG_SECONDS)

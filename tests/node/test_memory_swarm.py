@@ -32,7 +32,7 @@ async def test_four_nodes_apply_the_same_rounds_and_their_logs_run_again(tmp_pat
         taken = [node.status["counters"]["contributions taken"] for node in made.nodes]
         assert sum(taken) >= 32  # of 40: a lost message costs its node two rounds, and threads say which are lost
         edges = made.nodes[0].daemon.edges
-        assert (edges.mailboxes._upload.rate, edges.fetching.fetcher._sources.download.rate) == (10**9, 2 * 10**9)
+        assert (edges.mailboxes._upload.rate, edges.fetching.fetcher.download.rate) == (10**9, 2 * 10**9)
         for node in made.nodes[1:]:  # also if it is killed now: whom it joined by
             assert node.daemon.edges.persistence.store.records.addresses() == [made.network.address(made.nodes[0].key)]
         directories = [node.daemon.edges.persistence.store.directory for node in made.nodes]

@@ -12,9 +12,9 @@ import torch
 
 from p2ptrain.core.events import Train
 from p2ptrain.data.dataset import TokenDataset
-from p2ptrain.errors import DataError, MemoryShortError
+from p2ptrain.errors import ConfigError, DataError, MemoryShortError, StoppedError
 from p2ptrain.models.sample import SampleRequest
-from p2ptrain.node.model_progress import (
+from p2ptrain.node.trainings import (
     TEXT_LENGTH_MAX,
     TIME_SHARE,
     TOKENS_MAX,
@@ -23,7 +23,7 @@ from p2ptrain.node.model_progress import (
     ModelProgress,
     evaluated_sequences,
 )
-from p2ptrain.node.work import Figures, StoppedError
+from p2ptrain.node.work import Figures
 from p2ptrain.share import Share
 from p2ptrain.visible import one_line
 from tests.helpers.trainer import RECIPES, embedded, make, swarm_round
@@ -288,6 +288,16 @@ def test_a_loss_that_is_no_number_or_beyond_all_bounds_is_not_said_as_it_is() ->
     for trainer.loss in (float("nan"), float("inf"), 1e30, 0.0):
         found.append(look(progress_of(trainer)))
     assert found == [0, 0, 100_000_000, 1]
+
+
+def test_a_plug_ins_model_that_cannot_be_looked_at_costs_no_training() -> None:
+    trainer = FakeTrainer(0.001, 0.001)
+
+    def fail(*_: object) -> float:
+        raise ConfigError("the model of a plug-in failed: it needs two tokens")
+
+    trainer.evaluate = trainer.sample = fail  # type: ignore[method-assign, assignment]
+    assert look(progress_of(trainer)) == 0
 
 
 def test_a_node_that_ends_writes_no_more() -> None:

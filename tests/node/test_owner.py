@@ -89,7 +89,7 @@ async def test_limits_change_at_once_and_what_is_not_named_stays(tmp_path: Path)
         assert await daemon.answer({"do": "limit"}) == first == made.nodes[0].status["limits"]
         changed = await daemon.answer({"do": "limit", "upload": 7, "download": None})
         assert changed == first | {"upload_bytes_per_second": 7}
-        assert (edges.mailboxes._upload.rate, edges.fetching.fetcher._sources.download.rate) == (7, 2 * 10**9)
+        assert (edges.mailboxes._upload.rate, edges.fetching.fetcher.download.rate) == (7, 2 * 10**9)
         assert edges.server is not None
         assert edges.server._upload.rate == 7
         assert await daemon.answer({"do": "limit", "upload": 0, "download": 0}) == dict.fromkeys(rates, 0) | rest
@@ -190,4 +190,4 @@ async def test_every_byte_has_one_purpose(tmp_path: Path) -> None:
             served = node.daemon.edges.server
             assert served is not None
             blobs = sum(status["traffic"][purpose]["sent"] for purpose in ("payloads", "states", "data"))
-            assert blobs > served.counters()["bytes"] > 0, "what was served, and what was asked"
+            assert blobs > served.counters["bytes"] > 0, "what was served, and what was asked"

@@ -205,6 +205,25 @@ async def test_rounds_do_not_run_away_from_the_last_checkpoint(tmp_path: Path, m
         assert rounds_saved(each) == [7]
 
 
+async def test_an_overdue_checkpoint_of_a_branch_that_was_left_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2ptrain.node.persistence.DISK_SECONDS", 0.01)
+    monkeypatch.setattr("p2ptrain.node.persistence.LAST_CHANCE", 0)
+    async with bench(tmp_path) as each:
+        capture = each.trainer.capture
+
+        def fail() -> Any:
+            each.trainer.capture = capture  # type: ignore[method-assign]
+            stands(each, 3)  # as if another state was adopted meanwhile
+            raise RuntimeError("can't allocate memory")
+
+        each.trainer.capture = fail  # type: ignore[method-assign]
+        async with asyncio.timeout(GATE_SECONDS):
+            await saved(each, 7)
+        assert rounds_saved(each) == [3]
+
+
 async def test_a_payload_that_came_after_its_round_was_decided_lasts_once_that_is_applied(tmp_path: Path) -> None:
     async with bench(tmp_path) as each:
         payload = some_bytes(1_000)

@@ -15,6 +15,7 @@ from p2ptrain.errors import DataError
 from p2ptrain.models.adapters import read_base
 from p2ptrain.net.blobs.blob import BlobName, WholeFile, verified
 from p2ptrain.node.served_blobs import STATES_SERVED, SavedStates, ServedBlobs, StateBlob
+from p2ptrain.store.checkpoints import STATE_NAME
 from tests.helpers.net import some_bytes
 
 NOBODY = b"n" * 32
@@ -76,14 +77,15 @@ def test_peers_may_ask_for_states_while_others_are_saved(library: ServedBlobs, t
     assert [number for number, _ in library.states.places()] == [*range(STATES_SERVED, 2 * STATES_SERVED)][::-1]
 
 
-def test_a_piece_of_a_saved_state_that_is_damaged_is_not_served() -> None:
+def test_a_piece_of_a_saved_state_that_is_damaged_is_not_served(tmp_path: Path) -> None:
     """The files are not verified when the node starts."""
     state = some_bytes(2 * PIECE_BYTES)
     pieces = [state[:PIECE_BYTES], state[PIECE_BYTES:-1] + bytes([state[-1] ^ 1])]
-    kept: Any = SimpleNamespace(round=3, state_bytes=len(state), read_piece=lambda index: pieces[index])
+    (tmp_path / STATE_NAME).write_bytes(b"".join(pieces))
+    kept: Any = SimpleNamespace(state_bytes=len(state), path=tmp_path)
     blob = StateBlob(kept, b"".join(leaf_digests(state)))
     assert blob.read(0) == pieces[0]
-    with pytest.raises(DataError, match="the saved state of round 3 is damaged: piece 1"):
+    with pytest.raises(DataError, match=f"{STATE_NAME} is damaged: piece 1"):
         blob.read(1)
     with pytest.raises(DataError, match="damaged: piece 1"):
         list(verified(blob))

@@ -13,15 +13,16 @@ import pytest
 
 from p2ptrain.core import events as ev
 from p2ptrain.net.connections import topic_of
-from p2ptrain.net.mail import Deliver
+from p2ptrain.net.mailbox import Deliver
 from p2ptrain.net.transport import STRANGERS
-from p2ptrain.node.strangers import (
+from p2ptrain.node.edges import (
     CALM_SECONDS,
     FLOOD_A_SECOND,
     LOOK_SECONDS,
     PAUSE_SECONDS,
     PAUSE_SECONDS_MAX,
     USED_SECONDS,
+    Topic,
 )
 from tests.helpers.core import KEYS
 from tests.helpers.driver import DriverBench, bench, doing
@@ -100,7 +101,7 @@ async def test_a_message_that_finds_no_room_in_a_mailbox_is_gossiped(tmp_path: P
 async def in_topic(each: DriverBench) -> AsyncIterator[None]:
     await each.transport.subscribe(topic_of(each.edges.run_id), each.driver.intake.hear)
     each.node.seen.has_started = True
-    watching = asyncio.create_task(each.edges.topic().watch())
+    watching = asyncio.create_task(Topic(each.edges).watch())
     await at(LOOK_SECONDS / 2)
     try:
         yield
@@ -136,6 +137,16 @@ async def test_a_flooded_topic_is_left_and_looked_at_again_ever_more_rarely_unti
         assert each.transport.left
         await at(asyncio.get_running_loop().time() + 1.5 * PAUSE_SECONDS + LOOK_SECONDS)
         assert not each.transport.left  # the next flood begins with a short pause
+
+
+@skipping_time
+async def test_a_node_that_is_out_of_a_flooded_topic_leaves_it_as_any_other(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        async with in_topic(each):
+            link(each, PEER, OTHER, THIRD)
+            await flood(each, 3 * LOOK_SECONDS)
+            assert each.transport.left
+        each.transport.leave(topic_of(each.edges.run_id))
 
 
 @skipping_time

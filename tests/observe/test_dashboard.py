@@ -11,7 +11,6 @@ from playwright.sync_api import Browser, Page, Route
 from playwright.sync_api import Error as PlaywrightError
 
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.observe import events
 from p2ptrain.observe.build import OWN_DATA
 from p2ptrain.observe.guard import Guard
 from tests.helpers.dashboard import (
@@ -127,6 +126,30 @@ def test_staleness_tokens_and_the_norm_of_the_update_have_charts(browser: Browse
         assert text_of(page, "c-staleness_mean") == "Round 2: 1."
 
 
+def test_a_swarm_of_256_says_what_to_look_at_first_and_why(browser: Browser, node: DashboardServer) -> None:
+    peers = [each | {"is_admitted": True, "is_member": True} for each in lively_peers(256)]
+    node.told.known = peers
+    with a_page(browser, node.url, screen=PHONE) as page:
+        until_shown(page)
+        until_text(page, "peers-note", "256 known")
+        assert not page.locator("#concerns").is_visible(), "all is well"
+        gone, slow = peers[200], peers[100]
+        gone |= {"heard_seconds": 4_000.0, "taken_lately": 0}
+        slow |= {"tokens_per_second_mean": 1.0, "standing": "on trial"}
+        until_text(page, "concerns", "not heard")
+        told = page.locator("#concerns li")
+        for number, each in enumerate((gone, slow)):
+            assert f"…{each['peer_id'][-8:]}" in told.nth(number).inner_text()
+        rows = page.locator("#peers tbody tr")
+        assert rows.count() == 256
+        first, second = (rows.nth(number).inner_text() for number in (0, 1))
+        assert gone["peer_id"][-8:] in first and "silent for 1 h 6 min" in first and "missed 50 of 50" in first
+        assert "498 times slower" in second and second.count("on trial") == 1
+        assert is_as_wide_as_the_screen(page)
+    with a_page(browser, node.url) as page:
+        until_text(page, "peers", "0 of the last 50")
+
+
 def test_each_peer_has_its_speed_arrival_and_delay_and_who_is_banned_says_why(
     browser: Browser, node: DashboardServer
 ) -> None:
@@ -233,29 +256,15 @@ def test_a_node_that_starts_is_waited_for(browser: Browser, node: DashboardServe
         assert numbers_on(page) == numbers_in(node.told.now)
 
 
-def test_a_page_without_a_place_at_the_events_asks(
-    browser: Browser, node: DashboardServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events, "WATCHERS_MAX", 0)
-    with a_page(browser, node.url, expected=REFUSED) as page:
-        until_text(page, "banner", "perhaps because too many pages are watching this node")
-        until_text(page, "shown", "7 rounds")
-        until_text(page, "peers", "42 ms")
-        node.told.now["loss"] = 1.125
-        until_number(page, "loss", 1.125)
-        monkeypatch.undo()
-        page.wait_for_function("() => document.getElementById('banner').textContent === ''")
-
-
 def test_what_is_told_twice_shows_once(browser: Browser, node: DashboardServer) -> None:
     with a_page(browser, node.url) as page:
         until_shown(page)
         until_text(page, "shown", "7 rounds")
-        for _ in range(2):
-            node.live(a_round(7), a_round(8))
-            node.say("once")
-        until_text(page, "shown", "8 rounds")
+        node.say("once")
         until_text(page, "log", "once")
+        node.told.now["branch"] = "cd" * 32  # so that the page asks for all rounds
+        node.live(a_round(8))
+        until_text(page, "shown", "8 rounds")
         node.say("the last")
         until_text(page, "log", "the last")
         assert page.locator("#log li").all_inner_texts() == ["12:00:00\nthe last", "12:00:00\nonce"]
@@ -266,7 +275,7 @@ def test_a_node_that_falls_silent_is_said_to_be_away_though_its_line_holds(
     browser: Browser, node: DashboardServer
 ) -> None:
     with a_page(browser, node.url, expected=GONE) as page:
-        hurried(page, SILENT=300, LOOK=100, ANSWER=1_000)
+        hurried(page, ANSWER=1_000)
         until_shown(page)
         page.evaluate("() => { window.mine = 'still here' }")
         with node.frozen():
@@ -284,7 +293,6 @@ def test_a_node_that_asks_for_its_token_meanwhile_says_how_to_give_it(browser: B
     with a_page(browser, node.url, expected=REFUSED) as page:
         until_shown(page)
         app.guard = Guard("127.0.0.1", node.site.port, token=token)
-        node.hang_up()
         until_text(page, "banner", "The node requires its token. Open this page once with ?token=")
         assert text_of(page, "state-text") == "Locked"
         assert page.locator("body.old").count() == 1
@@ -416,17 +424,46 @@ def test_a_node_that_trains_on_its_owners_data_says_what_leaves_the_machine(
         assert text_of(page, "own-data") == f"Training data: {OWN_DATA}."
 
 
+def test_motions_are_shown_as_text_while_there_are_any_and_then_what_was_decided(
+    browser: Browser, node: DashboardServer
+) -> None:
+    (moved,) = node.told.now["motions"]
+    with a_page(browser, node.url) as page:
+        until_text(page, "agenda", "That the run go on after round 40 with recipe.k 128 instead of 256")
+        assert "1 of 2 needed assent. This node does not. Here a contribution has" in text_of(page, "agenda")
+        assert "p2ptrain assent 3f3f3f3f" in text_of(page, "agenda")
+        node.change(motions=[], successor=moved | {"text": HOSTILE, "is_mine": True})
+        until_text(page, "agenda", "It is decided. This node goes along.")
+        assert HOSTILE in text_of(page, "agenda")
+        assert not page.evaluate("window.hacked")
+        node.change(successor=None)
+        page.wait_for_function("() => document.getElementById('agenda-card').hidden")
+
+
+def test_a_round_that_is_recorded_after_it_shows_as_applied_comes(browser: Browser, node: DashboardServer) -> None:
+    node.told.lived = []
+    node.live(a_round(1), a_round(2))
+    with a_page(browser, node.url) as page:
+        hurried(page, ASK=50)
+        until_text(page, "shown", "2 rounds")
+        with page.expect_response("**/rounds*"):
+            node.change(applied_round=3)
+        node.live(a_round(3))
+        until_text(page, "shown", "3 rounds")
+
+
 def test_an_hour_of_rounds_makes_the_page_no_larger(browser: Browser, node: DashboardServer) -> None:
     node.told.lived = lively_rounds(400)
     with a_page(browser, node.url, draws=True) as page:
+        hurried(page, ASK=50, MORE=200)
         until_shown(page)
         until_text(page, "shown", "400 rounds")
         for first in range(401, 1_201, 100):
             node.live(*lively_rounds(100, first))
             until_text(page, "shown", f"{first + 99:,} rounds")
-        for n in range(250):
-            node.say(f"line {n}", at=f"2026-01-01T12:{n // 60:02}:{n % 60:02}.000+00:00")
-        until_text(page, "log", "line 249")
+        for first in range(0, 250, 50):
+            node.say(*(f"line {n}" for n in range(first, first + 50)))
+            until_text(page, "log", f"line {first + 49}")
         assert page.locator("#log li").count() == 200
         assert "a point is the mean of 4" in text_of(page, "shown")
         until_drawn(page, 1_200)

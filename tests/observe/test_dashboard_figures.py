@@ -16,6 +16,7 @@ from tests.helpers.dashboard import (
     DashboardServer,
     a_node,
     a_page,
+    hurried,
     in_a_browser,
     lively,
     lively_rounds,
@@ -66,6 +67,7 @@ def test_the_numbers_are_there_within_a_second(browser: Browser, node: Dashboard
 
 def test_an_hour_of_one_second_rounds_takes_little_memory(browser: Browser, node: DashboardServer) -> None:
     with a_page(browser, node.url, draws=True) as page:
+        hurried(page, ASK=50, MORE=200)
         until_shown(page)
         until_drawn(page, 1_000)
         session = page.context.new_cdp_session(page)

@@ -62,17 +62,14 @@ def test_rounds_that_do_not_come_are_asked_for_again_and_the_page_says_so(
         until_text(page, "shown", "Rounds not loaded yet.")
         until_text(page, "rounds-empty", "This page keeps trying.")
         node.live(a_round(8), a_round(9))
-        node.change(applied_round=9)
-        until_text(
-            page, "shown", "2 rounds on this page; earlier ones could not be loaded yet, and are requested again"
-        )
         until_number(page, "applied-round", 9)
-        assert numbers(page) == ["9", "8"]
+        while len(refusing.asked) < 5:
+            page.evaluate("() => new Promise(requestAnimationFrame)")
         refusing.is_busy = False
         until_text(page, "shown", "9 rounds on this page")
         assert "could not be loaded" not in page.inner_text("#shown")
         assert numbers(page) == [str(number) for number in range(9, 1, -1)]
-        page.wait_for_function("() => document.getElementById('chart-loss').data?.[0].x.length > 2")  # those told of
+        page.wait_for_function("() => document.getElementById('chart-loss').data?.[0].x.length > 2")
         drawn = page.evaluate("() => [...document.getElementById('chart-loss').data[0].x]")
         assert drawn == [*range(1, 10)], "each once, and in order"
         counts = ["1000", "1000", "200", *["40"] * len(refusing.asked)][: len(refusing.asked)]
@@ -80,9 +77,7 @@ def test_rounds_that_do_not_come_are_asked_for_again_and_the_page_says_so(
         assert all(after - before > 0.4 for (_, before), (_, after) in pairwise(refusing.asked))
 
 
-def test_what_is_told_while_rounds_are_asked_for_shows_when_they_do_not_come(
-    browser: Browser, node: DashboardServer
-) -> None:
+def test_the_numbers_go_on_while_rounds_are_on_their_way(browser: Browser, node: DashboardServer) -> None:
     with a_page(browser, node.url, expected=REFUSED) as page:
         until_text(page, "shown", "7 rounds")
         refusing = Refusing(page)
@@ -91,18 +86,14 @@ def test_what_is_told_while_rounds_are_asked_for_shows_when_they_do_not_come(
         until_shown(page)
         until_text(page, "shown", "Loading rounds …")
         node.live(*(a_round(number) for number in (8, 9, 10)))
-        node.change(applied_round=10)
         until_number(page, "applied-round", 10)
         assert refusing.waits is not None
-        assert numbers(page) == [], "not before the earlier rounds"
-        refusing.is_slow = False
+        assert [count for count, _ in refusing.asked] == ["1000"], "not once more while they are on their way"
+        assert numbers(page) == []
+        refusing.is_slow, refusing.is_busy = False, False
         refuse(refusing.waits)
-        until_text(page, "shown", "3 rounds on this page; earlier ones")
-        assert numbers(page) == ["10", "9", "8"]
-        node.told.lived = node.told.lived[-2:]  # fewer than were told of since
-        refusing.is_busy = False
-        page.wait_for_function("() => document.getElementById('shown').textContent === '3 rounds on this page'")
-        assert numbers(page) == ["10", "9", "8"]
+        until_text(page, "shown", "10 rounds on this page")
+        assert numbers(page) == [str(number) for number in range(10, 2, -1)]
 
 
 def test_a_page_that_has_rounds_keeps_them_while_newer_ones_do_not_come(
@@ -111,14 +102,13 @@ def test_a_page_that_has_rounds_keeps_them_while_newer_ones_do_not_come(
     with a_page(browser, node.url, expected=REFUSED) as page:
         until_text(page, "shown", "7 rounds")
         refusing = Refusing(page)
-        node.told.lived += [a_round(8)]
-        node.hang_up()
-        until_text(page, "shown", "7 rounds on this page; earlier ones could not be loaded yet")
-        node.live(a_round(9))
-        until_text(page, "shown", "8 rounds on this page; earlier ones could not be loaded yet")
+        node.live(a_round(8))
+        until_text(page, "shown", "7 rounds on this page; newer ones could not be loaded yet")
+        assert numbers(page) == [str(number) for number in range(7, 0, -1)]
         refusing.is_busy = False
-        until_text(page, "shown", "9 rounds on this page")
-        assert numbers(page) == [str(number) for number in range(9, 1, -1)]
+        until_text(page, "shown", "8 rounds on this page")
+        assert numbers(page) == [str(number) for number in range(8, 0, -1)]
+        assert {count for count, _ in refusing.asked} == {"1"}, "those that it lacks"
 
 
 def test_through_a_slow_line_a_large_answer_takes_the_time_that_it_needs(
@@ -145,7 +135,6 @@ def test_a_node_that_cannot_answer_for_a_mistake_of_its_own_is_said_to_fail(
     with a_page(browser, node.url, expected=("status of 500",)) as page:
         until_text(page, "shown", "7 rounds")
         node.told.now["of no model"] = 1
-        node.hang_up()
         until_text(page, "banner", "The node could not answer; its log says why.")
         assert page.inner_text("#state-text") == "Failing"
         assert page.locator("body.old").count() == 1

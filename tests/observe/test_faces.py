@@ -10,13 +10,13 @@ import pytest
 from playwright.sync_api import Browser, Page
 from prometheus_client.core import Metric
 
+from p2ptrain.observe.app import OF_ROUND, of_figures
 from p2ptrain.observe.export import figures_section, rows_of
 from p2ptrain.observe.figures import FigureField, figures_of
-from p2ptrain.observe.metrics import OF_ROUND, of_figures
 from p2ptrain.observe.progress import lines_of
 from p2ptrain.observe.schema import RoundRecord, Status
 from p2ptrain.observe.tracking import tracked_of
-from tests.helpers.dashboard import DashboardServer, a_page, in_a_browser, until_shown, until_text
+from tests.helpers.dashboard import DashboardServer, a_page, hurried, in_a_browser, until_shown, until_text
 from tests.helpers.web import STATUS, a_record, a_round, a_status
 
 OF_STATUS, OF_A_ROUND = figures_of(Status), figures_of(RoundRecord)
@@ -113,6 +113,7 @@ TEXT = "() => document.getElementById('main').innerText + document.querySelector
 def test_every_figure_of_the_status_shows_on_the_dashboard(browser: Browser, node: DashboardServer) -> None:
     usual = {**STATUS, "since_applied_seconds": 86_400.0 * 9, "uptime_seconds": 86_400.0 * 9}  # changes once an hour
     with a_page(browser, node.url) as page:
+        hurried(page, ASK=50)  # each field takes two answers
         until_shown(page)
         for each in SET_STATUS:
             before = settled(page, node, usual | ({"is_member": False} if each.name == "is_admitted" else {}))

@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.core.complaints import MEANINGS, Code, Complaint, complaint
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.identity import peer_id_of
-from p2ptrain.observe.news import DROPS_SECONDS, LOOKS, NAMES_MAX, DropLog, News, OverlapLog
+from p2ptrain.observe.progress import LOOKS, NAMES_MAX, News
 from tests.helpers.core import KEYS, ROOT0, RUN
 from tests.helpers.web import every_complaint
 
@@ -49,14 +49,6 @@ def test_who_is_banned_or_kept_away_is_named_with_the_reason_and_once() -> None:
     ]
     assert news.look(state(), [], bans, away) == []
     assert news.look(state(), [], bans, {}) == [(INFO, f"{other} no longer kept away")]
-
-
-def test_it_is_told_when_training_begins_to_go_on_while_rounds_are_agreed_on_and_when_it_waits_again() -> None:
-    overlaps = OverlapLog()
-    told = [overlaps.look(is_on) for is_on in (False, False, True, True, False)]
-    begun = "exchange takes long: from now on training goes on while a round is agreed on"
-    assert told == [[], [], [(INFO, begun)], [], [(INFO, "exchange is fast again: training waits for each round")]]
-    assert OverlapLog().look(True) == [], "a run that always overlaps has no news of it"
 
 
 def test_another_branch_is_told_as_trouble() -> None:
@@ -105,14 +97,3 @@ def test_a_complaint_whose_figures_change_is_told_once() -> None:
     told = [line for disk in disks for line in news.look(state(), [disk])]
     assert told == [(WARNING, disks[LOOKS - 1].text)]
     assert news.look(state(), []) == [(INFO, "the disk can be written again")]
-
-
-def test_what_is_dropped_is_told_at_once_and_then_now_and_then() -> None:
-    drops, key = DropLog(), KEYS[1]
-    assert drops.look(0, b"", 0.0) == []
-    text = "for lack of room; the node asks again for what it misses"
-    assert drops.look(1_200, b"", 5.0) == [(WARNING, f"dropped 1,200 messages from peers {text}")]
-    assert drops.look(1_300, key, 5.0 + DROPS_SECONDS - 1.0) == []
-    lately = f"dropped 101 messages from peers, most recently from {peer_id_of(key)}, {text}"
-    assert drops.look(1_301, key, 5.0 + DROPS_SECONDS) == [(WARNING, lately)]
-    assert drops.look(1_301, key, 5.0 + 9 * DROPS_SECONDS) == []

@@ -148,7 +148,7 @@ def handlers() -> Iterator[None]:
 @pytest.mark.usefixtures("handlers")
 def test_on_a_terminal_one_line_stays_and_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     status, shown = dict(STATUS), io.StringIO()
-    monkeypatch.setattr(module, "Console", lambda stderr: Console(file=shown, force_terminal=True, width=60))
+    monkeypatch.setattr(module, "Console", lambda **_: Console(file=shown, force_terminal=True, width=60))
     progress = ProgressLine("auto", lambda: model(status))
     progress.start()
     progress.tell()
@@ -165,7 +165,7 @@ def test_a_terminal_obeys_nothing_that_a_peer_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shown, evil = io.StringIO(), "\x1bcX \u009b2J \x07 \u202eY [red]Z"
-    monkeypatch.setattr(module, "Console", lambda stderr: Console(file=shown, force_terminal=True, width=200))
+    monkeypatch.setattr(module, "Console", lambda **_: Console(file=shown, force_terminal=True, width=200))
     progress = ProgressLine("auto", lambda: model(STATUS | told_of(complaint(Code.DEGRADED, why=evil))))
     with caplog.at_level(logging.INFO):
         progress.start()
@@ -177,6 +177,14 @@ def test_a_terminal_obeys_nothing_that_a_peer_says(
     words = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())  # without rich's own colours
     assert "a peer has nothing: ?cX ?2J ? ?Y [red]Z" in words
     assert "· degraded: ?cX ?2J ? ?Y [red]Z" in words
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_log_stays_as_it_is_where_colour_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    before = logging.getLogger().handlers
+    ProgressLine("auto", lambda: model(STATUS)).start()  # the test's stderr is no terminal
+    assert logging.getLogger().handlers is before
 
 
 def test_a_peer_is_a_line_with_its_figures_and_who_is_out_is_named_with_the_reason() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from datetime import UTC, datetime
@@ -222,6 +223,22 @@ def test_the_command_writes_one_file_and_says_where(
     assert p2ptrain(capsys, "report", "--data-dir", directory, "--run", RUN.run_id[:8])[0] == 0
     assert (tmp_path / f"my-run-{RUN.run_id[:8]}.html").exists()
     assert [path.name for path in tmp_path.glob("*.partial")] == []
+    link = tmp_path / "latest.html"
+    link.symlink_to(out)
+    status, said, err = p2ptrain(capsys, "report", "--data-dir", directory, "--out", link)
+    assert (status, said) == (2, "") and f"{link}: --out: not a file. Name a file, which is replaced" in err
+    assert link.is_symlink()
+
+
+def test_a_directory_that_this_user_may_not_enter_is_told(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "glob", refused)
+    status, out, err = p2ptrain(capsys, "report", "--data-dir", directory)
+    assert (status, out) == (1, "") and err.startswith(f"{directory}: cannot be read (Permission denied)")
 
 
 def test_a_run_without_rounds_or_a_directory_without_runs_is_told(

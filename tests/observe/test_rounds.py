@@ -12,9 +12,8 @@ import pytest
 from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.config.node import StorageConfig
 from p2ptrain.core import events as ev
-from p2ptrain.core.claims import drawn
 from p2ptrain.core.complaints import Code, complaint
-from p2ptrain.core.tally import AUTHORS_MAX, Tallies
+from p2ptrain.core.tally import AUTHORS_MAX, Tallies, drawn
 from p2ptrain.core.view import PeerView
 from p2ptrain.daemon.assembly import Launch, Workshop
 from p2ptrain.daemon.life import Daemon, save_last
@@ -23,7 +22,6 @@ from p2ptrain.errors import DataError
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
-from p2ptrain.observe import peer_history
 from p2ptrain.observe import rounds as module
 from p2ptrain.observe.build import complaints_of, peers_of, status_of, unreadiness_of
 from p2ptrain.observe.rounds import ROUNDS_KEPT
@@ -409,7 +407,7 @@ def test_what_happens_while_the_disk_is_at_it_is_written_the_next_time(tmp_path:
 def test_peers_beyond_the_bound_are_forgotten_the_longest_unchanged_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_history, "PEERS_MAX", 6)
+    monkeypatch.setattr(module, "PEERS_MAX", 6)
     before = [PeerRecord(peer=key, offered=1).row for key in (A, *KEYS[8:12])]
     watched = WatchedCore(tmp_path, SavedRows(peers=before))
     watched.round()

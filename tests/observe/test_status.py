@@ -28,7 +28,7 @@ from p2ptrain.net.addresses import kind_of_address
 from p2ptrain.net.transport import Stream
 from p2ptrain.observe import build as status
 from p2ptrain.observe.build import rounds_of, traffic_of
-from p2ptrain.observe.http import LINES_KEPT, LINES_WAITING_MAX, HttpFace, LogTail
+from p2ptrain.observe.http import LINES_KEPT, HttpFace, LogTail
 from p2ptrain.observe.progress import peer_lines
 from p2ptrain.observe.rounds import ROUNDS_KEPT
 from p2ptrain.observe.schema import RoundRecord
@@ -127,7 +127,7 @@ def test_what_the_node_says_is_kept_for_pages_within_bounds_and_rounds_are_not_s
     assert (line.level, line.message) == ("warning", "the ?[31mdisk? is full")
     for number in range(1_000):
         say("p2ptrain.daemon", 35, f"{number} {'x' * 10_000}")
-    assert (len(lines.lately), len(lines.waiting)) == (LINES_KEPT, LINES_WAITING_MAX)
+    assert len(lines.lately) == LINES_KEPT
     assert (lines.lately[-1].level, len(lines.lately[-1].message)) == ("warning", 2_000)
 
 
@@ -179,9 +179,7 @@ async def test_peers_over_http_say_how_soon_each_contributes_and_who_is_banned_a
         await made.reach(5)
         first, *others = made.nodes
         liar, run_id = others[-1], made.run.id
-        running: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        running.set_result(first.daemon)
-        http = await HttpFace.open(HttpConfig(port=0), running)
+        http = await HttpFace.open(HttpConfig(port=0), lambda: first.daemon)
         try:
             told = await asyncio.to_thread(get, f"{http.url}peers")
             assert {each["peer_id"] for each in told["peers"]} == {node.identity.peer_id for node in others}

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import RunConfig
-from p2ptrain.daemon.life import Outputs
 from p2ptrain.errors import ConfigError
 from p2ptrain.observe.schema import RoundRecord
-from p2ptrain.observe.tensorboard import TensorBoard
-from p2ptrain.observe.tracking import WAITING_MAX, Tracking, line_of, tracked_of
+from p2ptrain.observe.tracking import WAITING_MAX, TensorBoard, Tracking, line_of, tracked_of
 from tests.helpers.daemons import TEST_SECONDS, p2ptrain, swarm_in
 from tests.helpers.memory_swarm import swarm as memory_swarm
 from tests.helpers.net import skipping_time
@@ -136,7 +134,7 @@ def test_a_disk_that_takes_nothing_is_said_once_and_tried_again(
 @skipping_time
 async def test_each_new_round_of_a_node_is_heard_of(tmp_path: Path) -> None:
     heard: list[int] = []
-    async with memory_swarm(tmp_path / "swarm", Outputs(hears=(lambda record: heard.append(record.round),))) as made:
+    async with memory_swarm(tmp_path / "swarm", (lambda record: heard.append(record.round),)) as made:
         await made.reach(6)
         rounds = made.nodes[0].daemon.records
         assert heard == [*range(heard[0], heard[-1] + 1)]

@@ -15,11 +15,12 @@ from pydantic.json_schema import models_json_schema
 
 from p2ptrain.core.complaints import Code
 from p2ptrain.observe import schema as models
-from p2ptrain.observe.app import ASSETS, EVENTS, PATHS, ROUNDS_MAX, page_of
+from p2ptrain.observe.app import ASSETS, PATHS, ROUNDS_MAX, page_of
 from p2ptrain.observe.guard import HEADERS
+from p2ptrain.observe.schema import LogLine
 from tests.helpers.web import ME, OTHER, PEER, STATUS, a_round, a_status, site, until
 
-ENDING = [path for path in PATHS if path not in ("/events", "/assets/{name}")]  # as they stand, and with an end
+PATHS_SERVED = [path for path in PATHS if path != "/assets/{name}"]
 # Every field of version 1, by its model.
 FIELDS = {
     "FaultTolerance": "liars crashes mode",
@@ -43,7 +44,7 @@ FIELDS = {
         "peer_id addresses address_kind latency_seconds is_connected is_member is_admitted offered applied late "
         "refused points is_greylisted observed"
     ),
-    "PeerList": "version peers me",
+    "PeerList": "version peers me concerns",
     "RoundRecord": (
         "version branch round applied_at root manifest contributors mine_taken views train_seconds collect_seconds "
         "agree_seconds apply_seconds bytes_sent bytes_received loss tokens "
@@ -53,7 +54,8 @@ FIELDS = {
     "Rounds": "version rounds",
     "Health": "version ok",
     "Readiness": "version ready reasons",
-    "LogLine": "version at level message",
+    "LogLine": "at level message",
+    "LogLines": "version lines",
     "Error": "version error fix",
 }
 
@@ -65,7 +67,8 @@ async def test_the_status_is_what_the_daemon_told() -> None:
 
 async def test_the_peers_are_what_the_daemon_told_and_the_node_itself_stands_beside_them() -> None:
     async with site() as here:
-        assert await here.json("/peers") == {"version": 1, "peers": [PEER], "me": {**PEER, "peer_id": ME}}
+        me = {**PEER, "peer_id": ME}
+        assert await here.json("/peers") == {"version": 1, "concerns": [], "peers": [PEER], "me": me}
 
 
 @pytest.mark.parametrize(("query", "numbers"), [("", range(1, 8)), ("?last=2", (6, 7)), ("?last=1000", range(1, 8))])
@@ -120,8 +123,10 @@ async def test_while_the_node_starts_it_says_that_it_lives_and_is_not_ready() ->
         assert await here.json("/healthz") == {"version": 1, "ok": True}
         status, _, body = await here.get("/readyz")
         assert (status, json.loads(body)) == (503, {"version": 1, "ready": False, "reasons": ["starting"]})
-        for path in ("/status", "/peers", "/rounds", "/events"):
+        for path in ("/status", "/peers", "/rounds"):
             assert await here.refused(path) == (503, "the node is starting, or looking for its run")
+        here.told.said = [LogLine(at="2026-01-01T00:00:00.000+00:00", level="info", message='a "line"\nof two, ß')]
+        assert await here.json("/log") == {"version": 1, "lines": [each.model_dump() for each in here.told.said]}
         status, _, body = await here.get("/metrics")
         assert (status, b"p2ptrain_build_info" in body, b"p2ptrain_round" in body) == (200, True, False)
         here.told.is_starting, here.told.reasons = False, []
@@ -130,7 +135,7 @@ async def test_while_the_node_starts_it_says_that_it_lives_and_is_not_ready() ->
 
 async def test_every_answer_has_the_headers_that_keep_a_browser_in_check() -> None:
     async with site() as here:
-        for path in (*ENDING, "/nowhere", "/assets/nothing.js", "/rounds?last=x"):
+        for path in (*PATHS_SERVED, "/nowhere", "/assets/nothing.js", "/rounds?last=x"):
             _, headers, _ = await here.get(path)
             cached = {"Cache-Control": "no-cache"} if path == "/" else {}
             assert {name: headers[name] for name in HEADERS} == HEADERS | cached, path
@@ -144,7 +149,7 @@ async def test_every_answer_has_the_headers_that_keep_a_browser_in_check() -> No
 
 async def test_head_is_answered_as_get_without_its_body() -> None:
     async with site() as here:
-        for path in (*ENDING, "/events"):
+        for path in PATHS_SERVED:
             status, _, body = await here.get(path, method="HEAD")
             assert (status, body) == (200, b""), path
 
@@ -204,7 +209,6 @@ async def test_the_table_of_addresses_is_what_the_app_serves() -> None:
 
 def test_every_answer_has_a_version_and_every_object_is_closed() -> None:
     answers = models.Answer.__subclasses__()
-    assert {*EVENTS.values()} <= {*answers}
     schemas = models_json_schema([(each, "serialization") for each in answers])[1]["$defs"]
     assert schemas.pop("Code")["enum"] == [*Code]
     for name, schema in schemas.items():
@@ -245,15 +249,11 @@ def test_a_model_takes_no_loss_that_is_no_number_into_json() -> None:
 # The server's life
 
 
-async def test_when_the_node_ends_those_who_wait_and_those_who_watch_are_let_go() -> None:
+async def test_when_the_node_ends_those_who_wait_are_let_go() -> None:
     async with site() as here:
         silent, _ = await here.connect()
-        await until(lambda: here.server.slots.open)
-        watching, writer = await here.connect()
-        writer.write(f"GET /events HTTP/1.1\r\nHost: localhost:{here.port}\r\n\r\n".encode())
-        await until(lambda: here.app.events.watchers)
+        await until(lambda: here.server.open)
         async with asyncio.timeout(20):
             await here.server.close()
         assert await silent.read() == b""
-        assert (await watching.read()).startswith(b"HTTP/1.1 200 OK\r\n")
-        assert here.server.slots.open == {}
+        assert here.server.open == {}

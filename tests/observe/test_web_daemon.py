@@ -10,14 +10,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from p2ptrain.config.node import HttpConfig
+from p2ptrain.errors import ConfigError
 from p2ptrain.identity import Identity
-from p2ptrain.observe.http import STARTING
+from p2ptrain.observe.http import STARTING, listen
 from tests.helpers.daemons import SECONDS, TEST_SECONDS, DaemonSwarm, StartableDaemon, p2ptrain, swarm_in
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
@@ -82,7 +83,7 @@ def test_a_node_shows_what_it_says_and_what_changes(swarm: DaemonSwarm) -> None:
     metrics = {each.name: each for each in text_string_to_metric_families(get(f"{url}metrics")[1].decode())}
     assert metrics["p2ptrain_roster_members"].samples[0].value == 2
     counted = _counted(url)
-    _look_at_events(url)
+    assert any("run test, id" in each["message"] for each in as_json(f"{url}log")["lines"])
     _look_at_rounds(url, url_in(second))
     first.until(lambda: first.status().get("disk_free_bytes"))  # which is looked at now and then
     again = _counted(url)
@@ -102,25 +103,6 @@ def _counted(url: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         if family.type == "counter"
         for each in family.samples
     }
-
-
-def _look_at_events(url: str) -> None:
-    """Checks that rounds arrive as events, each with a status."""
-    seen: list[tuple[str, Any]] = []
-    began, name = monotonic(), ""
-    with urllib.request.urlopen(f"{url}events", timeout=SECONDS) as stream:
-        while sum(kind == "round" for kind, _ in seen) < 2:
-            assert monotonic() - began < SECONDS
-            key, _, value = stream.readline().decode().rstrip("\n").partition(": ")
-            if key == "event":
-                name = value
-            elif key == "data":
-                seen.append((name, json.loads(value)))
-    assert seen[0][0] == "status"
-    numbers = [data["round"] for kind, data in seen if kind == "round"]
-    assert numbers == sorted(set(numbers))
-    assert [data["applied_round"] for kind, data in seen if kind == "status"][-1] >= numbers[0] - 1
-    assert any("second" in data["message"] or "run test" in data["message"] for kind, data in seen if kind == "log")
 
 
 def _look_at_rounds(*urls: str) -> None:
@@ -164,6 +146,15 @@ def test_a_node_that_looks_for_its_run_says_that_it_lives_and_is_not_ready(swarm
     assert get(f"{url}status")[0] == 503
     lost.signal(signal.SIGTERM)
     lost.until_ended()
+
+
+async def test_a_host_that_no_resolver_takes_is_the_owners_mistake(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.touch(0o600)
+    secret.write_text("s" * 43)
+    with pytest.raises(ConfigError, match=r"a\.\.b is no host name") as raised:
+        await listen(HttpConfig(host="a..b", token_file=str(secret)))
+    assert raised.value.key == "http.host"
 
 
 def test_a_port_that_was_chosen_and_is_taken_is_an_error_and_the_usual_one_gives_way(swarm: DaemonSwarm) -> None:

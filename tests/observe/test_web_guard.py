@@ -14,7 +14,7 @@ from p2ptrain.observe.guard import COOKIE, TOKEN_BYTES_MAX, read_token
 from tests.helpers.web import Site, site
 
 TOKEN = b"correct-horse-battery-staple"
-ALL = ("/", "/assets/x.js", "/status", "/peers", "/rounds", "/events", "/metrics", "/nowhere")
+ALL = ("/", "/assets/x.js", "/status", "/peers", "/rounds", "/log", "/metrics", "/nowhere")
 
 
 def request(host: str | None, target: str = "/status", method: str = "GET", more: str = "") -> bytes:
@@ -167,7 +167,7 @@ async def test_a_browser_gets_a_cookie_for_the_token_and_an_address_without_it()
         for wrong in (TOKEN.decode(), cookie.value[:-1], ""):
             assert await shown(here, "/status", {"Cookie": f"{COOKIE}={wrong}"}) == 401
         assert await shown(here, "/status", {"Authorization": f"Bearer {cookie.value}"}) == 401
-        for path, given in (("/", "wrong"), ("/", ""), ("/status", TOKEN.decode()), ("/events", TOKEN.decode())):
+        for path, given in (("/", "wrong"), ("/", ""), ("/status", TOKEN.decode()), ("/log", TOKEN.decode())):
             status, headers, _ = await here.get(path, params={"token": given})
             assert (status, "Set-Cookie" in headers) == (401, False)
 

@@ -48,7 +48,7 @@ async def test_the_metrics_are_the_status() -> None:
         "training_seconds": 32.5, "numbers_per_chunk": 256,
         "payload_bytes": 1_000, "state_bytes": 40_000, "is_paused": 0,
         "event_loop_lag_seconds": 0.0123, "queued_frames": 12, "disk_free_bytes": 5e9,
-        "uptime_seconds": 99.5, "http_watchers": 0, "http_connections": 1,
+        "uptime_seconds": 99.5,
     }.items():  # fmt: skip
         assert value(name) == expected, name
     phases = values(found["p2ptrain_phase"], "phase")
@@ -124,12 +124,12 @@ def test_faults_that_were_counted_stay_so_when_their_peers_are_forgotten_and_beg
     reputation, after = Reputation(), Reputation()
     for number in range(1, PEERS_MAX + 2):
         reputation.note(number.to_bytes(32, "big"), Reason.LATE, 0.0)
-        assert reputation.counters() == {"late": number}
+        assert reputation.noted == {"late": number}
     assert len(reputation.records) < PEERS_MAX, "some are forgotten"
     after.restore(reputation.saved(1.0), 1.0)
-    assert after.counters() == {}
+    assert after.noted == {}
     after.note(bytes(32), Reason.LATE, 2.0)
-    assert after.counters() == {"late": 1}
+    assert after.noted == {"late": 1}
 
 
 async def test_what_waits_now_is_no_count_of_what_has_happened() -> None:

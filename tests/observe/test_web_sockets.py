@@ -7,9 +7,10 @@ import json
 import socket
 
 import pytest
+from aiohttp import web
 
-from p2ptrain.observe import sockets
-from p2ptrain.observe.sockets import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Arriving, Connection
+from p2ptrain.observe import http
+from p2ptrain.observe.http import CONNECTIONS_MAX, Connection
 from tests.helpers.web import Site, on_both_loops, site, status_in, until, until_closed
 
 
@@ -29,39 +30,37 @@ async def silent(here: Site, count: int, says: bytes = b"") -> list[asyncio.Stre
 
 @on_both_loops
 async def test_a_connection_without_a_request_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(http, "CONNECTION_SECONDS", 0.2)
     async with site() as here:
         for says in (b"", b"GET", start_of(here), start_of(here) + b"X-Slow: "):
             reader, writer = await here.connect()
             writer.write(says)
-            answer = await until_closed(reader)
-            assert status_in(answer) == 408
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"] == "no request within 10 s"
-        await until(lambda: here.server.slots.open == {})
+            assert await until_closed(reader) == b""
+        await until(lambda: here.server.open == {})
 
 
 @on_both_loops
 async def test_a_request_that_trickles_in_gains_no_time_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(http, "CONNECTION_SECONDS", 0.3)
     async with site() as here:
         reader, writer = await here.connect()
         answer = asyncio.create_task(until_closed(reader))
         while not answer.done():
             writer.write(b"G")
             await asyncio.wait([answer], timeout=0.02)
-        assert status_in(answer.result()) in (0, 400, 408)
+        assert status_in(answer.result()) in (0, 400)
 
 
 @on_both_loops
 async def test_whoever_does_not_read_the_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(http, "CONNECTION_SECONDS", 0.3)
     async with site() as here:
         here.told.now["counters"] = {f"name {number} {'x' * 1_000}": number for number in range(20_000)}  # 20 MB
         reader, writer = await here.connect()
         writer.transport.pause_reading()
         writer.write(start_of(here) + b"\r\n")
-        await until(lambda: here.server.slots.open)
-        await until(lambda: not here.server.slots.open)
+        await until(lambda: here.server.open)
+        await until(lambda: not here.server.open)
         assert reader.at_eof() is False
 
 
@@ -69,14 +68,11 @@ async def test_whoever_does_not_read_the_answer_is_cut_off(monkeypatch: pytest.M
 async def test_a_full_house_of_silent_clients_makes_room_for_one_that_asks() -> None:
     async with site() as here:
         readers = await silent(here, 3 * CONNECTIONS_MAX, start_of(here))
-        assert len(here.server.slots.open) <= CONNECTIONS_MAX
+        assert len(here.server.open) <= CONNECTIONS_MAX
         for _ in range(5):
             assert (await here.json("/status"))["round"] == 8
-        assert len(here.server.slots.open) <= CONNECTIONS_MAX
-        first = await until_closed(readers[0])
-        assert status_in(first) == 503
-        assert json.loads(first.partition(b"\r\n\r\n")[2])["error"] == "other clients need this connection"
-        assert here.server.slots.turned_away >= 2 * CONNECTIONS_MAX
+        assert len(here.server.open) <= CONNECTIONS_MAX
+        assert await until_closed(readers[0]) == b""
 
 
 @on_both_loops
@@ -84,23 +80,19 @@ async def test_a_request_that_has_arrived_is_not_the_one_to_go_whether_it_was_re
     async with site() as here:
         whole = start_of(here) + b"\r\n"
         with socket.create_connection(("127.0.0.1", here.port)) as client:
-            await until(lambda: here.server.slots.open)
-            (connection,) = here.server.slots.open
-            assert isinstance(connection, Arriving)
-            assert connection.is_silent()
+            await until(lambda: here.server.open)
+            (connection,) = here.server.open
+            assert here.server.is_silent(connection)
             client.sendall(whole)  # and the loop has no turn to read it
-            assert not connection.is_silent()
-        here.hang_up()
-        await until(lambda: not here.server.slots.open)
+            assert not here.server.is_silent(connection)
+        await until(lambda: not here.server.open)
         reader, _ = await here.connect()
-        await until(lambda: here.server.slots.open)
-        (connection,) = here.server.slots.open
-        assert isinstance(connection, Arriving)
+        await until(lambda: here.server.open)
+        (connection,) = here.server.open
         connection.data_received(whole[:10])
-        assert connection.is_silent(), "a part of a request is none"
+        assert here.server.is_silent(connection), "a part of a request is none"
         connection.data_received(whole[10:])  # and the loop has no turn to answer it
-        assert not connection.is_silent()
-        assert [isinstance(each, Connection) for each in here.server.slots.open] == [True]
+        assert not here.server.is_silent(connection)
         assert status_in(await until_closed(reader)) == 200
 
 
@@ -120,17 +112,20 @@ async def test_those_who_have_asked_are_answered_when_the_house_is_full() -> Non
 
 
 @on_both_loops
-async def test_when_all_are_being_answered_the_next_is_told_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.observe.events.WATCHERS_MAX", CONNECTIONS_MAX)
+async def test_when_all_are_being_answered_the_next_is_closed_at_once() -> None:
     async with site() as here:
-        await silent(here, CONNECTIONS_MAX, start_of(here, "/events") + b"\r\n")
-        await until(lambda: len(here.app.events.watchers) == CONNECTIONS_MAX)
-        answer = await here.raw(b"")
-        assert status_in(answer) == 503
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"] == "all connections are in use"
-        assert len(here.server.slots.open) == CONNECTIONS_MAX
+        here.told.now["counters"] = {f"name {number} {'x' * 1_000}": number for number in range(5_000)}  # 5 MB
+        for _ in range(CONNECTIONS_MAX):
+            _, writer = await here.connect()
+            writer.transport.pause_reading()
+            writer.write(start_of(here) + b"\r\n")
+        await until(lambda: len(here.server.open) == CONNECTIONS_MAX)
+        await until(lambda: not any(here.server.is_silent(each) for each in here.server.open))
+        assert await here.raw(b"") == b""
+        assert len(here.server.open) == CONNECTIONS_MAX
         here.hang_up()
-        await until(lambda: here.server.slots.open == {})
+        await until(lambda: here.server.open == {})
+        here.told.now["counters"] = {}
         assert (await here.json("/status"))["round"] == 8
 
 
@@ -146,8 +141,8 @@ async def test_a_request_that_is_too_long_is_refused_before_it_is_whole() -> Non
                     await writer.drain()
             except ConnectionError:
                 pass
-            assert status_in(await until_closed(reader)) in (0, 400, 431)
-        assert await here.raw_status(start_of(here) + b"X: y\r\n" * 3_000) == 431
+            assert status_in(await until_closed(reader)) in (0, 400)
+        assert await here.raw_status(start_of(here) + b"X: y\r\n" * 3_000) == 400
         assert (await here.json("/status"))["round"] == 8
 
 
@@ -191,14 +186,20 @@ async def test_a_connection_carries_one_answer_whatever_else_is_sent_on_it() -> 
 
 
 @on_both_loops
-async def test_whoever_floods_while_it_is_answered_is_cut_off() -> None:
+async def test_what_follows_a_request_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, parse = [], web.RequestHandler.data_received
+    monkeypatch.setattr(
+        web.RequestHandler, "data_received", lambda self, data: (parsed.append(data), parse(self, data))
+    )
     async with site() as here:
-        reader, writer = await here.connect()
-        writer.write(start_of(here, "/events") + b"\r\n")
-        await until(lambda: here.app.events.watchers)
-        writer.write(b"x" * (REQUEST_BYTES_MAX + 1))
-        await until_closed(reader)
-        await until(lambda: here.server.slots.open == {})
+        reader, _ = await here.connect()
+        await until(lambda: here.server.open)
+        (connection,) = here.server.open
+        whole = start_of(here) + b"\r\n"
+        for data in (whole[:10], whole[10:], whole, b"x" * 100_000):
+            connection.data_received(data)
+        assert parsed == [whole[:10], whole[10:]]
+        assert (await until_closed(reader)).count(b"HTTP/1.") == 1
 
 
 @on_both_loops
@@ -207,25 +208,9 @@ async def test_whoever_sends_only_what_may_stand_before_a_request_can_be_made_to
         for says in (b"\r\n\r\n", b"\r\n" * 100):
             readers = await silent(here, CONNECTIONS_MAX, says)
             assert (await here.json("/status"))["round"] == 8
-            assert status_in(await until_closed(readers[0])) == 503
+            assert await until_closed(readers[0]) == b""
             here.hang_up()
         assert await here.raw_status(b"\r\n\r\n" + start_of(here) + b"\r\n") == 200
-
-
-@on_both_loops
-async def test_what_the_parser_waits_on_after_a_blank_line_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "data_received", lambda self, data: None)  # as if it had found no request
-    async with site() as here:
-        assert await here.raw_status(start_of(here) + b"\r\n") == 400
-        await until(lambda: here.server.slots.open == {})
-
-
-@on_both_loops
-async def test_where_there_is_no_place_it_is_told_so() -> None:
-    async with site() as here:
-        here.server.slots.most = 0
-        assert status_in(await here.raw(start_of(here) + b"\r\n")) == 503
-        assert here.server.slots.open == {}
 
 
 @pytest.mark.parametrize(
@@ -284,21 +269,20 @@ async def test_a_connection_that_comes_when_the_server_has_ended_is_not_left_beh
                 late, _ = listener.accept()
                 late.setblocking(False)
                 await here.server.close()
-                loop = asyncio.get_running_loop()
-                await loop.connect_accepted_socket(lambda: Arriving(here.server.slots, pytest.fail), late)
-                assert here.server.slots.open == {}
-                await until(lambda: not here.server.slots.lines)
-                assert has_ended(client)
+                loop, unused = asyncio.get_running_loop(), web.Server(pytest.fail)
+                await loop.connect_accepted_socket(lambda: Connection(unused, here.server), late)
+                assert here.server.open == {}
+                await until(lambda: has_ended(client))
 
 
 @pytest.mark.parametrize("path", ["/status", "/assets/plotly.min.js"])
 @on_both_loops
 async def test_a_client_that_does_not_read_is_not_left_behind(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "SHUTDOWN_SECONDS", 0.1)
+    monkeypatch.setattr(http, "SHUTDOWN_SECONDS", 0.1)
     async with site() as here:
         here.told.now["counters"] = {f"name {number} {'x' * 1_000}": number for number in range(20_000)}  # 20 MB
         with socket.create_connection(("127.0.0.1", here.port)) as client:
             client.sendall(start_of(here, path) + b"\r\n")
-            await until(lambda: any(isinstance(each, Connection) for each in here.server.slots.open))
+            await until(lambda: any(not here.server.is_silent(each) for each in here.server.open))
             await here.server.close()
             assert has_ended(client)

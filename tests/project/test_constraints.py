@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import platform
 import re
 import subprocess
 import sys
@@ -32,6 +33,17 @@ def test_each_entry_is_a_version_with_hashes_and_no_index_is_named() -> None:
     assert Version(LOCKED["pip"][0]) >= Version("26.3"), "older ones take no hashes from constraints"
 
 
+def test_files_for_arm_have_hashes_and_the_same_versions_but_for_torch() -> None:
+    text = (ROOT / "tests/arm/wheels.txt").read_text()
+    entry = re.compile(
+        r"^([a-z0-9-]+)==(\S+)(?: ; \S+ >= '\S+')?(?: \\\n    --hash=sha256:[0-9a-f]{64})+\n", re.MULTILINE
+    )
+    assert entry.sub("", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)) == ""
+    versions = dict(entry.findall(text))
+    assert {"torch", "numpy", "blake3", "pytest"} <= versions.keys()
+    assert {name for name, version in versions.items() if LOCKED[name][0] != version} == {"torch"}
+
+
 def with_what_they_need(requirements: list[str]) -> set[str]:
     """Returns the names of these packages and of all that they need in turn, as far as they are installed."""
     todo, seen = [Requirement(each) for each in requirements], set[tuple[str, str]]()
@@ -50,6 +62,7 @@ def with_what_they_need(requirements: list[str]) -> set[str]:
     return {name for name, _ in seen}
 
 
+@pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="it lists what this system takes")
 def test_all_that_the_package_takes_is_listed_with_its_extras_and_what_builds_it() -> None:
     named = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"], "editables"]
     named += [each for extra in PROJECT["project"]["optional-dependencies"].values() for each in extra]
@@ -63,7 +76,7 @@ def test_what_tests_import_comes_with_what_setup_installs() -> None:
     installed = with_what_they_need(
         [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["dev"], "p2ptrain"]
     )
-    own = {"p2ptrain", "tests", "benchmarks", "docs", "tools", *sys.stdlib_module_names}
+    own = {"p2ptrain", "tests", "benchmarks", "docs", "deploy", *sys.stdlib_module_names}
     distributions = metadata.packages_distributions()
     imported = {
         name.partition(".")[0]

@@ -26,7 +26,7 @@ Rule = Callable[[PurePosixPath, ast.Module], Iterator[Finding]]
 # ---------------------------------------------------------------------------------------------------
 # The layers: who may import whom inside the package. A module that is not here has no place yet.
 
-LEAVES = {"address", "config", "errors", "digest", "files", "capacity", "visible", "share"}
+LEAVES = {"address", "config", "errors", "digest", "files", "capacity", "system", "visible", "share"}
 LEARNING = {"exact", "data", "models", "train"}  # everything with tensors in it
 LAYERS = {
     "core": {"core"},
@@ -43,9 +43,10 @@ LAYERS = {
     "node": {"node", "core", "net", "store", "identity", "replay", *LEARNING},  # a node at work has no face
     "observe": {"observe", "node", "core", "net", "store", "identity", *LEARNING},
     "loop": {"loop", "node", "core", "net", "store", *LEARNING},
+    "ranks": {"ranks", "loop", *LEARNING},  # a node's own processes
     "region": {"region", "loop", "node", "core", "net", "store", "identity", *LEARNING},
     "daemon": {
-        *("daemon", "loop", "region", "observe", "node", "core", "net", "store", "identity", "replay"),
+        *("daemon", "loop", "ranks", "region", "observe", "node", "core", "net", "store", "identity", "replay"),
         *LEARNING,
     },
     "swarm": {"swarm", "loop", "node", "core", *LEARNING},  # a script's process, whose node is another
@@ -53,7 +54,7 @@ LAYERS = {
     "doctor": {"doctor", "node", "observe", "core", "net", "store", "identity", *LEARNING},
     "demo": {"demo", "node", "net"},  # its nodes are processes of their own
     "cli": {
-        *("cli", "audit", "daemon", "demo", "doctor", "node", "observe", "sim"),
+        *("cli", "audit", "daemon", "demo", "doctor", "node", "observe", "ranks", "sim"),
         *("core", "net", "store", "identity", "replay"),
         *LEARNING,
     },
@@ -61,10 +62,10 @@ LAYERS = {
     "__init__": {"swarm", "loop"},  # the library's names
     **{leaf: set() for leaf in LEAVES},
 }
-USERS_OF_HIVEMIND = "control", "dht", "dht_protocol", "subscription", "unary"
+USERS_OF_HIVEMIND = "control", "dht", "pubsub"
 HIVEMIND_USERS = {PurePosixPath(f"p2ptrain/net/libp2p/{name}.py") for name in USERS_OF_HIVEMIND}
 BOUNDARY = "p2ptrain/net/boundary.py"  # the one place that catches all
-HIVEMIND_USERS.add(PurePosixPath("benchmarks/hivemind_peer.py"))  # trains with it, to compare
+HIVEMIND_USERS |= {PurePosixPath(f"benchmarks/{name}_peer.py") for name in ("hivemind", "frontier")}  # train with it
 # What reads a clock, draws at random, waits, or touches the world outside the arguments.
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "glob", "http", "importlib", "io", "logging", "mmap",
@@ -168,6 +169,11 @@ def errors_are_caught_by_name(path: PurePosixPath, tree: ast.Module) -> Iterator
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] == "suppress":
             caught = node.args
+        elif isinstance(node, ast.TryStar):
+            for each in (each for handler in node.handlers for each in ast.walk(handler)):
+                if isinstance(each, ast.Raise):
+                    yield each.lineno, "Python before 3.11.4 wraps in a group what is raised within except*"
+            continue
         else:
             continue
         if any(each is None or dotted(each) in ("Exception", "BaseException") for each in caught):
@@ -399,6 +405,7 @@ BROKEN: dict[Rule, list[tuple[str, str]]] = {
         (TRAIN, "try:\n    pass\nexcept:\n    pass"),
         ("benchmarks/a.py", "try:\n    pass\nexcept (ValueError, BaseException) as error:\n    raise"),
         ("tests/test_a.py", "with contextlib.suppress(Exception):\n    pass"),
+        (TRAIN, "try:\n    pass\nexcept* ValueError as errors:\n    raise TypeError from errors"),
     ],
     no_test_sleeps: [
         ("tests/test_a.py", "time.sleep(1)"),
@@ -437,6 +444,7 @@ HARMLESS: dict[Rule, list[tuple[str, str]]] = {
     ],
     errors_are_caught_by_name: [
         (TRAIN, "try:\n    pass\nexcept (ValueError, OSError):\n    pass\nwith suppress(KeyError):\n    pass"),
+        (TRAIN, "try:\n    pass\nexcept* ValueError:\n    pass"),
     ],
     no_test_sleeps: [
         ("tests/test_a.py", "async def f():\n    await asyncio.sleep(0)"),

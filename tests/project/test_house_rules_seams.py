@@ -25,9 +25,7 @@ def nobody_looks_into_the_words_of_a_complaint(path: PurePosixPath, tree: ast.Mo
 
 
 # A liar is the honest node around which it stands, and lies with what that node knows.
-INSIDE = {
-    f"p2ptrain/sim/{name}.py" for name in ("rewriting", "round_lies", "branch_lies", "audit_lies", "noise", "collusion")
-}
+INSIDE = {f"p2ptrain/sim/{name}.py" for name in ("rewriting", "round_lies", "branch_lies", "noise", "liars")}
 WINDOW = {"handle", "deadline", "view", "limits"}
 
 
@@ -80,7 +78,7 @@ def nobody_sets_the_attributes_of_its_parts(path: PurePosixPath, tree: ast.Modul
 
 
 # Texts of others that carry no field: torch's, when memory runs out; the words that it has for this are listed there.
-FOREIGN_TEXTS = {"p2ptrain/exact/shortage.py"}
+FOREIGN_TEXTS = {"p2ptrain/exact/cards.py", "p2ptrain/exact/shortage.py"}
 LOOKS_INTO = {
     "startswith", "endswith", "split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix", "replace",
     "find", "rfind", "index", "count", "match", "search", "fullmatch", "findall", "finditer", "sub",
@@ -234,7 +232,8 @@ CIRCLES = {
         "p2ptrain/core/audits.py",
         "p2ptrain/core/manifest.py",
         "p2ptrain/core/state.py",
-    ): "a manifest names the state that it changes to the next, and carries the audits that change it",
+        "p2ptrain/core/succession.py",
+    ): "a manifest names the state that it changes to the next, and carries the audits and motions that change it",
     ("p2ptrain/net/boundary.py", "p2ptrain/net/transport.py"): "a connection reports what its boundary has caught",
     (
         "p2ptrain/observe/app.py",
@@ -303,7 +302,12 @@ def places_of_the_boundary() -> dict[str, list[str]]:
 
 
 PLACES = {
-    "daemon/life.py": ["the addresses to remember", "the last addresses to remember", "the node's status"],
+    "daemon/life.py": [
+        "the addresses to remember",
+        "the last addresses to remember",
+        "the node's status",
+        "the question for a successor",
+    ],
     "net/blobs/fetch.py": ["a fetch", "a source"],
     "net/blobs/swarm_fetch.py": ["a source of pieces"],
     "net/connections.py": [
@@ -317,28 +321,38 @@ PLACES = {
         "the choice of whom to dial",
         "the networks of a connected peer",
     ],
+    "node/agenda.py": ["the agenda"],  # it reads the agreed state, and asks peers for checkpoints
+    "node/heirs.py": ["where a run comes from"],
     "node/audits.py": ["the audit of a contribution"],  # it reads our own state, and changes none of it
-    "net/libp2p/dht_protocol.py": ["a request of the DHT", "an answer to a search in the DHT"],
+    "net/libp2p/dht.py": ["a request of the DHT", "an answer to a search in the DHT"],
     "net/libp2p/p2pd.py": [
         "a connection to an address",
         "a list of the connected peers",
         "a publication",
+        "an introduction to the DHT",
         "the start of the DHT",
     ],
-    "net/libp2p/pubsub.py": ["a subscription"],
-    "net/libp2p/reconnect.py": ["a reconnection", "an introduction to the DHT"],
+    "net/libp2p/pubsub.py": [
+        "a gossiped message",
+        "a message of a publisher",
+        "a subscription",
+        "gossip as it arrives",
+    ],
     "net/libp2p/streams.py": ["a stream's opening", "an incoming stream"],
-    "net/libp2p/subscription.py": ["a gossiped message", "a message of a publisher", "gossip as it arrives"],
-    "net/libp2p/supervisor.py": [
+    "net/libp2p/process.py": [
         "a watch over p2pd",
         "another start of p2pd",
         "the end of p2pd",
-        "the reconnections after a start of p2pd",
     ],
-    "net/libp2p/unary.py": ["a message of the DHT's connection", "the DHT's connection"],
+    "net/libp2p/control.py": ["a message of the DHT's connection", "the DHT's connection"],
     "net/mailbox.py": ["a look at a peer's protocol", "mail to a peer"],
     "net/questions.py": ["a question to a peer"],
-    "node/driver.py": ["the fetch of a state", "what the core says to a peer"],
+    "node/driver.py": [
+        "the fetch of a lost payload",
+        "the fetch of a payload",
+        "the fetch of a state",
+        "what the core says to a peer",
+    ],
     "node/edges.py": [
         "a message for a peer",
         "gossiping a message",
@@ -347,7 +361,6 @@ PLACES = {
     ],
     "node/fetching.py": ["the fetch of data"],
     "node/intake.py": ["the check of a payload", "the reading of a history"],
-    "node/payload_fetches.py": ["the fetch of a lost payload", "the fetch of a payload"],
     "region/world.py": ["the world's run"],
 }
 

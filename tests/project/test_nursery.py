@@ -13,6 +13,8 @@ import pytest
 
 from tests.helpers.nursery import SEEDS, Born, born, nurseries
 
+pytestmark = pytest.mark.linux
+
 SECONDS = 60.0
 
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from p2ptrain.core import history, manifest, messages, state
 from p2ptrain.core.messages import Ballot, Vote, signed_bytes
 from p2ptrain.data.assignment import shard, shard_in_window, shard_of_slots
-from p2ptrain.data.masking import Masking
+from p2ptrain.data.packing import Masking
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.exact.codec import Contribution, PayloadFormat, index_widths, pack
 from p2ptrain.exact.transform import COSINES

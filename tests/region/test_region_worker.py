@@ -17,14 +17,14 @@ from p2ptrain.core.complaints import Code
 from p2ptrain.core.messages import author_of, content_of
 from p2ptrain.errors import PassedError
 from p2ptrain.exact.outer import TAIL_BYTES, Tail
-from p2ptrain.node.local_worker import LearnerThread, LocalWorker
+from p2ptrain.node.local_worker import LearnerThread
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import Task
-from p2ptrain.region import worker as module
+from p2ptrain.region import world as module
 from p2ptrain.region.shift import Region, World
-from p2ptrain.region.worker import RegionWorker
+from p2ptrain.region.world import RegionWorker
 from p2ptrain.share import Share
-from p2ptrain.store.diary import Trained
+from p2ptrain.store.diary import Diary, Trained
 from tests.helpers.trainer import ONE_THREAD, Trainer, embedded, make
 
 ME = bytes([1]) * 32
@@ -38,9 +38,7 @@ class RegionNode:
         self.told: list[Tensor] = []  # movements, to be contributed to the world
         self.noted: list[Trained] = []
         self.thread = LearnerThread(trainer)
-        self.worker = RegionWorker(
-            LocalWorker(self.thread, ME, self.note), Region(ME, 2, 1.0), "ab" * 32, self.told.append
-        )
+        self.worker = RegionWorker(self.thread, ME, self.note, Region(ME, 2, 1.0), "ab" * 32, self.told.append)
         self.replica = ReplicaThread(self.worker)
 
     async def note(self, entry: Trained) -> None:
@@ -84,7 +82,7 @@ async def test_what_the_world_has_agreed_on_becomes_part_of_the_next_contributio
     assert node.told == [], "one of two rounds"
     payload = await node.train(2)
     [noted] = node.noted
-    assert (noted.number, noted.tail) == (1, payload[-TAIL_BYTES:].hex())
+    assert (noted.number, noted.tail) == (2, payload[-TAIL_BYTES:].hex())
     assert Tail.of(payload) == Tail(0, is_aware=True)
     await node.apply(2, payload)
     (moved,) = node.told
@@ -114,6 +112,17 @@ async def test_a_killed_node_repeats_what_it_had_contributed_with_its_tail(node:
     assert await again.train(2) == payload
     assert Tail.of(payload) == Tail(0, is_aware=True)
     again.close()
+
+
+async def test_nothing_is_repeated_without_what_the_world_was_a_part_of(node: RegionNode, tmp_path: Path) -> None:
+    node.hear()
+    await node.apply(1, await node.train(1))
+    await node.train(2)
+    for each in node.noted:
+        Diary(tmp_path / "diary.jsonl").note(each)
+    assert [each.number for each in node.noted] == [2]
+    assert Diary(tmp_path / "diary.jsonl").after(0) == [], "it would come out differently"
+    assert Diary(tmp_path / "diary.jsonl").after(1) == node.noted
 
 
 async def test_nothing_is_trained_before_the_world_is_known(node: RegionNode) -> None:

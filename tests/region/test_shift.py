@@ -96,7 +96,7 @@ class Universe:
                 each.region.lose()
                 continue
             known = max(at for at, (when, _) in enumerate(self.history) if when + self.lag.get(place, 0) <= self.number)
-            if not each.region._is_followed or known != each.heard:
+            if not each.region.is_followed or known != each.heard:
                 each.region.hear(World(known, torch.tensor([self.history[known][1]])))
                 each.heard = known
 

@@ -18,10 +18,9 @@ from p2ptrain.net import questions
 from p2ptrain.net.addresses import Reach
 from p2ptrain.net.boundary import Boundary
 from p2ptrain.net.transport import TransportError
-from p2ptrain.region import worker as worker_module
 from p2ptrain.region import world as module
-from p2ptrain.region.worker import RegionWorker
-from p2ptrain.region.world import Session, WorldLink
+from p2ptrain.region import world as worker_module
+from p2ptrain.region.world import RegionWorker, Session, WorldLink
 
 DENSE = RecipeConfig(transform="none", k=64**2, value_bits=8)
 RUN = RunConfig(name="region", recipe=DENSE, world=WorldConfig(run="ab" * 32))
@@ -49,7 +48,7 @@ def worker(link: WorldLink) -> RegionWorker:
 
 def worker_of(link: WorldLink) -> RegionWorker:
     """Makes a worker that trains nothing."""
-    learner = SimpleNamespace(run=RUN, replica=None, can_overlap=False)
+    learner = SimpleNamespace(run=RUN, replica=None, can_overlap=False, device=None)
     thread = SimpleNamespace(learner=learner, threads=1, capture=print, evaluate=None, sample=None, measure=None)
     return link.worker(cast(Any, thread), ME, cast(Any, None))
 
@@ -81,7 +80,7 @@ async def test_a_movement_goes_to_the_round_that_the_world_node_trains(link: Wor
     assert talk.sent is None, "it trains none yet"
     link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
     assert talk.sent is not None
-    assert not worker.is_lost
+    assert worker.region.is_followed
     assert talk.memory.moved.tolist() == [1.0, 1.0]
     link.contribute(moved(0.5))
     link.hear(NodeAnswer(talk.sent[0], CarriedOut()), talk)
@@ -141,9 +140,9 @@ async def test_notes_tell_why_the_world_is_away_until_it_is_there(
     assert worker.complaints == away("waiting for round 4: no peers")
     link.hear(NodeAnswer(1, RoundToTrain(6, 5, 1)), talk)
     link.hear(NodeAnswer(2, NodeNote("waiting for round 7: no peers", is_trouble=True)), talk)
-    assert worker.is_lost
+    assert not worker.region.is_followed
     link.hear(NodeAnswer(2, NodeNote("waiting for round 7: the others are not done")), talk)
-    assert not worker.is_lost
+    assert worker.region.is_followed
     with pytest.raises(DataError, match="it cannot go on"):
         link.hear(NodeAnswer(0, NodeFailed("DataError", "it cannot go on")), talk)
 
@@ -160,11 +159,11 @@ async def test_only_members_are_asked_and_only_addresses_that_they_may_tell_are_
         PEERS[1]: tuple(at(f"9.9.9.{number}") for number in range(30)),
     }
 
-    async def ask_peers(_: object, peer: bytes, run_id: bytes) -> tuple[str, ...]:
+    async def ask_peers(_: object, peer: bytes, run_id: bytes) -> questions.Peers:
         assert run_id == bytes.fromhex(RUN.world.run)
         if peer not in told:
             raise TransportError("hung up")
-        return told[peer]
+        return questions.Peers(told[peer])
 
     monkeypatch.setattr(questions, "ask_peers", ask_peers)
     strangers = [bytes([9]) * 32]

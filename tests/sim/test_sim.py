@@ -19,8 +19,7 @@ from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.keys import FakeSigner, node_key
 from p2ptrain.sim.ledger import Ledger, Violation
 from p2ptrain.sim.network import FANOUT, LinkModel, bits
-from p2ptrain.sim.outcome import simulate
-from p2ptrain.sim.report import summary
+from p2ptrain.sim.outcome import simulate, summary
 from p2ptrain.sim.scenario import Links
 from tests.helpers.sim import MessageLog, ScriptedCore, begin_faults, do, of_kind, said, scenario, scripted, vote
 

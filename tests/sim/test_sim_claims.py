@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.core import claims as core_claims
+from p2ptrain.core import tally as core_claims
 from p2ptrain.sim.checkers import HonestClaims
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import Scenario, scenario_of

@@ -12,13 +12,13 @@ from p2ptrain.sim.outcome import simulate
 from tests.helpers.sim import scenario
 
 
-def complaints(seconds: int, **changes: Any) -> dict[int, list[int]]:
-    """Returns the seconds at which each of five nodes complains that it hears too few."""
+def complaints(seconds: int, code: Code = Code.FEW_HEARD, **changes: Any) -> dict[int, list[int]]:
+    """Returns the seconds at which each of five nodes complains, by default that it hears too few."""
     told: defaultdict[int, list[int]] = defaultdict(list)
 
     def look(cluster: Cluster, second: int) -> None:
         for node in cluster.nodes:
-            if node.core is not None and Code.FEW_HEARD in {each.code for each in node.core.view().complaints}:
+            if node.core is not None and code in {each.code for each in node.core.view().complaints}:
                 told[node.index].append(second)
 
     def prepare(cluster: Cluster) -> None:
@@ -42,3 +42,13 @@ def test_a_swarm_that_is_well_hears_enough_also_while_it_trains_for_minutes() ->
     assert complaints(100) == {}
     long = {"seconds": 200.0, "spread": 0.0, "apply_seconds": 0.5}
     assert complaints(900, training=long, rounds=3, links={"loss": 0.1}) == {}
+
+
+def test_the_four_who_are_left_of_five_say_that_one_more_loss_stops_the_run() -> None:
+    lost = {"fault": [{"kind": "partition", "at": 20, "until": 80, "groups": ["0-3", "4"]}]}
+    told = complaints(100, Code.QUORUM_NEAR, **lost, admission={"absence_rounds_max": 60})
+    assert told.keys() == {0, 1, 2, 3}
+    for seconds in told.values():
+        assert 60 <= seconds[0] <= 70 and 78 <= seconds[-1] <= 84
+    assert complaints(100, Code.QUORUM_NEAR, **lost) == {}, "it loses its seat, and gets another"
+    assert complaints(100, Code.QUORUM_NEAR) == {}

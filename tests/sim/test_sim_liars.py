@@ -15,10 +15,9 @@ from p2ptrain.core.node import Node
 from p2ptrain.sim import checkers as ck
 from p2ptrain.sim import faults
 from p2ptrain.sim.cluster import Cluster
-from p2ptrain.sim.collusion import MOOD_SECONDS, Schedule
 from p2ptrain.sim.keys import FakeSigner, node_key
 from p2ptrain.sim.ledger import Checker
-from p2ptrain.sim.liars import KINDS
+from p2ptrain.sim.liars import KINDS, MOOD_SECONDS, Schedule
 from p2ptrain.sim.machine import ToSome
 from p2ptrain.sim.rewriting import Liar, Said
 from p2ptrain.sim.scenario import scenario_of

@@ -13,11 +13,9 @@ from p2ptrain.core.history import BranchStart, Entry, History, encode_history
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import Certificate
 from p2ptrain.core.state import AgreedState, Taken
-from p2ptrain.sim.cluster import TICKS_MAX, Cluster
-from p2ptrain.sim.disk import Disk, SavedState
-from p2ptrain.sim.executor import DIAL_SECONDS, HISTORY_SECONDS
+from p2ptrain.sim.cluster import DIAL_SECONDS, HISTORY_SECONDS, TICKS_MAX, Cluster
 from p2ptrain.sim.ledger import Violation
-from p2ptrain.sim.machine import HELD_UP_MAX, HeldPayloads
+from p2ptrain.sim.machine import HELD_UP_MAX, Disk, HeldPayloads, SavedState
 from tests.helpers.sim import ScriptedCore, announcement, begin_faults, do, of_kind, scripted, vote
 
 FIRST = SavedState(0, b"f" * 32, b"")

@@ -39,7 +39,8 @@ def test_at_most_f_lie_or_are_gone_for_good() -> None:
 def test_every_fault_and_every_liar_comes_up() -> None:
     drawn = [fault for seed in range(1_500) for fault in swarm.draw(seed).fault]
     assert {type(fault) for fault in drawn} == set(get_args(sc.AnyFault)) - {sc.Flip}  # has a scenario of its own
-    assert {fault.how for fault in drawn if isinstance(fault, sc.Lie)} == {*swarm.LIAR_KINDS, *swarm.AUDIT_LIES}
+    told = {fault.how for fault in drawn if isinstance(fault, sc.Lie)}
+    assert told == {*swarm.LIAR_KINDS, *swarm.AUDIT_LIES, swarm.SUCCESSION_LIE}
     assert {swarm.draw(seed).nodes for seed in range(300)} == set(range(4, 17))
 
 

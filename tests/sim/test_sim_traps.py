@@ -113,7 +113,7 @@ def rounds_close_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def what_is_announced_counts_as_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members attest and vote for contributions that they have only heard of."""
 
-    def attestable(self: Offers, state: Any) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    def attestable(self: Offers, state: Any, looks_at: Any) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         offers = [offer for each in self.by_author.values() for offer in each]
         return tuple(sorted(offer.name for offer in offers if state.may_take(offer.announcement, self.staleness))), ()
 
@@ -152,7 +152,7 @@ def what_came_in_time_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[tuple[bytes, int], set[bytes]] = {}
 
     def closing(self: core_round.Round) -> None:
-        held[self.context.me, self.number] = {name for name, good in self.pools.payloads.held.items() if good}
+        held[self.context.me, self.number] = {*filter(self.pools.payloads.is_good, self.pools.payloads.held)}
         close(self)
 
     def apply_next(self: LocalWork) -> None:

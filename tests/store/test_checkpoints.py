@@ -8,14 +8,17 @@ import json
 import os
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from p2ptrain import files
 from p2ptrain.core import events as ev
 from p2ptrain.core.journal import Journal
 from p2ptrain.core.state import AgreedState
+from p2ptrain.core.succession import UNMOVED, Assented, Motion, Succession
 from p2ptrain.digest import PIECE_BYTES, leaf_digests, leaves_of, merkle_root
 from p2ptrain.files import DiskError
 from p2ptrain.store import checkpoints as module
@@ -230,7 +233,43 @@ def test_pruning_keeps_the_last_made_and_those_of_the_history(tmp_path: Path) ->
     assert checkpoints.present() == [*mine[1:], *lost[1:]]
     assert checkpoints.newest(journal) == mine[2]
     again = write(checkpoints, 5, LOST)
-    assert again.number == lost[-1].number + 1
+    assert int(again.path.name[:8]) == int(lost[-1].path.name[:8]) + 1
+
+
+def test_a_checkpoint_to_which_members_move_to_go_back_stays_until_that_is_settled(tmp_path: Path) -> None:
+    journal, states = history()
+    checkpoints = opened(tmp_path)
+    mine = [write(checkpoints, number, LOST, bytes([number]) * 32) for number in range(1, 9)]
+    motions = [Motion(bytes([each.round]) * 32, 9, 40, each.round, each.root, b"{}") for each in mine]
+    assents = [Assented(b"a" * 32, 9, motions[4].name), Assented(b"b" * 32, 9, motions[2].name)]
+
+    def kept(here: Succession) -> list[int]:
+        journal.history[-1] = replace(journal.history[-1], state=replace(states[-1], succession=here))
+        checkpoints.prune(1, journal)
+        return [each.round for each in checkpoints.present()]
+
+    ahead = [Motion(bytes([number]) * 32, 9, 40, 40, bytes(32), b"{}") for number in range(100, 104)]
+    assert kept(Succession((*ahead, *motions[:6]), tuple(assents))) == [3, 5, 8]
+    assert kept(Succession(decided=motions[2])) == [3, 8]
+    assert kept(UNMOVED) == [8]
+
+
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, states = history()
+    checkpoints = opened(tmp_path)
+    made = [write(checkpoints, state.round, state.head) for state in states[-3:]]
+
+    def read(path: Path, most: int) -> bytes | None:
+        if path.parent == made[-1].path:
+            raise DiskError(path, "cannot be read", OSError(errno.EMFILE, "too many open files"))
+        return files.read_regular(path, most)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "files", SimpleNamespace(**{**vars(files), "read_regular": read}))
+        checkpoints.prune(1, journal)
+    assert made[-1] in checkpoints.present()
 
 
 @pytest.mark.parametrize("moment", range(3))
@@ -249,7 +288,7 @@ def test_a_checkpoint_that_is_finished_while_others_are_pruned_stays(
             made.append(write(checkpoints, 900, LOST))
         return found
 
-    monkeypatch.setattr(module, "entries", entries)
+    monkeypatch.setattr(module, "files", SimpleNamespace(**{**vars(files), "entries": entries}))
     checkpoints.prune(2, journal)
     assert checkpoints.present()[-1:] == made
     assert checkpoints.verify(made[0]) is None

@@ -132,7 +132,7 @@ def test_an_announcement_that_a_later_round_may_take_survives_with_its_payload()
         state = journal.state
         kept = {said.payload for said, _ in journal.said if isinstance(said, Announcement)}
         past = {said.payload for said in announced if said.round <= state.round and state.may_take(said, STALENESS)}
-        assert kept == past | {said.payload for said in announced if said.round > state.round} <= journal.payloads
+        assert kept == past | {said.payload for said in announced if said.round > state.round} <= journal.payloads()
         late += len(past)
     assert late > 0
 
@@ -368,7 +368,7 @@ def test_a_log_that_cannot_be_compacted_grows_on(
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(wal, "write_file", full)
+        patch.setattr(wal.files, "write_file", full)
         log.append(records[10:])
     [line] = caplog.messages
     assert line.startswith("log not compacted: ")

@@ -154,6 +154,24 @@ def test_a_damaged_payload_is_named_and_removed(tmp_path: Path, caplog: pytest.L
     assert PayloadStore(tmp_path).get(named(1)) == content_of(1)
 
 
+@pytest.mark.parametrize("trouble", ["gone", "unreadable"])
+def test_a_lasting_payload_that_cannot_be_read_any_more_can_be_stored_again(tmp_path: Path, trouble: str) -> None:
+    payloads = PayloadStore(tmp_path, memory_bytes=0)
+    payloads.put(named(1), content_of(1))
+    payloads.keep([named(1)])
+    path = tmp_path / named(1).hex()
+    path.unlink()
+    if trouble == "gone":
+        assert payloads.get(named(1)) is None
+    else:
+        path.mkdir()
+        with pytest.raises(DiskError):
+            payloads.get(named(1))
+        path.rmdir()
+    payloads.put(named(1), content_of(1))
+    assert payloads.get(named(1)) == content_of(1)
+
+
 def test_a_good_payload_takes_the_place_of_a_damaged_file_that_nobody_has_read(tmp_path: Path) -> None:
     name = named(1).hex()
     (tmp_path / name).write_bytes(b"")  # of a power cut
@@ -254,8 +272,8 @@ def test_a_store_gives_back_what_was_written(tmp_path: Path) -> None:
         expected = folded(base, records, named_run().agreement.history_rounds, STALENESS)
         assert store.journal == expected
         assert store.saved(made) == expected.saved_at(state.round, root)
-        assert len(expected.payloads) >= 20
-        assert all(store.payloads.get(name) for name in expected.payloads)
+        assert len(expected.payloads()) >= 20
+        assert all(store.payloads.get(name) for name in expected.payloads())
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "checkpoints", "identity", "lock", "payloads", "run.json", "wal",
     ]  # fmt: skip
@@ -290,7 +308,7 @@ def test_damaged_files_are_counted_and_a_payload_that_a_start_lacks_is_named(
                 state.round, state.branch, state.head, root, 3, lambda path: path.touch(), b"weights"
             )
         store.prune()
-        first, *_, last = sorted(store.journal.payloads)
+        first, *_, last = sorted(store.journal.payloads())
         assert store.damaged_files == 0
     (made.path / "state.bin").write_bytes(b"weighty")
     (tmp_path / "run" / "diary.jsonl").write_bytes(b"no line")
@@ -307,7 +325,7 @@ def test_damaged_files_are_counted_and_a_payload_that_a_start_lacks_is_named(
         store.saved(None)
         [line] = caplog.messages
         assert line.endswith(f": count 2, first {store.payloads.directory / first.hex()}")
-        assert store.journal.payloads_after(state.round) < store.journal.payloads
+        assert store.journal.payloads(state.round) < store.journal.payloads()
 
 
 @pytest.mark.usefixtures("_any_payload")
@@ -322,7 +340,7 @@ def test_a_payload_that_comes_after_its_round_was_decided_lasts_too(tmp_path: Pa
         store.prune([named(1)])
         assert [named(number) in store.payloads for number in (1, 2)] == [True, False]
     with opened(tmp_path) as store:
-        assert [name for name in store.journal.payloads if store.payloads.get(name) is None] == []
+        assert [name for name in store.journal.payloads() if store.payloads.get(name) is None] == []
         assert named(1) not in store.payloads
 
 

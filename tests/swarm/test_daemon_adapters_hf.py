@@ -28,8 +28,7 @@ from tests.helpers.hf_models import (
     REAL_SECONDS,
     SMOLLM2,
     SOURCES,
-    save_tokenizer,
-    smollm2,
+    save_smollm2,
 )
 
 ROUNDS = 6
@@ -81,14 +80,14 @@ def chats() -> list[dict[str, Any]]:
 
 def test_four_nodes_adapt_a_real_model_to_chats(swarm: DaemonSwarm) -> None:
     pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
-    gguf, place = smollm2(), swarm.directory
-    tokenizer, template, data = (place / name for name in ("tokenizer.json", "template.jinja", "data"))
-    save_tokenizer(gguf, tokenizer)
+    place = swarm.directory
+    given, template, data = (place / name for name in ("given", "template.jinja", "data"))
+    save_smollm2(given)
     template.write_text(TEMPLATE)
     folder = place / "chats"
     folder.mkdir()
     (folder / "python.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats()))
-    options = ("--chat", "--chat-template", template, "--tokenizer", tokenizer, "--held-out", "20")
+    options = ("--chat", "--chat-template", template, "--tokenizer", given / "tokenizer.json", "--held-out", "20")
     status, _, err = p2ptrain("data", "prepare", data, folder, *options)
     assert status == 0, err
     manifest = manifest_digest(read_manifest(data))
@@ -97,7 +96,7 @@ def test_four_nodes_adapt_a_real_model_to_chats(swarm: DaemonSwarm) -> None:
     run = REAL_RUN.format(tokenizer=dataset.tokenizer.digest, manifest=manifest, local_steps=4, rate=0.001)
     file.write_text(run + ADAPTED)
 
-    first = swarm.add("first", "start", file, "--data", data, "--weights", gguf).start()
+    first = swarm.add("first", "start", file, "--data", data, "--weights", given).start()
     nodes = swarm.train(first, ("second", "third", "fourth"), ROUNDS, REAL_SECONDS)
 
     found = find_model(Home(NodeConfig(storage=StorageConfig(directory=str(nodes[1].directory)))))

@@ -1,4 +1,4 @@
-"""Nodes that are reachable over QUIC alone, or not at all."""
+"""Nodes that are reachable over QUIC alone, or not at all, and nodes that look for one another where they were."""
 
 from __future__ import annotations
 
@@ -47,3 +47,21 @@ def test_nodes_that_speak_quic_and_one_that_is_reached_nowhere_train_together(sw
     for node in nodes:
         node.until_applied(number)
     assert swarm.compared() > ROUNDS
+
+
+def test_nodes_that_were_all_killed_find_one_another_on_the_ports_that_they_had(swarm: DaemonSwarm) -> None:
+    first = swarm.first().start().until_up()
+    nodes = [first, *(swarm.joiner(f"node{number}", first.address).start() for number in (2, 3))]
+    for node in nodes:
+        node.until(lambda node=node: (node.peers, len(node.status().get("roster", ()))) == (2, 3))
+    before = [node.address for node in nodes]
+    for node in nodes:
+        node.kill()
+    for node in reversed(nodes):
+        node.start()
+    for node in nodes:
+        node.until(lambda node=node: node.peers == 2)
+    assert [node.address for node in nodes] == before
+    number = max(node.applied for node in nodes) + ROUNDS
+    for node in nodes:
+        node.until_applied(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_a_member_that_contributes_noise_is_suspended_by_all_and_the_others_stay
         found = json.loads(next(out for status, out, _ in tries if status == 0))  # not every round took one of it
         assert set(found) == {"z", "strength", "sequences", "typical_z"}
         assert (abs(found["z"]) <= 2, found["sequences"]) == (True, 80)
+    newest = first.applied
+    number = next(each for each in range(newest, newest - 24, -1) if measured(first, each, peer)[0] == 0)
+    status, out, error = measured(first, number, peer, "--json")
+    assert status == 0, error
+    shutil.copytree(first.directory, tmp_path / "copied", ignore=shutil.ignore_patterns("daemon.json"))
+    status, again, error = p2ptrain("audit", tmp_path / "copied", "--contribution", str(number), peer, "--json")
+    assert status == 0, error
+    found, alone = json.loads(out), json.loads(again)
+    assert (alone["z"], alone["strength"]) == pytest.approx((found["z"], found["strength"]), abs=0.02)
     status, _, error = measured(first, 10**6, liar)
     assert (status, "round 1000000 is not kept here" in error) == (1, True), error
     status, _, error = measured(first, first.applied, "nobody")

@@ -11,7 +11,7 @@ from time import monotonic
 import pytest
 
 import p2ptrain as p2ptrain_package
-from p2ptrain.config import PROTOCOL_VERSION
+from p2ptrain.config import PROTOCOLS
 from p2ptrain.config.node import NetworkConfig
 from p2ptrain.identity import Identity
 from p2ptrain.net.libp2p.p2pd import P2pd
@@ -67,16 +67,21 @@ def test_a_release_of_another_protocol_is_told_apart_and_what_to_do(swarm: Daemo
     newer = shutil.copytree(package, swarm.directory / "newer release" / package.name)
     place = newer / "config/run.py"
     text = place.read_text()
-    here, there = PROTOCOL_VERSION, PROTOCOL_VERSION + 1
-    for what in (rf"^(PROTOCOL_VERSION.* = ){here}$", rf"^(    protocol: Literal\[){here}(?=\])"):
-        text, count = re.subn(what, rf"\g<1>{there}", text, flags=re.MULTILINE)
+    there, spoken = max(PROTOCOLS) + 1, ", ".join(map(str, PROTOCOLS))
+    for what, said in (
+        (r"^(PROTOCOL_VERSION: Final = )\d+", rf"\g<1>{there}"),
+        (rf"^(PROTOCOLS = \(){spoken}", rf"\g<1>{spoken}, {there}"),
+        (rf"^(    protocol: Literal\[){spoken}", rf"\g<1>{spoken}, {there}"),
+    ):
+        text, count = re.subn(what, said, text, flags=re.MULTILINE)
         assert count == 1
     place.write_text(text)
     first = swarm.first("newer", PYTHONPATH=str(newer.parent), PYTHONSAFEPATH="1").start().until_up()
     first.until_applied(1)
     lost = swarm.joiner("lost", first.address).start()
     assert lost.until_ended() == 1
-    assert f"uses protocol {there}, and this release speaks {here}. Install a release that speaks it" in lost.text
+    told = " and ".join(map(str, PROTOCOLS))
+    assert f"uses protocol {there}, and this release speaks {told}. Install a release that speaks it" in lost.text
     first.until_applied(first.applied + 2)
     assert first.peers == 0
 

@@ -28,8 +28,7 @@ from tests.helpers.hf_models import (
     SMOLLM2,
     SOURCES,
     raw_config,
-    save_tokenizer,
-    smollm2,
+    save_smollm2,
     source_of,
 )
 from tests.helpers.scripts import script, until_both_contributed
@@ -210,20 +209,19 @@ ROUNDS = 4
 def test_a_real_model_goes_on_learning_on_three_nodes(swarm: DaemonSwarm, transformers: Any) -> None:
     del transformers
     place = swarm.directory
-    gguf, tokenizer, data = smollm2(), place / "tokenizer.json", place / "data"
-    save_tokenizer(gguf, tokenizer)
-    status, _, err = p2ptrain(
-        "data", "prepare", data, *map(source_of, SOURCES), "--tokenizer", tokenizer, "--held-out", "20"
-    )
+    model, data = place / "model", place / "data"
+    save_smollm2(model)
+    options = ("--tokenizer", model / "tokenizer.json", "--held-out", "20")
+    status, _, err = p2ptrain("data", "prepare", data, *map(source_of, SOURCES), *options)
     assert status == 0, err
     manifest = manifest_digest(read_manifest(data))
     dataset = TokenDataset.open(data, manifest)
     file = place / "smollm2.toml"
     run = REAL_RUN.format(tokenizer=dataset.tokenizer.digest, manifest=manifest, local_steps=2, rate=0.0005)
     file.write_text(run + "\n" + AGREEMENT)
-    first = swarm.add("first", "start", file, "--data", data, "--weights", gguf).start()
+    first = swarm.add("first", "start", file, "--data", data, "--weights", model).start()
     nodes = swarm.train(first, ("second", "third"), ROUNDS, REAL_SECONDS)
-    before, after = (_held_out(dataset, weights, nodes[1]) for weights in (gguf, None))
+    before, after = (_held_out(dataset, weights, nodes[1]) for weights in (model, None))
     swarm.notes.append(f"held-out loss of {SMOLLM2} in {ROUNDS} rounds: {before:.3f} -> {after:.3f}")
     assert after < before
 

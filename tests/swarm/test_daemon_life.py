@@ -183,7 +183,7 @@ def test_the_second_interrupt_ends_at_once(swarm: DaemonSwarm) -> None:
     goes_on(first, second)
     second.kill()
     first.signal(signal.SIGINT)
-    first.until_says("leaving the run; signal again to end at once")
+    first.until_says("leaving the run, with the manifest of this round or the next; signal again to end at once")
     assert first.is_running  # it waits for the other, who should know
     first.signal(signal.SIGINT)
     asked_at = monotonic()

@@ -21,7 +21,7 @@ from p2ptrain.core.messages import Hello, encode, signed_bytes
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.net.connections import topic_of
 from p2ptrain.net.libp2p.p2pd import P2pd
-from p2ptrain.net.mail import Deliver, frames_of
+from p2ptrain.net.mailbox import Deliver, frames_of
 from p2ptrain.net.transport import TransportError
 from p2ptrain.node.intake import DROPPED_OF_STRANGERS
 from tests.helpers.daemons import LISTEN, SECONDS, TEST_SECONDS, DaemonSwarm, StartableDaemon, swarm_in

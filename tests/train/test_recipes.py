@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import fft
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from p2ptrain.config import RECIPES, ModelConfig, RecipeConfig, RunConfig
 from p2ptrain.errors import MemoryShortError, TrainingError
@@ -16,7 +17,7 @@ from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.train import inner
 from p2ptrain.train.inner import orthogonalised
-from p2ptrain.train.live import LiveModel
+from p2ptrain.train.live import LiveModel, pass_sequences
 from p2ptrain.train.memory import need_of
 from p2ptrain.train.recipes import GradientRecipe, LocalRecipe, make_recipe
 from p2ptrain.train.residual import Residual, quantise
@@ -26,10 +27,10 @@ CPU = torch.device("cpu")
 TINY = ModelConfig(vocab_size=256, dim=32, layers=1, heads=2, kv_heads=1, ffn_dim=48, sequence_length=16)
 
 
-def live_model(seed: int = 1) -> LiveModel:
-    model = Transformer(TINY)
+def live_model(seed: int = 1, *, layers: int = 1, half_state: bool = False) -> LiveModel:
+    model = Transformer(TINY.model_copy(update={"layers": layers}))
     initialise(model, seed)
-    return LiveModel(model, autocast=False)
+    return LiveModel(model, autocast=False, half_state=half_state)
 
 
 def batch(seed: int, sequences: int = 4) -> torch.Tensor:
@@ -249,6 +250,22 @@ def test_local_steps_are_those_of_torchs_adamw(is_fused: bool, monkeypatch: pyte
     assert torch.allclose(restored.coefficients, expected.coefficients, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_momentum_in_bf16_is_the_same_in_one_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for is_fused in (False, True):
+        monkeypatch.setattr(inner, "is_fused", lambda mean, is_fused=is_fused: is_fused)
+        live = live_model(half_state=True)
+        optimizer = inner.INNER_OPTIMIZERS[name](RecipeConfig(name="local"), live)
+        for seed in range(3):
+            live.gradient.copy_(weights(seed, live.gradient.shape))
+            optimizer.step(0.003)
+        assert optimizer.mean.dtype == torch.bfloat16
+        found.append((live.weights - live_model().weights, optimizer.mean.float()))
+    for one, other in zip(*found, strict=True):
+        assert float((one - other).norm() / one.norm()) < 0.01
+
+
 def test_the_schedule_shapes_the_rate_of_local_steps() -> None:
     live, local, _ = ours_and_theirs(inner="muon", sequences_per_pass=4, warmup_rounds=4)
     moved = []
@@ -286,6 +303,36 @@ def test_muons_steps_are_those_of_torchs_muon_and_adamw(monkeypatch: pytest.Monk
         assert apart < (0.08 if name in hidden else 0.01), name  # sums in bf16 differ by their order
 
 
+class OperationCount(TorchDispatchMode):
+    """Counts operations that compute or copy; on a card each is a launch or a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("half_state", [False, True])
+def test_a_step_of_muon_on_a_card_is_as_many_operations_for_many_layers_as_for_few(
+    half_state: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the casts of a momentum in bf16."""
+    monkeypatch.setattr(inner, "is_fused", lambda mean: True)
+    counts = []
+    for layers in (2, 12):
+        live = live_model(layers=layers, half_state=half_state)
+        muon = inner.Muon(RecipeConfig(name="local"), live)
+        with OperationCount() as started:
+            muon.step(0.01)
+        counts.append(started.count)
+    casts = 10 * (7 * 2 + 2 * 1) if half_state else 0  # of a layer's matrices, both ways, and of its norms
+    assert counts[1] - counts[0] == casts
+    assert counts[0] < 150
+
+
 @pytest.mark.parametrize("is_half", [False, True])
 def test_an_orthogonalised_matrix_has_singular_values_near_one(is_half: bool) -> None:
     matrices = [weights(1, (48, 96)), weights(2, (96, 48)) * 1e-6, weights(3, (48, 96)) * 1e6]
@@ -311,6 +358,28 @@ def test_accumulated_passes_are_one_step_over_the_whole_batch() -> None:
     assert (whole.loss, whole.gradient_norm) == pytest.approx((parts.loss, parts.gradient_norm), rel=1e-5)
     assert whole.tokens == parts.tokens == 96
     assert whole.gradient_norm == pytest.approx(float(once.gradient.norm()))
+
+
+def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its passes: only then is known whether it is finite, and how far it is clipped."""
+    live, waits = live_model(), []
+    for name in ("tolist", "item", "__float__", "__int__", "__bool__", "cpu", "numpy"):
+        real = getattr(torch.Tensor, name)
+
+        def noted(tensor: torch.Tensor, *rest: Any, name: str = name, real: Any = real) -> Any:
+            waits.append(name)
+            return real(tensor, *rest)
+
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    recipe = RecipeConfig(name="distro", chunk=64, k=32, sequences_per_pass=1, clip=Fraction(1, 100))
+    live.gradient_step(0, batch(1), [], recipe)
+    assert waits == ["tolist"]
+
+
+def test_only_a_card_takes_more_sequences_at_a_time_than_the_run_says() -> None:
+    recipe = RecipeConfig(sequences_per_pass=4, passes_per_step=3)
+    found = {device: [pass_sequences(recipe, limit, device) for limit in (0, 3, 9, 99)] for device in ("cpu", "cuda")}
+    assert found == {"cpu": [4, 3, 4, 4], "cuda": [4, 3, 9, 12]}
 
 
 def test_the_gradient_is_clipped_to_its_norm_and_the_norm_before_is_reported() -> None:

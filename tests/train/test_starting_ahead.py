@@ -10,6 +10,7 @@ import torch
 
 from p2ptrain.config import ModelConfig, RecipeConfig
 from p2ptrain.exact.aggregate import apply_own
+from p2ptrain.exact.outer import Uncounted
 from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.train.live import LiveModel
@@ -78,16 +79,27 @@ def test_a_round_also_starts_with_half_of_an_open_contribution() -> None:
     assert torch.allclose(ahead, expected, atol=1e-6)
 
 
-def test_a_round_that_is_applied_between_two_steps_moves_where_they_start_and_not_what_they_moved() -> None:
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("share", ["0", "1/4"])
+@pytest.mark.parametrize("counted", [lambda removed: removed / 2, lambda removed: None])
+def test_a_round_that_is_applied_between_two_steps_moves_where_they_start_and_not_what_they_moved(
+    share: str, fragments: int, counted: Uncounted
+) -> None:
     live = live_model()
-    local = LocalRecipe(RecipeConfig(k=32), live, (Layout(live.shapes, 64),))
-    one_round(local, 1)
-    local.begin(2)
+    layouts = Layout(live.shapes, 64).fragments(fragments)
+    local = LocalRecipe(RecipeConfig(k=32, residual_share=Fraction(share), fragments=fragments), live, layouts)
+    for number in range(1, 4):
+        one_round(local, number)
+    unsent = local.residual.coefficients.clone()
+    local.begin(4)
+    assert torch.equal(local.residual.coefficients, unsent)
     before = live.weights.clone()
-    local.local_step(0, batch(2), [])
+    local.local_step(0, batch(4), [])
     moved = before - live.weights
     with local.rebased():
         local.base.add_(0.5)
-        local.residual.forget(1, lambda removed: removed / 2)  # half of it was not counted, and is unsent again
+        for number in (1, 3):  # of the same numbers; what was not counted is unsent again
+            assert local.residual.forget(number, counted)
+    assert list(local.residual.kept) == [2]
     local.end()
     assert torch.allclose(live.weights, moved, atol=1e-5)

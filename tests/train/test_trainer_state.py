@@ -146,6 +146,24 @@ def test_a_state_that_is_adopted_while_a_round_trains_changes_nothing_of_its_con
     assert second.check(second.contribute(4)) is None
 
 
+def test_two_rounds_that_are_agreed_on_while_ranks_bring_back_what_they_have_are_not_taken_in(
+    dataset: TokenDataset,
+) -> None:
+    """What is noted of the training would name the wrong one."""
+    learner = make(dataset, "local", is_late=True)
+    payload = contribution(learner, 0)
+
+    class SlowRanks:
+        def bring_back(self) -> None:
+            learner.replica.apply(2, [payload])
+
+    learner.train(Share(0, 0, 1))
+    learner.replica.apply(1, [payload])
+    learner.elsewhere = SlowRanks()  # type: ignore[assignment]
+    assert not learner.rebase()
+    assert (learner.round, learner.replica.round) == (0, 2)
+
+
 def test_without_initial_weights_nothing_is_drawn(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*_: object) -> None:
         raise AssertionError("drawn")

@@ -11,26 +11,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from p2ptrain.exact.kernels.programs import program
+
 CHUNK_START: tl.constexpr = tl.constexpr(1)
 CHUNK_END: tl.constexpr = tl.constexpr(2)
 MATERIAL: tl.constexpr = tl.constexpr(64)  # hashed under a derived key
 
 
 @triton.jit
-def _mixed(a, b, c, d, x, y):
+def _half(a, b, c, d, x, FIRST: tl.constexpr, SECOND: tl.constexpr):
     a = a + b + x
     d = d ^ a
-    d = (d >> 16) | (d << 16)
+    d = (d >> FIRST) | (d << (32 - FIRST))
     c = c + d
     b = b ^ c
-    b = (b >> 12) | (b << 20)
-    a = a + b + y
-    d = d ^ a
-    d = (d >> 8) | (d << 24)
-    c = c + d
-    b = b ^ c
-    b = (b >> 7) | (b << 25)
+    b = (b >> SECOND) | (b << (32 - SECOND))
     return a, b, c, d
+
+
+@triton.jit
+def _mixed(a, b, c, d, x, y):
+    a, b, c, d = _half(a, b, c, d, x, 16, 12)
+    return _half(a, b, c, d, y, 8, 7)
 
 
 @triton.jit
@@ -40,7 +42,8 @@ def _compressed(h, m, count, size, flags):
     v0, v1, v2, v3, v4, v5, v6, v7 = h
     v8, v9, v10, v11 = zero + 0x6A09E667, zero + 0xBB67AE85, zero + 0x3C6EF372, zero + 0xA54FF53A
     v12, v13, v14, v15 = zero + count, zero, zero + size, zero + flags
-    for _ in tl.static_range(7):
+    rounds = 0
+    while rounds < 7:
         v0, v4, v8, v12 = _mixed(v0, v4, v8, v12, m[0], m[1])
         v1, v5, v9, v13 = _mixed(v1, v5, v9, v13, m[2], m[3])
         v2, v6, v10, v14 = _mixed(v2, v6, v10, v14, m[4], m[5])
@@ -50,6 +53,7 @@ def _compressed(h, m, count, size, flags):
         v2, v7, v8, v13 = _mixed(v2, v7, v8, v13, m[12], m[13])
         v3, v4, v9, v14 = _mixed(v3, v4, v9, v14, m[14], m[15])
         m = (m[2], m[6], m[3], m[10], m[7], m[0], m[4], m[13], m[1], m[11], m[12], m[5], m[9], m[14], m[15], m[8])
+        rounds += 1
     return v0 ^ v8, v1 ^ v9, v2 ^ v10, v3 ^ v11, v4 ^ v12, v5 ^ v13, v6 ^ v14, v7 ^ v15
 
 
@@ -78,7 +82,7 @@ def _store(values, step, h, mask):
         tl.store(values + word * step, h[word], mask=mask)
 
 
-@triton.jit
+@program
 def chunks(state, key, values, LANES: tl.constexpr):
     """state: [pieces * 2**18] words -> values: [8, pieces * 1024] of the whole chunks; a lane a chunk."""
     number = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -101,7 +105,7 @@ def chunks(state, key, values, LANES: tl.constexpr):
     _store(values + number, tl.num_programs(0) * LANES, h, number >= 0)
 
 
-@triton.jit
+@program
 def parents(left, right, key, above, step, stride, count, flags, LANES: tl.constexpr):
     """above: [8, count] of the values left and right, [8, stride], each `step` apart."""
     number = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -113,7 +117,7 @@ def parents(left, right, key, above, step, stride, count, flags, LANES: tl.const
     _store(above + number, count, h, here)
 
 
-@triton.jit
+@program
 def tails(state, key, values, count, LANES: tl.constexpr):
     """values: [8, count] of each piece's last chunk, of eight bytes."""
     number = tl.program_id(0) * LANES + tl.arange(0, LANES)

@@ -6,11 +6,13 @@ import importlib.util
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from math import prod
+from subprocess import SubprocessError
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, proxy
 
@@ -19,20 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from p2ptrain.capacity import cores
 from p2ptrain.config import BASIS_PEAK, RecipeConfig
 from p2ptrain.digest import PIECE_BYTES, leaf_digest
-from p2ptrain.exact.codec import (
-    EXPONENT_BIAS,
-    EXPONENT_MAX,
-    EXPONENT_MIN,
-    Contribution,
-    Packed,
-    PayloadFormat,
-    binomials,
-    pack,
-    packed_bytes,
-    value_type,
-)
+from p2ptrain.exact import codec
+from p2ptrain.exact.cards import lacks_compiler
 from p2ptrain.exact.scales import Scales
 from p2ptrain.exact.shortage import is_out_of_memory
 from p2ptrain.exact.transform import Group, Layout, integer_basis, orthonormal_basis
@@ -40,11 +33,12 @@ from p2ptrain.exact.transform import Group, Layout, integer_basis, orthonormal_b
 CHUNK_LEAST = 32  # the smallest sides whose products a card's units for small integers take
 CAPABILITY_LEAST = (8, 0)
 SLAB_BYTES = 2**27  # of votes at a time: a few launches for a small model, and not the memory of a large one
-ROOM_BYTES = 2**29  # of unpacked contributions at a time, so many that 100 take few launches
-NUMBER_BYTES = 4  # of an unpacked number, at most: its index and its value
+UPLOADED_BYTES = 2**26  # of payloads in one copy, at least one
+COPYING_THREADS_MAX = 8
 SPARE_BYTES = 16  # readable behind a payload
 LANES = 128
-RANKED_LANES = 32
+RANKED_LANES = 128
+INT32_LIMBS = 4  # so many digits of `limbs` fit 32 bits; with more a program keeps twice the registers
 SQUARES, SIGN, STEPS = 0, 1, 2  # OUTER of programs.update
 NO_MOMENTUM, PLAIN, NESTEROV, KEPT = 0, 1, 2, 3  # its MOMENTUM
 PARENT_FLAGS, ROOT_FLAGS = 64 + 4, 64 + 4 + 8  # of BLAKE3, hashed under a derived key
@@ -100,8 +94,8 @@ def _triton_errors() -> tuple[type[Exception], ...]:
     try:
         from triton.errors import TritonError  # noqa: PLC0415
     except ImportError:  # what is there cannot be imported
-        return (ImportError,)
-    return (TritonError,)
+        return (ImportError, SubprocessError)
+    return (TritonError, SubprocessError)  # a C compiler makes what starts a program
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -121,7 +115,9 @@ def attempt(work: Callable[[], T], device: torch.device) -> T | None:
     except _triton_errors() as error:
         refuse(device, f"a program cannot be compiled ({type(error).__name__})")
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if lacks_compiler(error):
+            refuse(device, f"a program cannot be compiled ({error})")
+        elif not is_out_of_memory(error):
             raise
     return None
 
@@ -149,12 +145,23 @@ def to_card(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def upload(content: bytes | memoryview, room: Tensor) -> None:
-    """Copies bytes to their room on the card, without waiting for it."""
-    octets = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
-    if room.device.type == "cuda":
-        octets = _pinned(octets.shape, octets.dtype).copy_(octets)
-    room.copy_(octets, non_blocking=True)
+def upload(contents: Sequence[bytes | memoryview], rows: Tensor) -> None:
+    """Copies bytes to the starts of rows [contents, row's length] on the card, which may have two copies to do."""
+    at_once, copies = max(1, UPLOADED_BYTES // rows.shape[1]), list[torch.cuda.Event]()
+
+    def fill(row: NDArray[np.uint8], content: bytes | memoryview) -> None:
+        row[: len(content)] = np.frombuffer(content, np.uint8)
+
+    with ThreadPoolExecutor(min(cores(), COPYING_THREADS_MAX)) as pool:  # one thread copies more slowly than the bus
+        for first in range(0, len(contents), at_once):
+            part = rows[first : first + at_once]
+            if len(copies) > 1:  # otherwise all payloads would come to lie in memory that is never given back
+                copies.pop(0).synchronize()
+            room = _pinned(part.shape, part.dtype)
+            list(pool.map(fill, room.numpy(), contents[first : first + at_once]))
+            part.copy_(room, non_blocking=True)
+            if part.device.type == "cuda":
+                copies.append(torch.cuda.current_stream(part.device).record_event())
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
@@ -180,6 +187,12 @@ def flat_of(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((size,), (1,))
 
 
+def _halves(basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two tensors of bf16 of which a matrix is about the sum."""
+    high = basis.bfloat16()
+    return high, (basis - high).bfloat16()
+
+
 def limbs(most: int) -> int:
     """Returns in how many digits of 256, from -128 to 127, every integer up to `most` can be written."""
     count = 1
@@ -193,7 +206,7 @@ def _above(number: int) -> int:
 
 
 def tensor_type(value_bits: int, *, is_dense: bool = False) -> torch.dtype:
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32}[value_type(value_bits, is_dense=is_dense).itemsize]
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32}[codec.value_type(value_bits, is_dense=is_dense).itemsize]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +217,16 @@ class OnCard:
     values: Tensor  # [chunks, k]
     exponents: Tensor | None  # [groups] int8
 
-    def in_memory(self) -> Contribution:
+    def in_memory(self) -> codec.Contribution:
         exponents = None if self.exponents is None else self.exponents.cpu().numpy()
-        return Contribution(self.indices.cpu().numpy().view(np.uint16), self.values.cpu().numpy(), exponents)
+        return codec.Contribution(self.indices.cpu().numpy().view(np.uint16), self.values.cpu().numpy(), exponents)
 
-    def packed(self, form: PayloadFormat) -> bytes:
+    def packed(self, form: codec.PayloadFormat) -> bytes:
         """Returns the same bytes as `codec.pack`."""
         made = attempt(partial(self._packed, form), self.indices.device)
-        return pack(self.in_memory(), form) if made is None else made
+        return codec.pack(self.in_memory(), form) if made is None else made
 
-    def _packed(self, form: PayloadFormat) -> bytes:
+    def _packed(self, form: codec.PayloadFormat) -> bytes:
         device = self.indices.device
         if form.ranked:
             places = torch.arange(form.k, dtype=torch.int32, device=device)
@@ -228,9 +241,9 @@ class OnCard:
         payload = torch.empty(form.payload_bytes, dtype=torch.uint8, device=device)
         start = form.groups
         if self.exponents is not None:
-            payload[:start].copy_((self.exponents + EXPONENT_BIAS).view(torch.uint8))
+            payload[:start].copy_((self.exponents + codec.EXPONENT_BIAS).view(torch.uint8))
         for field, (count, width) in zip(fields, form.sections, strict=True):
-            size = packed_bytes(form.chunks * count, width)
+            size = codec.packed_bytes(form.chunks * count, width)
             if width:
                 fixed = field, payload[start:], size, form.chunks * count
                 launch("pack_fields", (-(-size // LANES),), *fixed, WIDTH=width, LANES=LANES)
@@ -239,8 +252,8 @@ class OnCard:
 
 
 @cache
-def _binomials_on(form: PayloadFormat, device: torch.device) -> Tensor:
-    return to_card(binomials(form.positions, form.k), device)
+def _binomials_on(form: codec.PayloadFormat, device: torch.device) -> Tensor:
+    return to_card(codec.binomials(form.positions, form.k), device)
 
 
 class Launches:
@@ -273,16 +286,15 @@ class Launches:
         basis = integer_basis(layout.chunk, torch.int64, torch.device("cpu")).T.contiguous()
         low = ((basis + 128) & 255) - 128
         self.low, self.high = (to_card(each.to(torch.int8).numpy(), device) for each in (low, (basis - low) >> 8))
-        self.basis = orthonormal_basis(layout.chunk, device)
-        self.warps = 8 if layout.chunk == 64 else 4
+        self.basis = torch.stack([*_halves(own := orthonormal_basis(layout.chunk, device)), *_halves(own.T)])
+        self.warps = 4 if layout.chunk == 64 else 1
 
-    # -----------------------------------------------------------------------------------------------
-    # The exact path
+    # -- The exact path -----------------------------------------------------------------------------
 
     def update(
         self,
         recipe: RecipeConfig,
-        payloads: Sequence[Packed],
+        payloads: Sequence[codec.Packed],
         scales: Scales | None,
         steps: Callable[[Callable[[int], int]], Sequence[float]],
         move: Move,
@@ -294,40 +306,36 @@ class Launches:
         steps: computes them from the sum of a group's squared votes. All memory is taken before anything changes.
         """
         layout, device, count = self.layout, self.device, len(payloads)
-        width = max(form.k for _, form in payloads)
-        slab = self._slab_for(count, width)
+        slab = self._slab()
         pitch = -(-(max(form.payload_bytes for _, form in payloads) + SPARE_BYTES) // 8) * 8
-        there = torch.zeros(count, pitch, dtype=torch.uint8, device=device)
-        by_form: dict[PayloadFormat, list[int]] = defaultdict(list)
-        for number, (content, form) in enumerate(payloads):
-            upload(content, there[number, : form.payload_bytes])
+        there = torch.empty(count, pitch, dtype=torch.uint8, device=device)
+        upload([content for content, _ in payloads], there)
+        by_form: dict[codec.PayloadFormat, list[int]] = defaultdict(list)
+        for number, (_, form) in enumerate(payloads):
             by_form[form].append(number)
         which = [(form, to_card(np.array(numbers, np.int64), device)) for form, numbers in by_form.items()]
-        indices = torch.empty(count, slab, width, dtype=torch.int16, device=device)
-        values = torch.zeros(count, slab, width, dtype=tensor_type(recipe.value_bits), device=device)
-        room = torch.empty(slab, layout.area, dtype=torch.int32, device=device)
+        votes = torch.zeros(slab, layout.area, dtype=torch.int32, device=device)
         squares = torch.empty(layout.chunks, dtype=torch.int64, device=device)
         shifts = self.groups
         if scales:
             of_all = [scales.shifts_of_groups(number) for number in range(count)]
             shifts = to_card(np.stack(of_all, axis=1).astype(np.int32), device)
         most, carried = count * recipe.vote_max, weights if momenta is None else momenta
+        half = limbs(most * recipe.k_max * BASIS_PEAK)
 
         def run(outer: int, found: Sequence[float]) -> None:
             factors = to_card(np.array(found, np.float64), device)
             for first in range(0, layout.chunks, slab):
                 chunks = min(slab, layout.chunks - first)
-                if len(by_form) > 1:
-                    values.zero_()
                 for form, numbers in which:
-                    self._decode(form, numbers, there, pitch, indices, values, first, chunks)
+                    common = votes, shifts, self.groups, first, count, recipe.vote_max
+                    self._count(form, (there, numbers, pitch), common, chunks, is_scaled=scales is not None)
                 launch(
-                    "update", (chunks,), weights, carried, indices, values, shifts, room,
-                    self.high, self.low, factors, self.table, self.addresses, self.groups, squares, count, slab, first,
-                    recipe.vote_max, move.keep, move.mu, found[0] if outer == SIGN else 0.0,
-                    SCALED=scales is not None, KEEPS=move.keep != 1.0, OUTER=outer, MOMENTUM=move.momentum,
-                    C=layout.chunk, K=width, WIDE=_above(width), VOTE_LIMBS=limbs(most) if layout.is_transformed else 0,
-                    HALF_LIMBS=limbs(most * recipe.k_max * BASIS_PEAK), warps=self.warps,
+                    "update", (chunks,), weights, carried, votes, self.high, self.low, factors, self.table,
+                    self.addresses, self.groups, squares, first, move.keep, move.mu,
+                    found[0] if outer == SIGN else 0.0, KEEPS=move.keep != 1.0, OUTER=outer, MOMENTUM=move.momentum,
+                    C=layout.chunk, VOTE_LIMBS=limbs(most) if layout.is_transformed else 0,
+                    HALF_LIMBS=half, warps=2 if layout.chunk == 32 else 4 if half <= INT32_LIMBS else 8,
                 )  # fmt: skip
 
         def squares_of(number: int) -> int:
@@ -342,37 +350,36 @@ class Launches:
         run(SIGN if recipe.outer == "sign" else STEPS, found)
         return found, squares
 
-    def _decode(
+    def _count(
         self,
-        form: PayloadFormat,
-        numbers: Tensor,
-        there: Tensor,
-        pitch: int,
-        indices: Tensor,
-        values: Tensor,
-        first: int,
+        form: codec.PayloadFormat,
+        payloads: tuple[Tensor, Tensor, int],
+        counting: tuple[Tensor, Tensor, Tensor, int, int, int],
         chunks: int,
+        *,
+        is_scaled: bool,
     ) -> None:
+        """Counts payloads of one form, of some chunks. payloads: their bytes, the rows of these, and a row's length."""
         ends = accumulate(
-            (packed_bytes(form.chunks * count, width) for count, width in form.sections), initial=form.groups
+            (codec.packed_bytes(form.chunks * count, width) for count, width in form.sections), initial=form.groups
         )
-        common = there, numbers, pitch, *list(ends)[:4]
-        constants = {"K": form.k, "LOW": form.low_bits, "BITS": form.value_bits}
-        room, width = indices.shape[1:]
+        votes, shifts, groups, first, *bounds = counting
+        common, numbers = (*payloads, *list(ends)[:4]), payloads[1]
+        constants = {"SCALED": is_scaled, "AREA": self.layout.area}
+        constants |= {"K": form.k, "LOW": form.low_bits, "BITS": form.value_bits}
         if form.ranked:
             launch(
-                "decode_ranks", (-(-chunks // RANKED_LANES), len(numbers)), *common, _binomials_on(form, self.device),
-                indices, values, first, first + chunks, room, width, WIDTH=form.upper_bits, TOP=form.half_row,
+                "count_ranks", (-(-chunks // RANKED_LANES), len(numbers)), *common, _binomials_on(form, self.device),
+                votes, shifts, groups, first, first + chunks, *bounds, WIDTH=form.upper_bits, TOP=form.half_row,
                 STEPS=form.positions.bit_length(), LANES=RANKED_LANES, **constants,
             )  # fmt: skip
         else:
             launch(
-                "decode_strings", (chunks, len(numbers)), *common, indices, values, first, room, width,
+                "count_strings", (chunks, len(numbers)), *common, votes, shifts, groups, first, *bounds,
                 P=form.positions, WIDE=_above(form.positions), **constants,
             )  # fmt: skip
 
-    # -----------------------------------------------------------------------------------------------
-    # Private arithmetic, which no other node checks
+    # -- Private arithmetic, which no other node checks ---------------------------------------------
 
     def accumulate(self, tensor: Tensor, residual: Tensor, keep: float) -> None:
         self._each("accumulate", tensor, residual, self.basis, self.table, self.addresses, keep)
@@ -385,7 +392,7 @@ class Launches:
 
     def subtract_sparse(self, tensor: Tensor, indices: Tensor, values: Tensor, share: float) -> bool:
         """`subtract` of coefficients of which only those at some indices are not 0; True."""
-        slab, k = self._slab_for(), indices.shape[1]
+        slab, k = self._slab(), indices.shape[1]
         room = torch.empty(slab, self.layout.area, device=self.device)
         indices, values = indices.to(self.device), values.to(self.device)
         for first in range(0, self.layout.chunks, slab):
@@ -394,10 +401,9 @@ class Launches:
             self._each("subtract_sparse", *fixed, chunks=count, K=k, WIDE=_above(k))
         return True
 
-    def _slab_for(self, contributions: int = 0, k: int = 0) -> int:
+    def _slab(self) -> int:
         """Returns how many chunks are worked on at a time."""
-        rooms = ROOM_BYTES // (contributions * k * NUMBER_BYTES) if contributions else self.layout.chunks
-        return max(1, min(self.layout.chunks, SLAB_BYTES // (4 * self.layout.area), rooms))
+        return max(1, min(self.layout.chunks, SLAB_BYTES // (4 * self.layout.area)))
 
     def _each(self, name: str, *arguments: Any, chunks: int | None = None, **constants: Any) -> None:
         constants |= {"TRANSFORMED": self.layout.is_transformed, "C": self.layout.chunk}
@@ -412,7 +418,7 @@ class Launches:
         indices = torch.empty(layout.chunks, k, dtype=torch.int16, device=device)
         chosen, removed = (torch.empty(layout.chunks, k, device=device) for _ in range(2))
         means = torch.empty(layout.chunks, dtype=torch.float64, device=device)
-        launch("select", grid, residual, indices, chosen, means, AREA=layout.area, K=k, warps=self.warps)
+        launch("select", grid, residual, indices, chosen, means, AREA=layout.area, K=k, warps=2)
         top, exponents = 1 << (recipe.value_bits - 1), self._exponents(chosen, means, recipe)
         values = torch.empty(layout.chunks, k, dtype=tensor_type(recipe.value_bits), device=device)
         launch(
@@ -427,8 +433,8 @@ class Launches:
             return None
         (chunks, k), groups, candidates = chosen.shape, len(self.layout.groups), recipe.value_bits + 1
         mean = self._of_groups(means[None])[0] / self.numbers
-        above = torch.where(mean > 0, torch.frexp(mean).exponent, EXPONENT_MIN)
-        tried = (above - self.back[:candidates]).clamp_(EXPONENT_MIN, EXPONENT_MAX)
+        above = torch.where(mean > 0, torch.frexp(mean).exponent, codec.EXPONENT_MIN)
+        tried = (above - self.back[:candidates]).clamp_(codec.EXPONENT_MIN, codec.EXPONENT_MAX)
         found = torch.empty(candidates, chunks, dtype=torch.float64, device=self.device)
         top, grid = float(1 << (recipe.value_bits - 1)), (chunks, candidates)
         launch("errors", grid, chosen, tried, self.groups, found, chunks, groups, top, K=k, WIDE=_above(k))

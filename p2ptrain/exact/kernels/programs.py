@@ -14,6 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Numbers that differ between models and rounds, for each of which Triton would otherwise compile a program anew.
+program = triton.jit(
+    do_not_specialize=(
+        *("pitch", "upper_at", "low_at", "signs_at", "sizes_at", "first", "last", "contributions", "most"),
+        *("chunks", "group_count", "turn", "octets", "count", "step", "stride"),
+    )
+)
+
 
 @triton.jit
 def _places(table, addresses, n, C: tl.constexpr):
@@ -27,8 +35,7 @@ def _places(table, addresses, n, C: tl.constexpr):
     return at, tl.where(is_listed, listed >= 0, (i < rows) & (j < columns))
 
 
-# ---------------------------------------------------------------------------------------------------
-# Payloads that have been checked
+# -- Payloads that have been checked ----------------------------------------------------------------
 
 
 @triton.jit
@@ -53,7 +60,18 @@ def _value(payload, number, signs_at, sizes_at, BITS: tl.constexpr, mask):
 
 
 @triton.jit
-def decode_strings(
+def _count(votes, index, value, shifts, group, each, contributions, most, SCALED: tl.constexpr, mask):
+    """Adds to the votes: in any order, since they are integers."""
+    if SCALED:
+        shift = tl.load(shifts + group * contributions + each)
+        left, right = tl.minimum(tl.maximum(shift, 0), 15), tl.minimum(tl.maximum(-shift, 0), 15)
+        size = ((tl.abs(value) << left) + ((1 << right) >> 1)) >> right
+        value = tl.where(value < 0, -1, 1) * tl.minimum(size, most)
+    tl.atomic_add(votes + index, value, mask=mask, sem="relaxed")
+
+
+@program
+def count_strings(
     payloads,
     which,
     pitch,
@@ -61,18 +79,21 @@ def decode_strings(
     low_at,
     signs_at,
     sizes_at,
-    indices,
-    values,
+    votes,
+    shifts,
+    groups,
     first,
-    room,
-    width,
+    contributions,
+    most,
+    SCALED: tl.constexpr,
+    AREA: tl.constexpr,
     P: tl.constexpr,
     WIDE: tl.constexpr,
     K: tl.constexpr,
     LOW: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Payloads with bucket strings -> indices and values [contributions, room, width] of the chunks from `first` on."""
+    """Counts payloads with bucket strings. votes: [chunks from `first` on, AREA]; shifts: [groups, contributions]"""
     slot, each = tl.program_id(0).to(tl.int64), tl.load(which + tl.program_id(1))
     n, payload = slot + first, payloads + each * pitch
     position = tl.arange(0, WIDE)
@@ -86,14 +107,13 @@ def decode_strings(
     index = position - rank
     if LOW > 0:
         index = (index << LOW) | _field(payload + low_at, number, LOW, is_one)
-    out = (each * room + slot) * width + rank
-    tl.store(indices + out, index.to(tl.int16), mask=is_one)
     value = _value(payload, number, signs_at, sizes_at, BITS, is_one)
-    tl.store(values + out, value.to(values.dtype.element_ty), mask=is_one)
+    group = tl.load(groups + n)
+    _count(votes + slot * AREA, index, value, shifts, group, each, contributions, most, SCALED, is_one)
 
 
-@triton.jit
-def decode_ranks(
+@program
+def count_ranks(
     payloads,
     which,
     pitch,
@@ -102,12 +122,15 @@ def decode_ranks(
     signs_at,
     sizes_at,
     binomials,
-    indices,
-    values,
+    votes,
+    shifts,
+    groups,
     first,
     last,
-    room,
-    width,
+    contributions,
+    most,
+    SCALED: tl.constexpr,
+    AREA: tl.constexpr,
     WIDTH: tl.constexpr,
     TOP: tl.constexpr,
     STEPS: tl.constexpr,
@@ -120,6 +143,7 @@ def decode_ranks(
     slot, each = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES), tl.load(which + tl.program_id(1))
     n, payload = slot + first, payloads + each * pitch
     here = n < last
+    group = tl.load(groups + n, mask=here, other=0)
     start = n * WIDTH
     rank = tl.zeros([LANES], tl.int64)
     for octet in tl.static_range((WIDTH + 14) // 8):
@@ -138,10 +162,8 @@ def decode_ranks(
         index = place - (K - 1 - back)
         if LOW > 0:
             index = (index << LOW) | _field(payload + low_at, number, LOW, here)
-        out = (each * room + slot) * width + (K - 1 - back)
-        tl.store(indices + out, index.to(tl.int16), mask=here)
         value = _value(payload, number, signs_at, sizes_at, BITS, here)
-        tl.store(values + out, value.to(values.dtype.element_ty), mask=here)
+        _count(votes, slot * AREA + index, value, shifts, group, each, contributions, most, SCALED, here)
 
 
 @triton.jit
@@ -151,14 +173,11 @@ def _limb(x):
     return digit.to(tl.int8), (x - digit) >> 8
 
 
-@triton.jit
+@program
 def update(
     weights,
     momentum,
-    indices,
-    values,
-    shifts,
-    room,
+    votes,
     high,
     low,
     steps,
@@ -166,74 +185,50 @@ def update(
     addresses,
     groups,
     squares,
-    contributions,
-    chunks,
     first,
-    most,
     keep,
     mu,
     sign_step,
-    SCALED: tl.constexpr,
     KEEPS: tl.constexpr,
     OUTER: tl.constexpr,
     MOMENTUM: tl.constexpr,
     C: tl.constexpr,
-    K: tl.constexpr,
-    WIDE: tl.constexpr,
     VOTE_LIMBS: tl.constexpr,
     HALF_LIMBS: tl.constexpr,
 ):
-    """Counts a chunk's votes, inverts the transform in products of small integers, and moves the weights.
+    """Inverts the transform of a chunk's votes in products of small integers, and moves the weights.
 
-    indices, values: [contributions, chunks, K]; a value of 0 is none. shifts: [groups, contributions]. room:
-    [chunks, C * C] int32. high, low: [C, C] limbs of the basis, transposed. OUTER: 0 only adds up squares, 1 sign, 2 by
-    steps. MOMENTUM: 0 none, 1 plain, 2 Nesterov's, 3 none in this round, but it is kept. VOTE_LIMBS 0: no transform
+    votes: [chunks from `first` on, C * C], which become 0 again. high, low: [C, C] limbs of the basis, transposed.
+    OUTER: 0 only adds up squares, 1 sign, 2 by steps. MOMENTUM: 0 none, 1 plain, 2 Nesterov's, 3 none in this round,
+    but it is kept. VOTE_LIMBS 0: no transform
     """
     slot = tl.program_id(0).to(tl.int64)
     n = slot + first
-    group = tl.load(groups + n)
-    lane = tl.arange(0, WIDE)
-    votes = room + slot * C * C
-    tl.store(votes + tl.arange(0, C * C), tl.zeros([C * C], tl.int32))
-    tl.debug_barrier()
-    each = 0
-    while each < contributions:
-        at = (each * chunks + slot) * K + lane
-        value = tl.load(values + at, mask=lane < K, other=0).to(tl.int32)
-        is_one = value != 0
-        where = votes + tl.load(indices + at, mask=is_one, other=0).to(tl.int32)
-        if SCALED:
-            shift = tl.load(shifts + group * contributions + each)
-            left, right = tl.minimum(tl.maximum(shift, 0), 15), tl.minimum(tl.maximum(-shift, 0), 15)
-            size = ((tl.abs(value) << left) + ((1 << right) >> 1)) >> right
-            value = tl.where(value < 0, -1, 1) * tl.minimum(size, most)
-        tl.store(where, tl.load(where, mask=is_one, other=0) + value, mask=is_one)
-        tl.debug_barrier()
-        each += 1
     a, b = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    v = tl.load(votes + a * C + b)
+    own = votes + slot * C * C + a * C + b
+    v = tl.load(own)
     wide = v.to(tl.int64)
     tl.store(squares + n, tl.sum(tl.reshape(wide * wide, [C * C])))
     if OUTER > 0:
         if VOTE_LIMBS > 0:
             bh, bl = tl.load(high + a * C + b), tl.load(low + a * C + b)  # [i, u]
-            half = tl.zeros([C, C], tl.int64)
+            half = tl.zeros([C, C], tl.int32 if HALF_LIMBS <= 4 else tl.int64)
             for limb in tl.static_range(VOTE_LIMBS):
                 digit, v = _limb(v)
-                product = tl.dot(bl, digit, out_dtype=tl.int32).to(tl.int64)
-                half += (product + (tl.dot(bh, digit, out_dtype=tl.int32).to(tl.int64) << 8)) << (8 * limb)
+                product = tl.dot(bl, digit, out_dtype=tl.int32) + (tl.dot(bh, digit, out_dtype=tl.int32) << 8)
+                half += product.to(half.dtype) << (8 * limb)
             th, tl_ = tl.trans(bh), tl.trans(bl)  # [v, j]
             whole = tl.zeros([C, C], tl.int64)
             for limb in tl.static_range(HALF_LIMBS):
                 digit, half = _limb(half)
-                product = tl.dot(digit, tl_, out_dtype=tl.int32).to(tl.int64)
-                whole += (product + (tl.dot(digit, th, out_dtype=tl.int32).to(tl.int64) << 8)) << (8 * limb)
+                product = tl.dot(digit, tl_, out_dtype=tl.int32) + (tl.dot(digit, th, out_dtype=tl.int32) << 8)
+                whole += product.to(tl.int64) << (8 * limb)
         else:
             whole = wide
         if OUTER == 1:
             u = ((whole > 0).to(tl.float32) - (whole < 0).to(tl.float32)) * sign_step + 0.0
         else:
-            u = (whole.to(tl.float64) * tl.load(steps + group)).to(tl.float32) + 0.0
+            u = (whole.to(tl.float64) * tl.load(steps + tl.load(groups + n))).to(tl.float32) + 0.0
         at, inside = _places(table, addresses, n, C)
         if MOMENTUM > 0:
             total = tl.load(momentum + at, mask=inside, other=0.0) + u
@@ -249,28 +244,36 @@ def update(
         if KEEPS:
             old = old * keep
         tl.store(weights + at, old - u, mask=inside)
+    tl.store(own, tl.zeros([C, C], tl.int32))
 
 
-# ---------------------------------------------------------------------------------------------------
-# Private arithmetic, which no other node checks
-
-
-@triton.jit
-def _high(x):
-    """Cuts a number to the bits that TF32 keeps."""
-    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+# -- Private arithmetic, which no other node checks -------------------------------------------------
 
 
 @triton.jit
-def _product(a, b):
-    """A product in three of TF32, as exact as in fp32; Triton's own spill most registers on smaller cards."""
-    high_a, high_b = _high(a), _high(b)
-    whole = tl.dot(a - high_a, high_b, input_precision="tf32")
-    whole = tl.dot(high_a, b - high_b, whole, input_precision="tf32")
-    return tl.dot(high_a, high_b, whole, input_precision="tf32")
+def _halves(x):
+    """Splits a number into two of bf16, whose sum is 2**-17 off."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
+def _transformed(x, basis, INVERSE: tl.constexpr, C: tl.constexpr):
+    """DCT of [C, C], or its inverse, in three products of bf16 each, which take half the memory of TF32's.
+
+    basis: [4, C, C] bf16, the halves of the basis and of its transpose
+    """
+    at = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+    left = basis + (2 * C * C if INVERSE else 0) + at
+    right = basis + (0 if INVERSE else 2 * C * C) + at
+    high_x, low_x = _halves(x)
+    high, low = tl.load(left), tl.load(left + C * C)
+    high_x, low_x = _halves(tl.dot(high, high_x, tl.dot(high, low_x, tl.dot(low, high_x))))
+    high, low = tl.load(right), tl.load(right + C * C)
+    return tl.dot(high_x, high, tl.dot(high_x, low, tl.dot(low_x, high)))
+
+
+@program
 def accumulate(tensor, residual, basis, table, addresses, keep, TRANSFORMED: tl.constexpr, C: tl.constexpr):
     """residual = keep * residual + DCT(tensor)."""
     n = tl.program_id(0).to(tl.int64)
@@ -279,12 +282,11 @@ def accumulate(tensor, residual, basis, table, addresses, keep, TRANSFORMED: tl.
     x = tl.load(tensor + at, mask=inside, other=0.0)
     own = residual + n * C * C + i * C + j
     if TRANSFORMED:
-        b = tl.load(basis + i * C + j)
-        x = _product(_product(b, x), tl.trans(b))
+        x = _transformed(x, basis, False, C)
     tl.store(own, (tl.load(own).to(tl.float32) * keep + x).to(residual.dtype.element_ty))
 
 
-@triton.jit
+@program
 def project(residual, which, basis, table, addresses, TRANSFORMED: tl.constexpr, C: tl.constexpr):
     """Takes what falls on padding out of the chunks that are named."""
     n = tl.load(which + tl.program_id(0))
@@ -293,28 +295,25 @@ def project(residual, which, basis, table, addresses, TRANSFORMED: tl.constexpr,
     own = residual + n * C * C + i * C + j
     x = tl.load(own).to(tl.float32)
     if TRANSFORMED:
-        b = tl.load(basis + i * C + j)
-        real = tl.where(inside, _product(_product(tl.trans(b), x), b), 0.0)
-        x = _product(_product(b, real), tl.trans(b))
+        x = _transformed(tl.where(inside, _transformed(x, basis, True, C), 0.0), basis, False, C)
     else:
         x = tl.where(inside, x, 0.0)
     tl.store(own, x.to(residual.dtype.element_ty))
 
 
-@triton.jit
+@program
 def subtract(tensor, coefficients, basis, table, addresses, share, first, TRANSFORMED: tl.constexpr, C: tl.constexpr):
     """tensor -= share * inverse DCT of coefficients [chunks from `first` on, C * C]."""
     slot = tl.program_id(0).to(tl.int64)
-    at, inside = _places(table, addresses, slot + first, C)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     x = tl.load(coefficients + slot * C * C + i * C + j).to(tl.float32)
     if TRANSFORMED:
-        b = tl.load(basis + i * C + j)
-        x = _product(_product(tl.trans(b), x), b)
+        x = _transformed(x, basis, True, C)
+    at, inside = _places(table, addresses, slot + first, C)
     tl.store(tensor + at, tl.load(tensor + at, mask=inside, other=0.0) - x * share, mask=inside)
 
 
-@triton.jit
+@program
 def subtract_sparse(
     tensor,
     indices,
@@ -339,16 +338,15 @@ def subtract_sparse(
     places = tl.load(indices + n * K + lane, mask=lane < K, other=0).to(tl.int32)
     tl.store(cells + places, tl.load(values + n * K + lane, mask=lane < K, other=0.0), mask=lane < K)
     tl.debug_barrier()
-    at, inside = _places(table, addresses, n, C)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     x = tl.load(cells + i * C + j)
     if TRANSFORMED:
-        b = tl.load(basis + i * C + j)
-        x = _product(_product(tl.trans(b), x), b)
+        x = _transformed(x, basis, True, C)
+    at, inside = _places(table, addresses, n, C)
     tl.store(tensor + at, tl.load(tensor + at, mask=inside, other=0.0) - x * share, mask=inside)
 
 
-@triton.jit
+@program
 def select(residual, indices, chosen, means, AREA: tl.constexpr, K: tl.constexpr):
     """A chunk's K largest magnitudes, by rising index (of equal ones the first), and their mean. chosen: [chunks, K]"""
     n, cell = tl.program_id(0).to(tl.int64), tl.arange(0, AREA)
@@ -377,7 +375,7 @@ def _multiples(x, exponent, top):
     return tl.minimum(tl.maximum(tl.floor(tl.abs(x) * down + 0.5), 1.0), top), up
 
 
-@triton.jit
+@program
 def errors(chosen, exponents, groups, found, chunks, group_count, top, K: tl.constexpr, WIDE: tl.constexpr):
     """A chunk's squared error for each candidate's exponents [candidates, groups]. found: [candidates, chunks]"""
     n, each, lane = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
@@ -387,7 +385,7 @@ def errors(chosen, exponents, groups, found, chunks, group_count, top, K: tl.con
     tl.store(found + each.to(tl.int64) * chunks + n, tl.sum(off * off))
 
 
-@triton.jit
+@program
 def withdraw(
     residual,
     indices,
@@ -420,7 +418,7 @@ def withdraw(
     tl.store(residual + n * AREA + place, left.to(residual.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@program
 def mark(indices, ones, LOW: tl.constexpr, P: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr):
     """Sets the ones of each chunk's bucket string, a byte each."""
     n, lane = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
@@ -428,7 +426,7 @@ def mark(indices, ones, LOW: tl.constexpr, P: tl.constexpr, K: tl.constexpr, WID
     tl.store(ones + n * P + place, tl.full([WIDE], 1, tl.uint8), mask=lane < K)
 
 
-@triton.jit
+@program
 def pack_fields(fields, section, octets, count, WIDTH: tl.constexpr, LANES: tl.constexpr):
     """Lays fields of WIDTH bits end to end: each lane makes a byte."""
     octet = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -441,7 +439,7 @@ def pack_fields(fields, section, octets, count, WIDTH: tl.constexpr, LANES: tl.c
     tl.store(section + octet, byte.to(tl.uint8), mask=octet < octets)
 
 
-@triton.jit
+@program
 def sum_groups(numbers, starts, sums, LANES: tl.constexpr):
     """The sums of each group's numbers, in one order; of each row of numbers [rows, starts[-1]]."""
     group, groups = tl.program_id(0), tl.num_programs(0)

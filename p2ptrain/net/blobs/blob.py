@@ -11,7 +11,6 @@ microseconds.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +20,9 @@ from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, is_piece, leaf_digests, piece_bytes, piece_count
 from p2ptrain.errors import DataError
+from p2ptrain.system import fsync
 
-Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer", "base"]
+Kind: TypeAlias = Literal["payload", "state", "data", "manifest", "tokenizer", "base", "origin"]
 TREES = ("payload", "state", "base")
 Check: TypeAlias = Callable[[bytes], bool]
 T = TypeVar("T")
@@ -56,16 +56,13 @@ class Blob(Protocol):
     @property
     def leaves(self) -> bytes:
         """The concatenated digests of the pieces; empty if the blob is checked as a whole."""
-        ...
 
     @property
     def held(self) -> int:
         """The set of pieces that this node has."""
-        ...
 
     def read(self, index: int) -> bytes:
         """Returns a piece that is held. DataError if it cannot be read."""
-        ...
 
 
 class Sink(Blob, Protocol):
@@ -74,23 +71,18 @@ class Sink(Blob, Protocol):
     @property
     def is_quick(self) -> bool:
         """True if it is in memory; otherwise it is read and written in a thread."""
-        ...
 
     def begin(self, size: int, leaves: bytes) -> None:
         """Makes room. Pieces left from an earlier fetch of the same size stay `held`; the fetcher rechecks them."""
-        ...
 
     def write(self, index: int, piece: bytes) -> None:
         """Stores a piece. DataError if there is no room for it."""
-        ...
 
     def drop(self, index: int) -> None:
         """Forgets a damaged piece."""
-        ...
 
     def finish(self) -> None:
         """Moves the complete blob to its final place."""
-        ...
 
 
 def all_pieces(size: int) -> int:
@@ -140,7 +132,6 @@ class MemorySink:
         return self._pieces[index]
 
     def data(self) -> bytes:
-        """Returns the complete blob."""
         return b"".join(self._pieces[index] for index in range(piece_count(self.size)))
 
 
@@ -155,20 +146,10 @@ class FileSink:
         self._part = path.with_name(path.name + ".part")
         self._list = path.with_name(path.name + ".held")
         self.size, self.leaves, self.held = 0, b"", 0
-        self.dropped: list[int] = []  # pieces that were wrong
         self._lock = threading.Lock()  # several sources deliver at once
 
-    def seed(self, data: bytes) -> None:
-        """Starts from data that may be mostly the same, unless an earlier fetch has left a partial file."""
-        if self._part.exists():
-            return
-        with _writing(self._part):
-            self._part.write_bytes(data)
-            self.size, self.held = len(data), all_pieces(len(data))
-            self._write_list()
-
     def begin(self, size: int, leaves: bytes) -> None:
-        self.size, self.leaves, self.held, self.dropped = size, leaves, 0, []
+        self.size, self.leaves, self.held = size, leaves, 0
         with _writing(self._part):
             if self._part.exists() and self._part.stat().st_size == size and self._list.exists():
                 listed = self._list.read_bytes()[: PIECES_MAX // 8]
@@ -184,25 +165,21 @@ class FileSink:
                 file.seek(index * PIECE_BYTES)
                 file.write(piece)
             self.held |= 1 << index
-            self._write_list()
+            self._list.write_bytes(self.held.to_bytes(-(-piece_count(self.size) // 8), "little"))
 
     def drop(self, index: int) -> None:
         self.held &= ~(1 << index)
-        self.dropped.append(index)
 
     def finish(self) -> None:
         assert self.held == all_pieces(self.size)
         with _writing(self.path):
             with self._part.open("r+b") as file:
-                os.fsync(file.fileno())
+                fsync(file.fileno())
             self._part.replace(self.path)
             self._list.unlink(missing_ok=True)
 
     def read(self, index: int) -> bytes:
         return _read(self._part if self._part.exists() else self.path, index, self.size)
-
-    def _write_list(self) -> None:
-        self._list.write_bytes(self.held.to_bytes(-(-piece_count(self.size) // 8), "little"))
 
 
 class WholeFile:

@@ -10,24 +10,23 @@ withholds pieces is only dropped.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from random import Random, SystemRandom
+from random import Random
 
 from p2ptrain.digest import PIECE_BYTES, leaf_digest, merkle_root, piece_bytes, piece_count
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Check, Kind, MemorySink, Sink, all_pieces, aside
 from p2ptrain.net.blobs.server import BlobRequest, FetchError, Given, Piece
-from p2ptrain.net.blobs.swarm_fetch import PIPELINE, Failed, MissingError, SourceError, Sources, SwarmFetch
+from p2ptrain.net.blobs.swarm_fetch import PIPELINE, Failed, SourceError, Sources, SwarmFetch
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import Transport, TransportError
 
 LEFT_SECONDS = 600.0  # how long the pieces of an interrupted fetch are kept; the next attempt comes sooner
 
 
-class Fetcher:
-    """Fetches the blobs of one run from its peers."""
+class Fetcher(Sources):
+    """Fetches blobs from the peers of a run."""
 
     def __init__(
         self,
@@ -38,22 +37,13 @@ class Fetcher:
         blame: Callable[[bytes, str], None],
         rng: Random | None = None,
     ) -> None:
-        rng = rng or SystemRandom()  # peers must not predict our next request
-        self._sources = Sources(transport, run_id, download=download, blame=blame, rng=rng)
+        super().__init__(transport, run_id, download=download, blame=blame, rng=rng)
         self._open: dict[BlobName, Sink] = {}
         self._left: dict[Kind, tuple[BlobName, MemorySink, float]] = {}  # interrupted fetches, and when to drop them
 
     def in_progress(self, name: BlobName) -> Blob | None:
         """Returns a tree that is being fetched, so that its pieces can be served."""
         return self._open.get(name)
-
-    def counters(self) -> dict[str, int]:
-        return dict(self._sources.counts)
-
-    @property
-    def traffic(self) -> Counter[str]:
-        """Bytes by direction and kind, such as "received payload"."""
-        return self._sources.traffic
 
     async def fetch(
         self, name: BlobName, size: int, sources: Sequence[bytes], *, check: Check | None = None, failed: Failed
@@ -86,12 +76,12 @@ class Fetcher:
         """
         assert name.is_tree == (check is None), "a tree proves itself, and nothing else does"
         assert size <= PIECES_MAX * PIECE_BYTES, "larger than the protocol allows"
-        wanted = [source for source in dict.fromkeys(sources) if source != self._sources.transport.me]
+        wanted = [source for source in dict.fromkeys(sources) if source != self.transport.me]
         try:
-            with self._sources.transport.boundary.guard("a fetch"):
+            with self.transport.boundary.guard("a fetch"):
                 if name.is_tree and not (name.kind == "payload" and size <= PIECE_BYTES):
                     begun = partial(self._open.__setitem__, name, sink)
-                    await SwarmFetch(self._sources, name, size, wanted, sink, failed=failed, begun=begun).run()
+                    await SwarmFetch(self, name, size, wanted, sink, failed=failed, begun=begun).run()
                 else:
                     await self._fetch_whole(name, size, wanted, sink, check, failed)
         except TransportError as error:
@@ -108,32 +98,29 @@ class Fetcher:
             return self._left.pop(name.kind)[1]
         return MemorySink()
 
-    # ---------------------------------------------------------------------------------------------------
-    # One source after another
+    # -- One source after another -----------------------------------------------------------------------
 
     async def _fetch_whole(
         self, name: BlobName, size: int, sources: Sequence[bytes], sink: Sink, check: Check | None, failed: Failed
     ) -> None:
         failures: dict[bytes, str] = {}
-        is_missing = True
         for peer in sources:
             try:
-                with self._sources.transport.boundary.guard("a source", peer):
+                with self.transport.boundary.guard("a source", peer):
                     data, leaves = await self._whole(peer, name, size, check)
             except (RemoteProtocolError, TransportError, TimeoutError, SourceError) as error:
                 failures[peer] = str(error) or "no answer in time"
-                is_missing = is_missing and isinstance(error, MissingError)
                 if isinstance(error, RemoteProtocolError):
-                    self._sources.blame(peer, error.why)
+                    self.blame(peer, error.why)
                 failed(peer, failures[peer])
                 continue
             await aside(sink, self._keep, sink, data, leaves)
             return
-        raise FetchError(name, failures, is_missing=is_missing)
+        raise FetchError(name, failures)
 
     async def _whole(self, peer: bytes, name: BlobName, size: int, check: Check | None) -> tuple[bytes, bytes]:
         """Fetches a blob from one source; returns its checked bytes and, for a tree, the digest of its only piece."""
-        async with self._sources.opened(peer, name) as source:
+        async with self.opened(peer, name) as source:
             await source.ask(BlobRequest(name.kind, name.name, leaves=False))
             await source.reply()
             if source.size > size or (name.kind == "payload" and source.size != size):
@@ -143,7 +130,7 @@ class Fetcher:
             data, pieces, next_index = bytearray(), piece_count(source.size), 0
             for _ in range(pieces):
                 while next_index < pieces and len(source.asked) < PIPELINE:
-                    if not await self._sources.may_ask(source, piece_bytes(source.size, next_index)):
+                    if not await self.may_ask(source, piece_bytes(source.size, next_index)):
                         break
                     await source.ask(Piece(next_index, insist=True))
                     next_index += 1
@@ -153,10 +140,10 @@ class Fetcher:
                 if len(reply.data) != piece_bytes(source.size, reply.index):
                     raise RemoteProtocolError(f"piece {reply.index} of {len(reply.data)} bytes")
                 data += reply.data
-                self._sources.counts["bytes"] += len(reply.data)
+                self.counters["bytes"] += len(reply.data)
         whole = bytes(data)
         leaves = b"" if check else leaf_digest(0, whole)
-        is_right = check(whole) if check else merkle_root([leaves], len(whole)) == name.name
+        is_right = await asyncio.to_thread(check, whole) if check else merkle_root([leaves], len(whole)) == name.name
         if not is_right:
             raise RemoteProtocolError(f"{name} with other contents")
         return whole, leaves

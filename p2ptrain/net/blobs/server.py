@@ -10,7 +10,8 @@ whom it recently gave some. A client that requests a piece given out twice alrea
 
 The counts are over all clients. Pieces go out in turns (turns.py): a round waits for payloads, so these go before
 states and training data, and admitted peers go before strangers, who share one small number of requests a second.
-Whatever has to be read, hashed or encoded for a reply is done once for all who ask (shared.py).
+Whatever has to be read, hashed or encoded for a reply is done once for all who ask, in threads, and kept for a while
+(`Shared`): a piece is in memory once, however many peers are being sent it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Self, TypeAlias
 
 import msgspec
@@ -30,11 +33,12 @@ from p2ptrain.core.wire import decode_strictly, encode
 from p2ptrain.digest import DIGEST_BYTES, PIECE_BYTES, piece_bytes, piece_count
 from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Kind, all_pieces
-from p2ptrain.net.blobs.shared import Shared
 from p2ptrain.net.blobs.turns import BusyError, Turns
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, Transport, TransportError
 
+KEPT_BYTES = 2**25  # 32 MiB: the pieces of a round's payloads that several peers are fetching now
+THREADS = 2  # of our own: a slow disk holds up nobody who uses asyncio's
 HOLDERS_MAX = 16  # peers named in a reply
 WHY_MAX = 200
 REQUEST_BYTES_MAX = 128
@@ -52,21 +56,60 @@ WORD_BYTES_MAX = 4_096  # replies up to this size do not queue behind pieces for
 WORD_SHARE = 8  # short replies may use another 1/8 of the upload limit
 WORD_SECONDS = 0.01  # between short replies on a stream, so that nobody can flood us
 
+Part: TypeAlias = tuple[BlobName, int | None]  # the frame with a piece; None: the digests of all pieces
 Find: TypeAlias = Callable[[BlobName, bytes], Blob | None]  # a blob that a peer may have, complete or not
 log = logging.getLogger("p2ptrain.net")
 
 
-class FetchError(P2ptrainError):
-    """No source delivered a blob; says how each of them failed, and whether all said that they do not have it."""
+class Shared:
+    """Parts of blobs, made in threads. They never change, because a blob's name is its digest."""
 
-    def __init__(self, name: BlobName, failures: dict[bytes, str], *, is_missing: bool = False) -> None:
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, "blobs")
+        self._making: dict[Part, asyncio.Future[bytes]] = {}
+        self._kept: OrderedDict[Part, bytes] = OrderedDict()  # the least recently used first
+        self._bytes = 0
+        self._is_closed = False
+
+    async def get(self, part: Part, make: Callable[[], bytes]) -> bytes:
+        """Returns a part, made by `make` if it is not here. Raises what `make` raises."""
+        if (kept := self._kept.get(part)) is not None:
+            self._kept.move_to_end(part)
+            return kept
+        making = self._making.get(part)
+        if making is None:
+            if self._is_closed:
+                raise DataError("the node is stopping")
+            making = self._making[part] = asyncio.get_running_loop().run_in_executor(self._threads, make)
+            making.add_done_callback(partial(self._made, part))
+        return await asyncio.shield(making)  # one who gives up does not end it for the others
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _made(self, part: Part, making: asyncio.Future[bytes]) -> None:
+        del self._making[part]
+        if making.cancelled() or making.exception() is not None:
+            return
+        made = making.result()
+        self._kept[part] = made
+        self._bytes += len(made)
+        while self._bytes > KEPT_BYTES:
+            _, dropped = self._kept.popitem(last=False)
+            self._bytes -= len(dropped)
+
+
+class FetchError(P2ptrainError):
+    """No source delivered a blob; says how each of them failed."""
+
+    def __init__(self, name: BlobName, failures: dict[bytes, str]) -> None:
         reasons = "; ".join(f"{peer.hex()[:16]}: {why}" for peer, why in failures.items())
         super().__init__(f"{name} is not available: {reasons or 'nobody to ask'}")
-        self.name, self.failures, self.is_missing = name, failures, is_missing
+        self.name, self.failures = name, failures
 
 
-# ---------------------------------------------------------------------------------------------------
-# Messages
+# -- Messages ---------------------------------------------------------------------------------------
 
 
 class BlobRequest(Struct, frozen=True, array_like=True, tag="want"):
@@ -122,8 +165,7 @@ def blob_protocol(run_id: bytes) -> str:
     return f"/p2ptrain/2/{run_id.hex()}/bulk"
 
 
-# ---------------------------------------------------------------------------------------------------
-# Serving
+# -- Serving ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -160,7 +202,7 @@ class Server:
         self._kinds: dict[Stream, Kind] = {}  # the kind that was last requested on each stream
         self.traffic: Counter[str] = Counter()  # bytes by direction and kind, such as "sent payload"
         self._tallies: OrderedDict[BlobName, Handouts] = OrderedDict()
-        self._counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
         self._is_open = False
 
     async def __aenter__(self) -> Self:
@@ -174,15 +216,12 @@ class Server:
             stream.abort()
         self._shared.close()
 
-    def counters(self) -> dict[str, int]:
-        return dict(self._counters)
-
     async def _serve(self, stream: Stream) -> None:
         if not self._is_open:
             stream.abort()
             return
         if sum(each.peer == stream.peer for each in self.streams) >= STREAMS_PER_PEER_MAX:
-            self._counters["refused"] += 1
+            self.counters["refused"] += 1
             await stream.send(encode(Nothing("busy")))
             return
         self.streams.add(stream)
@@ -263,7 +302,7 @@ class Server:
         count = tally.counts[index]
         is_shared = name.is_tree and piece_count(blob.size) > 1  # a blob checked as a whole comes from one source
         if not blob.held >> index & 1 or (is_shared and count >= GIVEN_MAX and not request.insist):
-            self._counters["put_off"] += 1
+            self.counters["put_off"] += 1
             await self._say(stream, Later(index))
             return
         takers = tally.takers.setdefault(index, [])
@@ -280,7 +319,7 @@ class Server:
                 await self._send(stream, frame)
             is_given = True
         except BusyError:
-            self._counters["busy"] += 1
+            self.counters["busy"] += 1
             await self._say(stream, Nothing("busy") if request.insist else Later(index))
             return
         except DataError as error:
@@ -292,7 +331,7 @@ class Server:
                 tally.counts[index] = max(0, tally.counts[index] - 1)
                 if stream.peer in takers:
                     takers.remove(stream.peer)
-        self._counters["pieces"] += 1
+        self.counters["pieces"] += 1
         if stream.peer in tally.peers:
             tally.peers.remove(stream.peer)
         tally.peers.append(stream.peer)
@@ -314,5 +353,5 @@ class Server:
         assert len(data) <= FRAME_BYTES_MAX, "a blob has no more pieces than fit"
         async with asyncio.timeout(SEND_SECONDS):
             await stream.send(data)
-        self._counters["bytes"] += len(data)
+        self.counters["bytes"] += len(data)
         self.traffic[f"sent {self._kinds.get(stream, 'payload')}"] += len(data)

@@ -15,27 +15,15 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from random import Random
+from random import Random, SystemRandom
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 from p2ptrain.core.wire import encode
 from p2ptrain.digest import PIECE_BYTES, is_piece, piece_bytes, piece_count, proves
 from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
+from p2ptrain.net.blobs import server
 from p2ptrain.net.blobs.blob import BlobName, Sink, all_pieces, aside
-from p2ptrain.net.blobs.server import (
-    STREAMS_PER_PEER_MAX,
-    BlobRequest,
-    FetchError,
-    Given,
-    Have,
-    Later,
-    Nothing,
-    Piece,
-    Reply,
-    Request,
-    blob_protocol,
-    decode_reply,
-)
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
 
@@ -58,16 +46,11 @@ POLLS_MAX = 5  # in vain, over 1.5 s, before another waiting source gets the slo
 Failed: TypeAlias = Callable[[bytes, str], None]
 
 
-# ---------------------------------------------------------------------------------------------------
-# One source
+# -- One source -------------------------------------------------------------------------------------
 
 
 class SourceError(P2ptrainError):
     """A source that did not deliver, without having broken a rule."""
-
-
-class MissingError(SourceError):
-    """A source that does not have the blob, or is busy."""
 
 
 _ZERO = bytes(b"01"[value == 0] for value in range(256))
@@ -75,7 +58,6 @@ _ONE = bytes(b"01"[value == 1] for value in range(256))
 
 
 def pick(pieces: int, rng: Random) -> int:
-    """Picks one of these pieces at random."""
     assert pieces
     start = rng.randrange(pieces.bit_length())
     later = pieces >> start
@@ -98,33 +80,33 @@ class Source:
         self.put_off = 0  # pieces that it refused for now
         self.insisted = 0  # pieces that we insisted on
 
-    async def ask(self, request: Request) -> None:
-        self.asked.append(request.index if isinstance(request, Piece) else None)
+    async def ask(self, request: server.Request) -> None:
+        self.asked.append(request.index if isinstance(request, server.Piece) else None)
         data = encode(request)
         async with asyncio.timeout(PIECE_SECONDS):
             await self.stream.send(data)
         self._traffic[f"sent {self.name.kind}"] += len(data)
 
-    async def reply(self) -> Reply:
+    async def reply(self) -> server.Reply:
         """Reads the answer to the oldest request. RemoteProtocolError if it is not one."""
         async with asyncio.timeout(PIECE_SECONDS):
             data = await self.stream.receive(FRAME_BYTES_MAX)
         self._traffic[f"received {self.name.kind}"] += len(data)
-        reply = decode_reply(data)
+        reply = server.decode_reply(data)
         index = self.asked.popleft()
         self.at = asyncio.get_running_loop().time()
         match reply:
-            case Have() if index is None:
+            case server.Have() if index is None:
                 self._note(reply)
-            case Given() | Later() if reply.index == index:
+            case server.Given() | server.Later() if reply.index == index:
                 pass
-            case Nothing(why):
-                raise (MissingError if self.size < 0 else SourceError)(f"has nothing: {why}")
+            case server.Nothing(why):
+                raise SourceError(f"has nothing: {why}")
             case _:
                 raise RemoteProtocolError("an answer to another request")
         return reply
 
-    def _note(self, have: Have) -> None:
+    def _note(self, have: server.Have) -> None:
         pieces = piece_count(have.size)
         held = int.from_bytes(have.held, "little")
         if len(have.given) != pieces or len(have.held) != -(-pieces // 8) or held >> pieces:
@@ -138,14 +120,6 @@ class Source:
         self.rarity = (never, once, all_pieces(have.size) & ~(never | once))
 
 
-class StreamSlots:
-    """The slots for our streams to one peer."""
-
-    def __init__(self) -> None:
-        self.free = asyncio.Semaphore(STREAMS_PER_PEER_MAX)
-        self.users = 0  # tasks that have a slot or wait for one
-
-
 class Sources:
     """The streams to the peers from which a run's blobs are fetched, and their limits."""
 
@@ -156,31 +130,26 @@ class Sources:
         *,
         download: TokenBucket,
         blame: Callable[[bytes, str], None],
-        rng: Random,
+        rng: Random | None = None,
     ) -> None:
-        self.protocol = blob_protocol(run_id)
-        self.transport, self.download, self.blame, self.rng = transport, download, blame, rng
-        self.counts: Counter[str] = Counter()
-        self.traffic: Counter[str] = Counter()  # bytes by direction and kind
-        self._places: dict[bytes, StreamSlots] = {}
+        self.protocol = server.blob_protocol(run_id)
+        self.transport, self.download, self.blame = transport, download, blame
+        self.rng = rng or SystemRandom()  # peers must not predict our next request
+        self.counters: Counter[str] = Counter()
+        self.traffic: Counter[str] = Counter()  # bytes by direction and kind, such as "received payload"
+        self._places: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # of peers that are asked
 
     @asynccontextmanager
     async def opened(self, peer: bytes, name: BlobName) -> AsyncIterator[Source]:
         """Opens a stream to a source, when one of its slots is free, and closes it at the end."""
-        places = self._places.setdefault(peer, StreamSlots())
-        places.users += 1
-        try:
-            async with places.free:
-                async with asyncio.timeout(OPEN_SECONDS):
-                    stream = await self.transport.open(peer, self.protocol)
-                try:
-                    yield Source(stream, name, self.traffic)
-                finally:
-                    stream.abort()
-        finally:
-            places.users -= 1
-            if not places.users:
-                del self._places[peer]
+        places = self._places.setdefault(peer, asyncio.Semaphore(server.STREAMS_PER_PEER_MAX))
+        async with places:
+            async with asyncio.timeout(OPEN_SECONDS):
+                stream = await self.transport.open(peer, self.protocol)
+            try:
+                yield Source(stream, name, self.traffic)
+            finally:
+                stream.abort()
 
     async def may_ask(self, source: Source, size: int) -> bool:
         """Returns whether the download limit allows a request of this size; waits for it if none is in flight."""
@@ -192,8 +161,7 @@ class Sources:
         return True
 
 
-# ---------------------------------------------------------------------------------------------------
-# Several at once
+# -- Several at once --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -213,8 +181,6 @@ class Lease:
 
 
 class SwarmFetch:
-    """A fetch of one tree from several sources at once."""
-
     def __init__(
         self,
         sources: Sources,
@@ -238,7 +204,6 @@ class SwarmFetch:
         self.working: dict[bytes, Lease] = {}
         self.leases_had: Counter[bytes] = Counter()  # how many each source has had
         self.failures: dict[bytes, str] = {}
-        self.is_missing = True  # none of these had any of it
         self.broken: DataError | None = None  # an error of the sink: our disk, not the sources' fault
         self.changed, self.beginning = asyncio.Event(), asyncio.Lock()
         self.moved_at = asyncio.get_running_loop().time()
@@ -260,7 +225,7 @@ class SwarmFetch:
         if self.broken is not None:
             raise self.broken
         if not self._is_complete():
-            raise FetchError(self.name, self.failures, is_missing=self.is_missing)
+            raise server.FetchError(self.name, self.failures)
         await aside(self.sink, self.sink.finish)
 
     def _is_complete(self) -> bool:
@@ -269,8 +234,7 @@ class SwarmFetch:
     def _is_over(self) -> bool:
         return self._is_complete() or self.broken is not None or not (self.waiting or self.working)
 
-    # ---------------------------------------------------------------------------------------------------
-    # Slots
+    # -- Slots ------------------------------------------------------------------------------------------
 
     def _next(self) -> bytes | None:
         """Takes the next waiting source that may have a slot."""
@@ -302,8 +266,7 @@ class SwarmFetch:
         ends = [lease.ends for peer, lease in self.working.items() if not lease.is_over and self._is_place_wanted(peer)]
         return min(ends, default=None)
 
-    # ---------------------------------------------------------------------------------------------------
-    # One source
+    # -- One source -------------------------------------------------------------------------------------
 
     async def _work(self, peer: bytes) -> None:
         lease, why = self.working[peer], ""
@@ -313,14 +276,14 @@ class SwarmFetch:
                     lease.source = source
                     try:
                         await self._pull(source, lease)
-                    finally:
-                        self._land(source)
+                    finally:  # the pieces that it still owed are free for other sources
+                        for index in [index for index, expected in self.flying.items() if source in expected]:
+                            self._arrive(source, index)
         except RemoteProtocolError as error:
-            why, self.is_missing = error.why, False
+            why = error.why
             self.sources.blame(peer, why)
         except (TransportError, TimeoutError, SourceError) as error:
             why = str(error) or "no answer in time"
-            self.is_missing = self.is_missing and isinstance(error, MissingError)
         except DataError as error:
             self.broken = error
         finally:
@@ -343,7 +306,7 @@ class SwarmFetch:
                 reply = await source.reply()
                 await self._take(source, reply)
                 since, polls = since + 1, 0
-                if isinstance(reply, Have):
+                if isinstance(reply, server.Have):
                     since, refresh = 0, min(2 * refresh, REFRESH_PIECES)
                 continue
             polls += 1
@@ -359,13 +322,13 @@ class SwarmFetch:
             await self._look(source, leaves=False)
 
     async def _look(self, source: Source, *, leaves: bool) -> None:
-        await source.ask(BlobRequest(self.name.kind, self.name.name, leaves))
+        await source.ask(server.BlobRequest(self.name.kind, self.name.name, leaves))
         await self._take(source, await source.reply())
 
     async def _ask(self, source: Source, refresh: bool) -> None:
         """Fills the pipeline of a source."""
         if refresh and None not in source.asked:
-            await source.ask(BlobRequest(self.name.kind, self.name.name, leaves=False))
+            await source.ask(server.BlobRequest(self.name.kind, self.name.name, leaves=False))
         while len(source.asked) < PIPELINE and (choice := self._choose(source)) is not None:
             index, insist = choice
             if not await self.sources.may_ask(source, piece_bytes(self.size, index)):
@@ -377,17 +340,17 @@ class SwarmFetch:
             if insist:
                 self.insists -= 1
                 source.insisted |= 1 << index
-                self.sources.counts["insisted"] += 1
-            await source.ask(Piece(index, insist))
+                self.sources.counters["insisted"] += 1
+            await source.ask(server.Piece(index, insist))
 
-    async def _take(self, source: Source, reply: Reply) -> None:
+    async def _take(self, source: Source, reply: server.Reply) -> None:
         match reply:
-            case Have():
+            case server.Have():
                 await self._learn(source)
-            case Given(index, data):
+            case server.Given(index, data):
                 if not is_piece(self.leaves, self.size, index, data):
                     raise RemoteProtocolError(f"a wrong piece {index} of {self.name}")
-                self.sources.counts["bytes"] += len(data)
+                self.sources.counters["bytes"] += len(data)
                 if self.missing >> index & 1:
                     await aside(self.sink, self.sink.write, index, data)
                     self.missing &= ~(1 << index)
@@ -398,9 +361,9 @@ class SwarmFetch:
                     if not self.missing:
                         self.changed.set()
                 else:
-                    self.sources.counts["duplicates"] += 1
+                    self.sources.counters["duplicates"] += 1
                 self._arrive(source, index)
-            case Later(index):
+            case server.Later(index):
                 self._arrive(source, index)
                 if source.insisted >> index & 1:
                     raise SourceError("withholds pieces that it has")
@@ -436,7 +399,7 @@ class SwarmFetch:
                 piece = await aside(self.sink, self.sink.read, index)
                 if not is_piece(leaves, size, index, piece):
                     self.sink.drop(index)
-                    self.sources.counts["damaged"] += 1
+                    self.sources.counters["damaged"] += 1
                 await asyncio.sleep(0)
         self.size, self.leaves = size, leaves
         self.missing = all_pieces(size) & ~self.sink.held
@@ -445,8 +408,7 @@ class SwarmFetch:
         if not self.missing:
             self.changed.set()
 
-    # ---------------------------------------------------------------------------------------------------
-    # Choosing pieces
+    # -- Choosing pieces --------------------------------------------------------------------------------
 
     def _choose(self, source: Source) -> tuple[int, bool] | None:
         """Chooses a piece to request from a source, first those it gave to nobody, and whether to insist."""
@@ -489,8 +451,3 @@ class SwarmFetch:
         expected.remove(source)
         if not expected:
             del self.flying[index], self.flying_since[index]
-
-    def _land(self, source: Source) -> None:
-        """Frees the pieces that a source still owed for other sources."""
-        for index in [index for index, expected in self.flying.items() if source in expected]:
-            self._arrive(source, index)

@@ -136,7 +136,9 @@ class Turns:
         if not is_due or not may_owe:
             wait = max(wait, self._upload.seconds_until(turn.size))
         if wait > 0:
-            self._look_in(wait)
+            if self._timer is not None:  # one timer, because this is called for everyone who comes or goes
+                self._timer.cancel()
+            self._timer = loop.call_later(wait, self._advance)
             return urgent[0] if urgent else None
         was_taken = self._background.take_now(turn.size)
         assert was_taken, "its wait was zero just now"
@@ -152,9 +154,3 @@ class Turns:
         """Whether a turn has waited so long that it goes before urgent ones."""
         now = asyncio.get_running_loop().time()
         return now >= turn.overdue_at and (turn.is_admitted or now >= self._strangers_at)
-
-    def _look_in(self, seconds: float) -> None:
-        """Looks again after a while; one timer, because this is called for everyone who comes or goes."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._advance)

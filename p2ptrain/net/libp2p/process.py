@@ -1,4 +1,4 @@
-"""Starts and stops the p2pd process and keeps its last output. p2pd never outlives us.
+"""Starts and stops the p2pd process, keeps its last output, and keeps it running. p2pd never outlives us.
 
 p2pd ends with its last persistent control connection. If we die, however early, the kernel kills it: its standard input
 is a socket of ours, and it gets SIGKILL as soon as our end closes. The child has to request that signal itself, and
@@ -9,6 +9,8 @@ higher descriptor than any subscription.
 
 Ports are taken before p2pd gets them. p2pd sets SO_REUSEPORT, so a second p2pd of the same user would bind a port that
 is taken, without an error, and each would receive half of the connections.
+
+It is restarted whenever it ends, however long that takes, and killed if it hangs or if a new one would work better.
 """
 
 from __future__ import annotations
@@ -23,18 +25,22 @@ import re
 import resource
 import signal
 import socket
-import sys
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-from p2ptrain.address import parse
+from p2ptrain.address import AddressError, parse
 from p2ptrain.config import NetworkConfig
-from p2ptrain.errors import ConfigError, PortTakenError
-from p2ptrain.net.libp2p.unary import CONTROL_BYTES_MAX
-from p2ptrain.net.transport import TransportError
+from p2ptrain.errors import ConfigError, DataError, P2ptrainError, PortTakenError
+from p2ptrain.files import read, write_atomically
+from p2ptrain.net.boundary import Boundary
+from p2ptrain.net.libp2p.control import CONTROL_BYTES_MAX
+from p2ptrain.net.tasks import pauses
+from p2ptrain.net.transport import TransportError, in_time
+from p2ptrain.system import HOLDS_PORTS, Tie, tied_to_us
 
 logger = logging.getLogger("p2ptrain.net")
 
@@ -47,15 +53,14 @@ TELLING = re.compile(r"panic: |fatal error: |flag |.*\b(FATAL|failed)\b")  # wor
 USUAL = ("Control socket:", "Peer ID:", "Peer Addrs:", "/ip4/", "/ip6/", "/dns", "/p2p/")
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 256  # above the high mark p2pd prunes down to the low one
 CONNECTIONS_GRACE_SECONDS = 20  # a new connection is not pruned this long
-REQUEST = (  # SIGKILL, when the other end of the standard input closes
-    "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid()); fcntl.fcntl(0, fcntl.F_SETSIG, 9);"
-    "fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)"
-)
+WAIT_SECONDS = 10.0  # for p2pd to come back before a request fails
+STEADY_SECONDS = 60.0  # a p2pd that ran this long is restarted without growing pauses
+LAUNCH_SECONDS = 60.0  # it takes half a second; requests to p2pd have their own limits, but the DHT's start has none
+LOOK_SECONDS = 10.0  # between checks of a p2pd
+LOOKS_MAX = 3  # failed checks in a row, of 16 s each: even a busy machine answers within a minute
 
 
 class Process:
-    """A running p2pd."""
-
     def __init__(self, child: asyncio.subprocess.Process, lifeline: socket.socket) -> None:
         self._child, self.lifeline = child, lifeline
         self._lines: deque[str] = deque(maxlen=LINES_MAX)
@@ -68,7 +73,7 @@ class Process:
     async def start(cls, arguments: list[str]) -> Self:
         """Starts p2pd; returns when it accepts connections. If it fails, TransportError quotes its output."""
         binary = find_binary()
-        command = tied_to_us(REQUEST, [str(binary), *arguments])
+        command = tied_to_us(Tie.KILL_WITHOUT_INPUT, [str(binary), *arguments])
         lifeline, its_end = _lifeline()
         async with AsyncExitStack() as stack:
             stack.callback(lifeline.close)
@@ -147,16 +152,6 @@ class Process:
             self._child.send_signal(number)
 
 
-def tied_to_us(request: str, command: Sequence[str]) -> list[str]:
-    """Returns the command of a small interpreter that asks for a signal when we end, and then becomes `command`."""
-    code = (
-        f"import os, sys; {request};"
-        "os.getppid() == int(sys.argv[1]) or sys.exit(1);"  # we have gone already: the signal would never come
-        "os.execv(sys.argv[2], sys.argv[2:])"
-    )
-    return [sys.executable, "-I", "-S", "-c", code, str(os.getpid()), *command]
-
-
 def _lifeline() -> tuple[socket.socket, socket.socket]:
     """Makes our end and p2pd's end of the socket that tells the kernel that we are alive."""
     high = min(LIFELINE_DESCRIPTOR_MIN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -170,7 +165,8 @@ def find_binary() -> Path:
     found = importlib.util.find_spec("hivemind")
     binary = Path(found.origin or "").parent / "hivemind_cli" / "p2pd" if found else Path("p2pd")
     if not binary.is_file():
-        raise TransportError("p2pd is missing: install hivemind's wheel for Linux on x86-64, which contains it")
+        systems = "Linux on x86-64 or Arm, or macOS on Arm"
+        raise TransportError(f"p2pd is missing: install hivemind's wheel for {systems}, which contains it")
     return binary
 
 
@@ -212,31 +208,58 @@ class Ports:
     """The addresses that p2pd listens on; their TCP ports are held, so that no other program can take one meanwhile.
 
     p2pd may share a held port, because both allow it (SO_REUSEPORT) and belong to one user; another node's test binds
-    without it, and fails. A UDP port is not held: our socket would get half of its packets.
+    without it, and fails. A UDP port is not held: our socket would get half of its packets. On macOS no port is held.
     """
 
-    def __init__(self, listen: tuple[str, ...], *, gives_way: bool = False) -> None:
-        """Replaces port 0 by a free port, to be kept over restarts; also a port in use, if it `gives_way`: there may be
-        several nodes on a machine. ConfigError if we cannot listen on an address."""
+    def __init__(self, listen: tuple[str, ...], *, gives_way: bool = False, file: Path | None = None) -> None:
+        """Replaces port 0 by the port that it had last, by the file, or a free one; also a port in use, if it
+        `gives_way`: there may be several nodes on a machine. ConfigError if we cannot listen on an address."""
         self._held: list[socket.socket] = []
+        last = _noted(file)
         try:
-            self.listen = tuple(self._take(address, gives_way) for address in listen)
+            self.listen = tuple(self._choose(address, last, gives_way) for address in listen)
         except ConfigError:
             self.close()
             raise
+        if file is not None and [*self.listen] != last:
+            try:
+                write_atomically(file, "".join(f"{each}\n" for each in self.listen).encode())
+            except DataError as error:
+                logger.warning("%s: the next start may listen on other ports", error)
 
     def take_again(self) -> None:
         """Raises ConfigError if another program has got in: p2pd would share its port."""
         self.close()
         for address in self.listen:
-            self._take(address, gives_way=False)
+            self._take(address)
 
     def close(self) -> None:
         for each in self._held:
             each.close()
         self._held.clear()
 
-    def _take(self, address: str, gives_way: bool) -> str:
+    def _choose(self, address: str, last: list[str], gives_way: bool) -> str:
+        """Takes the port that is configured, else the one that it had last, at which its peers look for it, else a free
+        one."""
+        wanted = parse(address)
+        free = wanted.at_port(0)
+        had = [each for each in last if parse(each).at_port(0) == free and each != address]
+        tries = [*([address] if wanted.port else []), *had, free]
+        for each in tries:
+            try:
+                taken = self._take(each)
+            except PortTakenError:
+                if each == free or (wanted.port and not gives_way):
+                    raise
+                continue
+            if each != tries[0]:
+                what = "port %s is taken, perhaps by another node: this node listens on %s%s"
+                logger.info(what, parse(tries[0]).port, taken, ", as it did last" if each in had else "")
+            return taken
+        raise AssertionError("the last try takes any port")
+
+    def _take(self, address: str) -> str:
+        """Returns the address with the port that was taken. PortTakenError if another program has it."""
         wanted = parse(address)
         is_tcp, is_six = wanted.transport == "tcp", wanted.family == "ip6"
         with ExitStack() as stack:
@@ -249,20 +272,25 @@ class Ports:
                     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore old connections in TIME_WAIT
                 taken.bind((str(wanted.host), wanted.port))
             except OSError as error:
-                if gives_way and getattr(error, "errno", 0) == errno.EADDRINUSE:
-                    other = self._take(wanted.at_port(0), gives_way=False)
-                    logger.info(
-                        "port %s is taken, perhaps by another node: this node listens on %s", wanted.port, other
-                    )
-                    return other
                 raise _cannot_listen(address, error) from error
             port = taken.getsockname()[1]
             if is_tcp:
                 taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or another test would succeed
                 taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                stack.pop_all()
-                self._held.append(taken)
+                if HOLDS_PORTS:
+                    stack.pop_all()
+                    self._held.append(taken)
         return wanted.at_port(port)
+
+
+def _noted(file: Path | None) -> list[str]:
+    """Returns the addresses that a node listened on last; none of a file that cannot be read."""
+    try:
+        noted = (read(file) or b"").decode().split() if file is not None else []
+        return [str(parse(each)) for each in noted]
+    except (DataError, AddressError, UnicodeDecodeError) as error:
+        logger.warning("%s: does not tell the ports of the last start: %s", file, error)
+        return []
 
 
 def _cannot_listen(address: str, error: Exception) -> ConfigError:
@@ -275,3 +303,88 @@ def _cannot_listen(address: str, error: Exception) -> ConfigError:
         errno.EACCES: ("needs a port that this user may not open", "Choose a port from 1024 up"),
     }.get(number, (f"cannot be listened on: {error}", "Choose another address"))
     return ConfigError(f"{address} {what}", key=key, fix=fix)
+
+
+class Supervisor:
+    """Restarts p2pd forever. `launch` starts and sets up a p2pd, and pushes the cleanup onto the stack."""
+
+    def __init__(
+        self, launch: Callable[[AsyncExitStack], Awaitable[Process]], counters: Counter[str], boundary: Boundary
+    ) -> None:
+        self._launch, self._counters, self._boundary = launch, counters, boundary
+        self._session = AsyncExitStack()
+        self._is_up = asyncio.Event()
+        self._is_closed = False
+        self._is_ended = False  # killed by us, and already logged
+
+    @property
+    def is_up(self) -> bool:
+        return self._is_up.is_set()
+
+    async def start(self) -> None:
+        async with AsyncExitStack() as stack:
+            async with in_time(LAUNCH_SECONDS, f"p2pd was not ready in {LAUNCH_SECONDS:.0f} s"):
+                self.process = await self._launch(stack)
+            self._is_up.set()
+            stack.callback(self._is_up.clear)
+            self._session = stack.pop_all()
+
+    async def run(self) -> None:
+        waits, started_at = pauses(), time.monotonic()
+        while True:
+            status = await self.process.wait()
+            if not self._is_ended:
+                logger.warning("p2pd ended (status %d) and is being restarted: %s", status, self.process.last_words())
+            self._is_ended = False
+            with self._boundary.contain("the end of p2pd"):
+                await self._session.aclose()
+            if time.monotonic() - started_at > STEADY_SECONDS:
+                waits = pauses()
+            for pause in waits:
+                await asyncio.sleep(pause)
+                try:
+                    with self._boundary.guard("another start of p2pd"):
+                        await self.start()
+                    break
+                except (P2ptrainError, TimeoutError) as error:
+                    logger.warning("p2pd cannot be started, will retry: %s", error)
+            started_at = time.monotonic()
+            self._counters["p2pd restarts"] += 1
+
+    async def watch(self, look: Callable[[], Awaitable[None]], why_end: Callable[[], str]) -> None:
+        """Kills a p2pd that hangs, or one for whose end `why_end` gives a reason; `run` then restarts it.
+
+        `look` sends it a request; only a p2pd that hangs leaves several in a row unanswered.
+        """
+        failed = 0
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            process, was_up, why = self.process, self.is_up, ""
+            with self._boundary.contain("a watch over p2pd"):
+                try:
+                    await look()
+                    failed = 0
+                except TransportError as error:
+                    logger.debug("cannot ask p2pd for addresses: %s", error)
+                    failed, why = failed + 1, f"no answer to {LOOKS_MAX} requests in a row; the last: {error}"
+                if not (was_up and self.is_up and process is self.process):
+                    failed = 0  # it has ended on its own
+                elif reason := why_end() or (why if failed >= LOOKS_MAX else ""):
+                    failed = 0
+                    self._end(reason)
+
+    def _end(self, why: str) -> None:
+        logger.warning("killing p2pd to restart it: %s", why)
+        self._is_ended = True
+        self.process.kill()
+
+    async def up(self) -> None:
+        """Waits for p2pd, though not for long."""
+        why = "the network was closed" if self._is_closed else "p2pd is not running; it is being restarted"
+        async with in_time(0 if self._is_closed else WAIT_SECONDS, why):
+            await self._is_up.wait()
+
+    async def close(self) -> None:
+        """Ends p2pd. Call it after `run` has been cancelled."""
+        self._is_closed = True
+        await self._session.aclose()

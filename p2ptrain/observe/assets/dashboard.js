@@ -1,15 +1,14 @@
-// The dashboard: keeps what the node sends, and renders it once per frame.
+// The dashboard: keeps what the node answers, and renders it once per frame.
 
 import { Charts } from "./charts.js";
 import { Feed } from "./feed.js";
 import { showFigures } from "./figures.js";
 import { History } from "./history.js";
-import { Log, at, say, showCaptions, showHead, showHealth, showLearning, showMine, showNow, showPeers, showRoot, showRoster, showRounds, showTraffic } from "./panels.js";
+import { Log, at, say, showAgenda, showCaptions, showHead, showHealth, showLearning, showMine, showNow, showPeers, showRanks, showRoot, showRoster, showRounds, showTraffic } from "./panels.js";
 import * as words from "./words.js";
 
 const BANNERS = {
   live: "",
-  asking: "No live updates, perhaps because too many pages are watching this node. This page asks every few seconds instead.",
   starting: "The node is starting: it is looking for its run, or loading it. This page continues by itself.",
   locked: "The node requires its token. Open this page once with ?token=… at the end of its address.",
   failing: "The node could not answer; its log says why. The page shows old data, and keeps trying.",
@@ -31,7 +30,7 @@ let isDue = false;
 function show() {
   isDue = false;
   if (status === null) return;
-  for (const part of [showFigures, showHead, showNow, showLearning, showMine, showRoot, showRoster, showTraffic]) part(status);
+  for (const part of [showFigures, showHead, showNow, showAgenda, showLearning, showMine, showRanks, showRoot, showRoster, showTraffic]) part(status);
   if (!(state in PILLS)) showHealth(status);
   showRounds(history, whether);
   showCaptions(history, facts.contributionTokens);
@@ -54,10 +53,6 @@ function tick() {
   say("since", applied === null ? "none since the start" : `the last ${words.duration(applied + since)} ago`);
 }
 
-function hear(line) {
-  log.add(line);
-}
-
 function turn(next) {
   if (next === state) return;
   state = next;
@@ -73,7 +68,7 @@ function turn(next) {
 
 const feed = new Feed({
   state: turn,
-  log: hear,
+  log: (lines) => lines.forEach((line) => log.add(line)),
   peers: showPeers,
   status(now) {
     if (runId !== "" && runId !== now.run_id) history.clear(); // another run at the same address
@@ -82,16 +77,11 @@ const feed = new Feed({
     due();
   },
   late() {
-    if (whether !== "late") history.mark();
     whether = "late";
     due();
   },
-  whole(found) {
-    if (whether === "late") history.back();
-    whether = "here";
-    this.rounds(found);
-  },
   rounds(found) {
+    whether = "here";
     if (found.map((round) => history.add(round)).some(Boolean)) charts.changed();
     due();
   },

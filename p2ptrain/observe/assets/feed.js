@@ -1,14 +1,11 @@
-// The connection to the node: /events, reopened when it breaks. If too many clients are watching, the page polls every
-// few seconds instead. The page says which of these applies, so that nobody mistakes old numbers for new ones.
+// What the page shows, by asking the node: its status every second, new rounds when it has applied some, peers and the
+// log every few seconds. The page says when there are no answers, so that nobody mistakes old numbers for new ones.
 
-const RETRY_MILLISECONDS = [500, 1_000, 2_000, 4_000, 8_000, 15_000];
-const ASK_MILLISECONDS = 2_000; // between polls, if /events is full
-const PEERS_MILLISECONDS = 5_000; // peers are polled: hundreds of them take 100 kB
-const SILENT_MILLISECONDS = 20_000; // before checking that the node is alive: a waiting node sends no events
-const LOOK_MILLISECONDS = 5_000;
+const ASK_MILLISECONDS = 1_000; // between requests for the status
+const AWAY_MILLISECONDS = 3_000; // the same, while it does not come
+const MORE_MILLISECONDS = 5_000; // between requests for peers, of which hundreds take 100 kB, and for the log
 const ANSWER_MILLISECONDS = 8_000; // without a byte; while bytes arrive, a slow connection may take its time
-const ROUNDS = [1_000, 1_000, 200, 40]; // to request: all that the node remembers, and fewer after failures
-const EARLY_MAX = 1_000; // new rounds kept until the requested ones arrive, which include older ones
+const ROUNDS = [1_000, 1_000, 200, 40]; // to request at most: all that the node remembers, and fewer after failures
 
 async function ask(path) {
   const over = new AbortController();
@@ -31,150 +28,92 @@ async function ask(path) {
   }
 }
 
-const paused = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
-const retry = (failures) => RETRY_MILLISECONDS[Math.min(failures, RETRY_MILLISECONDS.length) - 1];
-
-/** Joins the requested rounds with those from events, which overlap, in order. */
-function joined(asked, told) {
-  const isFirst = (each) => each.branch === asked[0]?.branch && each.round === asked[0].round;
-  return told.some(isFirst) ? [...told, ...asked] : [...asked, ...told];
+/** Asks, and returns the answer's body; null if it was refused or did not come. */
+async function found(path) {
+  try {
+    const { code, body } = await ask(path);
+    return code === 200 ? body : null;
+  } catch {
+    return null;
+  }
 }
 
 export class Feed {
-  /** `to` has the callbacks status, rounds, peers, log and state. `whole` gets the earlier rounds with those since;
-   * `late` is called if they could not be loaded yet. */
+  /** `to` has the callbacks status, rounds, late (rounds could not be loaded), peers, log and state. */
   constructor(to) {
     this.to = to;
+    this._isHere = false;
+    this._wake = () => {};
+    this._shown = { history: "", round: 0 }; // up to which round of which run and branch the page has rounds
+    this._isLoading = false; // of rounds
     this._failures = 0;
-    this._source = null;
-    this._timer = 0;
-    this._heardAt = 0;
-    this._early = []; // new rounds until the requested ones arrive; null after that
-    this._isLate = false; // the requested rounds are late: new ones are shown without them
   }
 
   start() {
-    this._open();
-    setInterval(() => this._look(), LOOK_MILLISECONDS);
-    setInterval(() => this._source !== null && this._askPeers(), PEERS_MILLISECONDS);
+    this._askAgainAndAgain();
+    setInterval(() => this._isHere && this._askMore(), MORE_MILLISECONDS);
     const atOnce = () => {
       if (document.hidden) return;
-      if (this._source === null) this._open();
-      else this._askPeers();
+      this._wake();
+      if (this._isHere) this._askMore();
     };
     document.addEventListener("visibilitychange", atOnce);
     window.addEventListener("online", atOnce);
   }
 
-  _open() {
-    clearTimeout(this._timer);
-    this._source?.close();
-    const source = new EventSource("/events");
-    this._source = source;
-    [this._early, this._isLate] = [[], false];
-    const on = (name, handle) =>
-      source.addEventListener(name, (event) => {
-        this._heardAt = performance.now();
-        handle(JSON.parse(event.data));
+  async _askAgainAndAgain() {
+    for (;;) {
+      const wasHere = this._isHere;
+      this._isHere = await this._askStatus();
+      if (this._isHere && !wasHere) this._askMore();
+      await new Promise((resolve) => {
+        this._wake = resolve;
+        setTimeout(resolve, this._isHere ? ASK_MILLISECONDS : AWAY_MILLISECONDS);
       });
-    on("status", (status) => this.to.status(status));
-    on("log", (line) => this.to.log(line));
-    on("round", (round) => this._hearRound(round));
-    source.addEventListener("open", () => this._opened(source));
-    source.addEventListener("error", () => this._broke(source));
-  }
-
-  async _opened(source) {
-    this._heardAt = performance.now();
-    this.to.state("live");
-    this._askPeers();
-    for (let time = 1; !(await this._askRounds(time, source)); time += 1) {
-      if (source === this._source) await paused(retry(time));
-      if (source !== this._source) return;
-    }
-    this._failures = 0;
-  }
-
-  _hearRound(round) {
-    if (this._early === null || this._isLate) this.to.rounds([round]);
-    this._early?.push(round);
-    if (this._early?.length > EARLY_MAX) this._early.shift();
-  }
-
-  /** Requests the earlier rounds, which events do not repeat; returns whether they arrived. They may fail while the
-   * event stream keeps working. `source` is the stream they are for, or null when polling. */
-  async _askRounds(time, source) {
-    let found = null;
-    try {
-      const { code, body } = await ask(`/rounds?last=${ROUNDS[Math.min(time, ROUNDS.length) - 1]}`);
-      if (code === 200) found = body.rounds;
-    } catch {
-      // they count as late
-    }
-    if (source !== this._source) return false;
-    if (found === null) {
-      this.to.late();
-      if (!this._isLate) this.to.rounds(this._early);
-      this._isLate = true;
-      return false;
-    }
-    this.to.whole(joined(found, this._early));
-    [this._early, this._isLate] = [source === null ? [] : null, false];
-    return true;
-  }
-
-  async _askPeers() {
-    if (document.hidden) return;
-    try {
-      const { code, body } = await ask("/peers");
-      if (code === 200) this.to.peers(body);
-    } catch {
-      // retried soon
     }
   }
 
-  /** Finds out why the stream broke, and retries: the browser gives up when the node refuses. */
-  async _broke(source) {
-    if (source !== this._source) return;
-    source.close();
-    this._source = null;
-    [this._early, this._isLate] = [[], false];
-    this._failures += 1;
-    let wait = retry(this._failures);
+  /** Returns whether the status came. */
+  async _askStatus() {
     try {
       const { code, body } = await ask("/status");
       if (code === 200) {
         this.to.status(body);
-        if (this._failures > 1) {
-          this.to.state("asking");
-          wait = ASK_MILLISECONDS;
-          await Promise.all([this._askRounds(1, null), this._askPeers()]);
-        }
-      } else if (code === 401) {
-        this.to.state("locked");
-      } else if (code === 500) {
-        this.to.state("failing");
-      } else {
-        this.to.state("starting");
-        wait = Math.min(wait, 2_000);
+        this._askRounds(body);
       }
+      this.to.state({ 200: "live", 401: "locked", 500: "failing" }[code] ?? "starting");
+      return code === 200;
     } catch {
       this.to.state("away");
+      return false;
     }
-    clearTimeout(this._timer);
-    if (this._source === null) this._timer = setTimeout(() => this._open(), wait);
   }
 
-  /** Checks a silent connection: a stopped node or a sleeping laptop does not close it. */
-  async _look() {
-    const source = this._source;
-    if (source === null || source.readyState !== EventSource.OPEN) return;
-    if (performance.now() - this._heardAt < SILENT_MILLISECONDS) return;
-    try {
-      await ask("/healthz");
-      this._heardAt = performance.now();
-    } catch {
-      this._broke(source);
+  /** Requests the rounds applied since the last request that succeeded. */
+  async _askRounds(status) {
+    const now = { history: `${status.run_id} ${status.branch}`, round: status.applied_round };
+    const isSame = now.history === this._shown.history;
+    if (this._isLoading || (isSame && now.round === this._shown.round)) return;
+    const isLater = isSame && now.round > this._shown.round;
+    const most = ROUNDS[Math.min(this._failures, ROUNDS.length - 1)];
+    this._isLoading = true;
+    const answer = await found(`/rounds?last=${isLater ? Math.min(now.round - this._shown.round, most) : most}`);
+    this._isLoading = false;
+    if (answer === null) {
+      this._failures += 1;
+      this.to.late();
+      return;
     }
+    const newest = answer.rounds.at(-1)?.round;
+    if (newest === now.round - 1) now.round = newest; // the node has applied the next one, and not recorded it yet
+    [this._shown, this._failures] = [now, 0];
+    this.to.rounds(answer.rounds);
+  }
+
+  async _askMore() {
+    if (document.hidden) return;
+    const [peers, log] = await Promise.all([found("/peers"), found("/log")]);
+    if (peers !== null) this.to.peers(peers);
+    if (log !== null) this.to.log(log.lines);
   }
 }

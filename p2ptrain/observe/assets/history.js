@@ -34,25 +34,12 @@ export class History {
   }
 
   clear() {
-    this._before = null;
     this.points = [];
     this.recent = []; // the newest first
     this.total = 0;
     this.stride = 1; // rounds per point
     this.lowest = null; // the lowest loss
     this._keys = new Set();
-  }
-
-  /** Saves the current state before rounds are added without the earlier ones; `back` restores it, to keep the order. */
-  mark() {
-    const { points, recent, total, stride, lowest } = this;
-    this._before = { points: [...points], recent: [...recent], total, stride, lowest, _keys: new Set(this._keys) };
-  }
-
-  back() {
-    if (this._before === null) return;
-    Object.assign(this, this._before);
-    this._before = null;
   }
 
   /** Adds a round; returns whether it was new. */

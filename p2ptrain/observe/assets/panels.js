@@ -65,12 +65,39 @@ export function showHealth(status) {
   );
 }
 
+/** Lists what members have moved and decided, as `p2ptrain agenda` does in more words. */
+export function showAgenda({ motions, successor }) {
+  const items = [...motions, ...(successor ? [successor] : [])];
+  at("agenda-card").hidden = items.length === 0;
+  fill(at("agenda"), JSON.stringify(items), () =>
+    items.slice(0, ROSTER_MAX).map((each) => {
+      const { title, advice } = words.motion(each, each === successor);
+      const item = make("li");
+      item.dataset.severity = each.is_mine ? "good" : "warning";
+      item.append(make("b", "", title), make("span", "", advice), make("span", "raw", `p2ptrain assent ${each.motion.slice(0, 8)}`));
+      return item;
+    }),
+  );
+}
+
 export function showLearning(status) {
   const measured = status.held_out_round;
   say("held-out-of", measured === null ? "not measured yet" : `nats a token, after round ${words.count(measured)}`);
   at("text-card").hidden = status.text === "";
   say("text", words.cut(status.text));
   say("text-of", `Sampled here from the agreed weights after round ${words.count(status.text_round)}.`);
+}
+
+export function showRanks({ ranks }) {
+  at("ranks-card").hidden = ranks.length === 0;
+  fill(at("ranks"), JSON.stringify(ranks), () =>
+    ranks.slice(0, ROSTER_MAX).map((each) => {
+      const item = make("li");
+      const speed = each.seconds > 0 ? `${words.short(each.tokens / each.seconds)} tokens/s, ` : "";
+      item.append(make("b", "", each.device), make("span", "", `${speed}${words.bytes(each.memory_bytes)}`));
+      return item;
+    }),
+  );
 }
 
 export function showMine({ mine }) {
@@ -131,6 +158,8 @@ function standing(peer) {
   if (peer.standing === "on trial") tags.push(["tag", "on trial"]);
   if (peer.standing === "suspended" || peer.standing === "expelled") tags.push(["tag bad", peer.standing]);
   if (!peer.is_connected) tags.push(["tag", "not connected"]);
+  const said = [peer.standing, "kept away"]; // by the tags above
+  for (const reason of peer.reasons) if (!said.includes(reason)) tags.push(["tag bad", reason]);
   return tags.map(([kind, text]) => make("span", kind, text));
 }
 
@@ -165,7 +194,7 @@ function rowOf(peer) {
     averaged(peer.arrival_seconds, peer.arrival_seconds_mean, (number) => `${words.seconds(number)} s`),
     averaged(peer.staleness, peer.staleness_mean, (number) => write(number, "")),
     cell("number wide", words.count(peer.offered)),
-    cell("number wide", words.count(peer.applied)),
+    cell("number wide", words.count(peer.applied), peer.is_admitted ? `${peer.taken_lately} of the last ${peer.rounds_lately}` : ""),
     cell("number wide", words.count(peer.late)),
     cell("", refused === 0 ? "none" : words.count(refused), words.reasons(peer.refused)),
     cell("", points, words.reasons(peer.observed)),
@@ -173,18 +202,23 @@ function rowOf(peer) {
   return row;
 }
 
-const rank = (peer) => [peer.points, Number(peer.is_member), Number(peer.is_connected), peer.applied];
-
-/** Sorts peers: those with points first, then members. */
-function byInterest(one, other) {
-  const [mine, its] = [rank(one), rank(other)];
-  const first = mine.findIndex((each, n) => each !== its[n]);
-  if (first >= 0) return its[first] - mine[first];
-  return one.peer_id < other.peer_id ? -1 : 1;
+/** The swarm's concerns: what costs the run most. */
+function showConcerns(concerns) {
+  at("concerns").hidden = concerns.length === 0;
+  fill(at("concerns"), JSON.stringify(concerns), () =>
+    concerns.map(({ text, advice }) => {
+      const item = make("li");
+      item.dataset.severity = "warning";
+      item.append(make("b", "", words.cut(text)), make("span", "", advice));
+      return item;
+    }),
+  );
 }
 
-export function showPeers({ peers }) {
-  const shown = [...peers].sort(byInterest).slice(0, PEERS_MAX);
+/** Lists the nodes in the order of the answer: those to look at come first. */
+export function showPeers({ peers, concerns }) {
+  showConcerns(concerns);
+  const shown = peers.slice(0, PEERS_MAX);
   const body = at("peers").tBodies[0];
   const known = new Map([...body.rows].map((row) => [row.dataset.peer, row]));
   const rows = shown.map((peer) => {
@@ -269,7 +303,7 @@ export function showCaptions(history, contributionTokens) {
 
 export class Log {
   constructor() {
-    this._keys = new Set(); // of the lines shown: the node repeats the last ones after a reconnect
+    this._keys = new Set(); // of the lines shown, most of which are in the next answer as well
   }
 
   add({ at: when, level, message }) {

@@ -85,6 +85,16 @@ export function health(status) {
   return { told, state: worst === "info" ? "good" : worst, word: STATES[worst] };
 }
 
+/** A motion about the run's future, and where this node stands. */
+export function motion(each, isDecided) {
+  const costs = each.costs.length > 0 ? ` Here ${each.costs.join("; ")}.` : "";
+  const mine = each.obstacle ? `cannot assent: ${each.obstacle}` : each.is_mine ? "does" : "does not";
+  const advice = isDecided
+    ? `It is decided. This node ${each.is_mine ? "goes along" : "does not go along, and ends then"}.`
+    : `${peer(each.author)} moves it; ${count(each.assents)} of ${count(each.needed)} needed assent. This node ${mine}.`;
+  return { title: cut(`That the run ${each.text}`), advice: cut(advice + costs) };
+}
+
 // Why the page has no rounds to show, or only the newest ones.
 const LACKING = {
   coming: "Loading the rounds …",
@@ -98,7 +108,7 @@ export const noRounds = (whether) => LACKING[whether];
 export function rounds({ total, stride }, whether) {
   if (total === 0) return { coming: "Loading rounds …", late: "Rounds not loaded yet.", here: "No rounds yet." }[whether];
   const merged = stride > 1 ? `; a point is the mean of ${count(stride)}` : "";
-  const lacking = whether === "late" ? "; earlier ones could not be loaded yet, and are requested again" : "";
+  const lacking = whether === "late" ? "; newer ones could not be loaded yet, and are requested again" : "";
   return `${few(total, "round", "rounds")} on this page${merged}${lacking}`;
 }
 
