@@ -239,7 +239,7 @@ def flipped_in_arithmetic(directory: Path) -> dict[str, dict[str, Any]]:
         for entry in entries:
             number, contents = entry.manifest.round, files.of(entry) or []
             if (number, what) == (middle, "a contribution"):
-                contents[0] = bent(contents[0], model)
+                contents = bent(contents, model, weights, number)
             model.outer.apply(weights, number - 1, contents)
             if (number, what) == (middle, "a weight"):
                 weights[:1].view(torch.int32).bitwise_xor_(1)
@@ -252,15 +252,23 @@ def flipped_in_arithmetic(directory: Path) -> dict[str, dict[str, Any]]:
     return {what: {"flipped_in_round": middle, "seen_in": replayed(what)} for what in ("a weight", "a contribution")}
 
 
-def bent(content: bytes, model: RunModel) -> bytes:
-    """Returns a contribution with another bit that the strict decoder takes, such as a sign."""
-    for at in range(len(content) - 1, 0, -1):
-        changed = bytearray(content)
+def bent(contents: list[bytes], model: RunModel, weights: torch.Tensor, number: int) -> list[bytes]:
+    """Returns a round's contributions with a bit of the first flipped that the strict decoder takes, such as a sign.
+
+    The signs of an update are few bits: one in thirty such flips leaves all of them as they are, and then no weight is
+    wrong. The bit is one that changes a weight.
+    """
+    right = weights.clone()
+    model.outer.apply(right, number - 1, contents)
+    for at in range(len(contents[0]) - 1, 0, -1):
+        changed = bytearray(contents[0])
         changed[at] ^= 1
+        wrong, others = weights.clone(), [bytes(changed), *contents[1:]]
         with suppress(RemoteProtocolError):
-            model.outer.unpack(bytes(changed))
-            return bytes(changed)
-    raise AssertionError("no bit of it can be another")
+            model.outer.apply(wrong, number - 1, others)
+            if not torch.equal(right, wrong):
+                return others
+    raise AssertionError("no bit of it changes a weight")
 
 
 # ---------------------------------------------------------------------------------------------------
