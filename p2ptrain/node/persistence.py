@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import disk_usage
 from time import monotonic
@@ -80,9 +80,10 @@ class Persistence:
 
     def close(self) -> None:
         """Waits until everything handed in is on the disk, and ends the threads."""
-        self._writer.shutdown()
-        self._historian.shutdown()
-        self._disk.shutdown()
+        for each in (self._writer, self._historian, self._disk):
+            each.shutdown()
+        with suppress(DataError):  # what came late for rounds that were applied just before the end
+            self.store.payloads.keep(self.store.payloads.fleeting(self.store.journal.payloads()))
 
     async def on_disk(self, job: Callable[..., T], *arguments: object) -> T:
         """Runs a job in the one thread that writes to the store."""

@@ -11,10 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from p2ptrain.core import events as ev
 from p2ptrain.node import persistence
 from p2ptrain.node.owner import save_now
 from p2ptrain.node.replica_thread import Standing
+from tests.helpers.core import certified
 from tests.helpers.driver import STATE, DriverBench, a_manifest, bench, root_of
 from tests.helpers.net import some_bytes
 
@@ -232,6 +235,17 @@ async def test_a_payload_that_came_after_its_round_was_decided_lasts_once_that_i
         each.persistence.put(name, payload)
         assert each.store.payloads.fleeting([name]) == [name]
         await each.persistence.let_go(manifest)
+        assert (each.store.payloads.directory / name.hex()).read_bytes() == payload
+
+
+async def test_what_came_for_a_round_that_was_applied_at_the_very_end_lasts_too(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each:
+        payload = some_bytes(1_000)
+        manifest = a_manifest(each.genesis, 1, [payload])
+        name = manifest.taken[0].payload
+        each.store.write([ev.Certified(certified(manifest, each.genesis), replace(each.genesis, round=1))])
+        each.persistence.put(name, payload)
+        each.persistence.close()  # before it was let go: the node has left
         assert (each.store.payloads.directory / name.hex()).read_bytes() == payload
 
 
