@@ -84,7 +84,6 @@ async def follow(order: StartOrder | JoinOrder, loop: ScriptLoop | None = None) 
         else:
             after = await _join(order, opened, wanted)
         while after:
-            _end_on_signals()  # until there is a daemon again
             is_own = not isinstance(order, StartOrder) or order.run.data.source == "own"
             order = JoinOrder(config=order.config, data=order.data if is_own else None)
             if isinstance(after, str):
@@ -458,10 +457,11 @@ async def _serve(stack: AsyncExitStack, launch: Launch, opened: Opened) -> After
     progress.start()
     stack.callback(progress.stop)
     why = await live(daemon, progress)
-    notify(STOPPING="1", STATUS=f"{why}: saving the state")
+    notify(**{"WATCHDOG" if daemon.origins else "STOPPING": "1"}, STATUS=f"{why}: saving the state")
     await save_last(daemon)
     log.info("%s: ended", why)
     if daemon.origins and not daemon.is_leaving:
+        _end_on_signals()  # until there is a daemon again
         return after_the_end(daemon)
     return ()
 

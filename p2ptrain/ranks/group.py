@@ -208,10 +208,10 @@ class RankGroup:
 
     def close(self) -> None:
         self._is_stopped = self._is_closed = True
+        if self.machines is not None:
+            self.machines.close()  # first: the run that follows may listen at the same port
         with self._ending:
             self._launch.end()
-        if self.machines is not None:
-            self.machines.close()
 
     def _start_again(self) -> None:
         with self._ending:
@@ -236,12 +236,11 @@ class RankGroup:
         launch = self._launch
         if self.machines is not None:
             guests = self.machines.come(self._waits_until, lambda: self._check(inf, is_starting=True))
-            self.figures += [
-                RankFigures(f"{lent.devices[lent.rank]} at {host}", 0, 0, 0, 0.0) for lent, host, _ in guests
-            ]
+            self.figures += [RankFigures(f"{it.devices[it.rank]} at {host}", 0, 0, 0, 0.0) for it, host, _ in guests]
             for rank, (lent, _, connection) in enumerate(guests, start=len(self._own)):
                 self._welcome(connection, rank, lent.pid)
-        until = monotonic() + self._patience.start_seconds  # a round may begin long after them
+        is_near, patience = len(self.figures) == len(self._own), self._patience  # weights travel to other machines
+        until = monotonic() + (patience.start_seconds if is_near else patience.first_step_seconds)
         while len(launch.connections) < len(self.figures):
             self._check(until, launch.connections, is_starting=True)
             with suppress(TimeoutError):

@@ -86,9 +86,10 @@ def greet(connection: socket.socket, token: bytes, *, is_node: bool) -> None:
 def begin(directory: Path, ranks: int, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Starts ranks, several of them by an agent. They live as long as its standard input."""
     what = ["agent", str(directory), str(ranks)] if ranks > 1 or environment else ["rank", str(directory)]
+    own = {name: value for name, value in os.environ.items() if name != "RANK"}  # an agent sets it
     return subprocess.Popen(  # noqa: S603
         [sys.executable, "-m", f"p2ptrain.ranks.{what[0]}", *what[1:]],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment or own, start_new_session=True,
     )  # fmt: skip
 
 

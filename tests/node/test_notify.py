@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from ctypes.util import find_library
@@ -18,32 +17,10 @@ from p2ptrain.node import notify as module
 from p2ptrain.node.notify import TELL_SECONDS, TEXT_MAX, SystemdNotifier, notify
 from p2ptrain.observe.http import STARTING
 from tests.helpers.daemons import SECONDS, TEST_SECONDS, DaemonSwarm, swarm_in
+from tests.helpers.supervisor import SupervisorEnd
 
 SANDBOX = Path(__file__).parents[1] / "helpers/sandbox.py"
-DATAGRAM_MAX = 4_096
 WAITS_SECONDS_MAX = 2.0  # on a busy machine, for nothing
-
-
-class SupervisorEnd:
-    """The supervisor's end of the socket."""
-
-    def __init__(self, name: str) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.socket.bind("\0" + name[1:] if name.startswith("@") else name)
-        self.socket.settimeout(0)
-        self.heard: list[dict[str, str]] = []
-
-    def listen(self) -> list[dict[str, str]]:
-        """Reads everything received so far."""
-        while True:
-            try:
-                text = self.socket.recv(DATAGRAM_MAX).decode()
-            except BlockingIOError:
-                return self.heard
-            self.heard.append(dict(line.split("=", 1) for line in text.split("\n")))
-
-    def was_told(self, key: str) -> list[str]:
-        return [each[key] for each in self.listen() if key in each]
 
 
 @pytest.fixture(params=["path", pytest.param("abstract", marks=pytest.mark.linux)])

@@ -87,8 +87,9 @@ def until(condition: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("is_adapted", [False, True], ids=["whole", "adapters"])
 def test_two_machines_contribute_what_one_process_contributes(
-    dataset: TokenDataset, is_adapted: bool, tmp_path: Path
+    dataset: TokenDataset, is_adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RANK", "1")  # as a cluster may for each of its processes
     alone, other, base = make(dataset, "local", inner="muon"), make(dataset, "local", inner="muon"), None
     if is_adapted:  # the other machine gets the frozen weights, too
         alone, other, base = adapted(tmp_path)

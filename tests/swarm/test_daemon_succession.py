@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +18,7 @@ from p2ptrain.node.control import ask
 from p2ptrain.node.saved import newest_whole
 from p2ptrain.store.checkpoints import Checkpoints
 from tests.helpers.daemons import TEST_SECONDS, DaemonSwarm, StartableDaemon, p2ptrain, swarm_in
+from tests.helpers.supervisor import SupervisorEnd
 from tests.helpers.tokenizers import prepared
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(TEST_SECONDS)]
@@ -89,6 +91,21 @@ def test_all_go_over_by_themselves_and_who_was_away_or_is_new_finds_the_way(tmp_
         for node in (first, second):
             node.leave()
             audited(node)
+
+
+def test_a_supervisor_is_told_nothing_of_an_end_when_a_node_goes_over(tmp_path: Path) -> None:
+    """systemd kills whoever has said that it stops, and does not."""
+    supervisor = SupervisorEnd(name := f"@p2ptrain test {os.getpid()}")
+    with swarm_in(tmp_path) as swarm:
+        node = swarm.add("alone", "start", swarm.run_file(), NOTIFY_SOCKET=name, **ALL).start().until_up()
+        old = run_of(node)
+        moves(node, "--set", RATE)
+        until_over(node, old)
+        node.until_applied(node.applied + 2)
+        assert (supervisor.was_told("READY") != [], supervisor.was_told("STOPPING")) == (True, [])
+        node.leave()
+        assert supervisor.was_told("STOPPING") != []
+    supervisor.socket.close()
 
 
 def test_a_roll_back_begins_from_the_weights_of_then_and_a_kill_at_the_end_costs_nothing(tmp_path: Path) -> None:
