@@ -39,7 +39,7 @@ from p2ptrain.node.control import Answer, Control
 from p2ptrain.node.heirs import go_over
 from p2ptrain.node.home import Home, begun_here, note_begun
 from p2ptrain.node.limits import be_nice, choose_settings, keep_data_within, refuse_too_large
-from p2ptrain.node.notify import notify
+from p2ptrain.node.notify import GOING_OVER_SECONDS, notify, watchdog
 from p2ptrain.node.saved import keep_tokenizer
 from p2ptrain.node.socket_directory import open_apart, private_directory
 from p2ptrain.observe.build import status_of
@@ -457,7 +457,7 @@ async def _serve(stack: AsyncExitStack, launch: Launch, opened: Opened) -> After
     progress.start()
     stack.callback(progress.stop)
     why = await live(daemon, progress)
-    notify(**{"WATCHDOG" if daemon.origins else "STOPPING": "1"}, STATUS=f"{why}: saving the state")
+    notify(**(watchdog(GOING_OVER_SECONDS) if daemon.origins else {"STOPPING": "1"}), STATUS=f"{why}: saving the state")
     await save_last(daemon)
     log.info("%s: ended", why)
     if daemon.origins and not daemon.is_leaving:

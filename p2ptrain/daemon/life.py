@@ -23,7 +23,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code
 from p2ptrain.core.origin import Descent
 from p2ptrain.daemon.assembly import Launch, OpenWorkshop, assemble, open_workshop
-from p2ptrain.errors import INTERRUPTED, ConfigError, StoppedError
+from p2ptrain.errors import INTERRUPTED, ConfigError, DataError, StoppedError
 from p2ptrain.models.sample import SampleRequest, read_request
 from p2ptrain.net import questions
 from p2ptrain.net.connections import topic_of
@@ -319,8 +319,10 @@ async def save_last(daemon: Daemon) -> None:
     """Saves a last checkpoint, unless the state is wrong, and everything else that is not on the disk yet."""
     driver, persistence = daemon.driver, daemon.edges.persistence
     number, standings = driver.replica.replica.round, driver.replica.standings
-    if standings and not persistence.has(number) and not driver.node.view().is_quarantined:
-        await persistence.save(driver.worker, standings)
+    is_due = standings and not driver.node.view().is_quarantined and not await persistence.has(number)
+    if is_due and await persistence.save(driver.worker, standings) is None and daemon.origins:
+        fix = "Make room on the disk or in memory, and start the node again"
+        raise DataError("the last state was not saved, and the run that follows begins with it", fix=fix)
     addresses: list[str] = []
     with daemon.edges.transport.boundary.contain("the last addresses to remember"):
         addresses = daemon.edges.connections.remembered()

@@ -293,9 +293,10 @@ class Agenda:
             return "" if self._fits(here) else OTHER_TOKENS
         fetching = self._edges.fetching
         try:
-            encoded = await fetch_manifest(fetching.fetcher, manifest, fetching.data_sources())
+            async with asyncio.timeout(ASK_SECONDS):  # one slow peer must not hold up the other motions
+                encoded = await fetch_manifest(fetching.fetcher, manifest, fetching.data_sources())
             found = await asyncio.to_thread(lambda: TokenDataset(directory, decode_manifest(encoded)))
-        except (FetchError, TransportError, ValueError):
+        except (FetchError, TransportError, TimeoutError, ValueError):
             return f"neither this disk nor a connected peer has the data {manifest[:16]}"
         return "" if self._fits(found) else OTHER_TOKENS
 

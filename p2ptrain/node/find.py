@@ -350,11 +350,7 @@ async def find_origin(transport: Transport, home: Home, run: RunConfig, sources:
 
 
 async def _keep_trying(
-    transport: Transport,
-    home: Home,
-    run: RunConfig,
-    sources: RunSources,
-    fetch: Callable[[Fetcher], Awaitable[T]],
+    transport: Transport, home: Home, run: RunConfig, sources: RunSources, fetch: Callable[[Fetcher], Awaitable[T]]
 ) -> T:
     """Fetches what the node cannot begin without, for as long as it takes."""
     run_id, rate = run.id, TokenBucket(home.config.limits.download_bytes_per_second)

@@ -18,6 +18,7 @@ from time import monotonic
 
 TELL_SECONDS = 5.0  # between status updates, which people read
 BEATS = 4  # per watchdog interval: systemd recommends two, and one may be late
+GOING_OVER_SECONDS = 6 * 3600.0  # from a run to the next: the state is saved twice, and data may be fetched
 TEXT_MAX = 500  # characters of a status: about one line in a terminal, and far below the size of a datagram
 
 log = logging.getLogger("p2ptrain.node")
@@ -55,11 +56,16 @@ class SystemdNotifier:
             return
         said = {"STATUS": status()}
         if not self._is_known:
-            said["READY"] = "1"
+            said |= {"READY": "1"} | watchdog(_patience_seconds())  # which may have been put off
         if not is_halted:
             said["WATCHDOG"] = "1"
         if notify(**said):
             self._is_known, self._next_at = True, now + self._seconds
+
+
+def watchdog(seconds: float) -> dict[str, str]:
+    """Returns the field that sets the watchdog to another interval, if there is one."""
+    return {"WATCHDOG_USEC": f"{seconds * 1e6:.0f}"} if _patience_seconds() < float("inf") else {}
 
 
 def _patience_seconds() -> float:

@@ -97,7 +97,7 @@ async def save_now(driver: Driver) -> int:
     persistence, standings, number = driver.edges.persistence, driver.replica.standings, driver.replica.replica.round
     if not standings:  # that of a round just being applied is noted before a copy can be made
         raise DataError("no state to save yet: no round has been applied since the node started")
-    saved = number if persistence.has(number) else await persistence.save(driver.worker, standings)
+    saved = number if await persistence.has(number) else await persistence.save(driver.worker, standings)
     if saved is None:
         raise DataError("the state was not saved; see the daemon's log")
     return saved

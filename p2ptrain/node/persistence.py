@@ -162,7 +162,7 @@ class Persistence:
         the last checkpoint is about to become older than the kept history, training waits until one is saved: without
         it, a restart would have nothing to go on from.
         """
-        if number - self._saved_round >= LAST_CHANCE * self._history_rounds:
+        if not self._holding and number - self._saved_round >= LAST_CHANCE * self._history_rounds:
             with self.training_waits():
                 while not worker.is_stopping and await self.save(worker, standings) is None:  # noqa: ASYNC110
                     await asyncio.sleep(DISK_SECONDS)
@@ -194,8 +194,10 @@ class Persistence:
                 standing = standings.get(capture.round)
             return capture.round if await loop.run_in_executor(self._writer, self._try, capture, standing) else None
 
-    def has(self, number: int) -> bool:
-        return any(each.round == number for each in self.store.checkpoints.present())
+    async def has(self, number: int) -> bool:
+        """Whether a round is saved, once what is being written is."""
+        there = await asyncio.get_running_loop().run_in_executor(self._writer, self.store.checkpoints.present)
+        return any(each.round == number for each in there)
 
     async def save_first(self, worker: Worker, standing: Standing) -> Checkpoint:
         """Saves the first weights, on the node that starts the run."""

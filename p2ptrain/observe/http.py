@@ -89,11 +89,7 @@ class Connection(web.RequestHandler):
         return bool(self._request_count)
 
     def handle_error(
-        self,
-        request: BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Replaces aiohttp's handler, which would echo parts of bad requests and log each of them."""
         if request.writer.output_size > 0:

@@ -172,10 +172,7 @@ class Checkpoints:
         to the root"""
         made = max((int(path.name[:8]) for path in self._directories()), default=0) + 1
         path = self.directory / f"{made:08d}-round-{number}"
-        with (
-            files.new_directory(path) as partial,
-            ThreadPoolExecutor(1, "digest") as beside,
-        ):  # digests meanwhile
+        with files.new_directory(path) as partial, ThreadPoolExecutor(1, "digest") as beside:  # digests meanwhile
             state_digest = beside.submit(lambda: blake3(weights).hexdigest())
             save(partial / TRAINER_NAME)
             trainer_digest = beside.submit(files.digest_of, partial / TRAINER_NAME)

@@ -208,6 +208,28 @@ async def test_rounds_do_not_run_away_from_the_last_checkpoint(tmp_path: Path, m
         assert rounds_saved(each) == [7]
 
 
+async def test_one_round_alone_waits_for_an_overdue_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after it prune the store, which may make the room."""
+    monkeypatch.setattr("p2ptrain.node.persistence.DISK_SECONDS", 0.01)
+    monkeypatch.setattr("p2ptrain.node.persistence.LAST_CHANCE", 0)
+    async with bench(tmp_path) as each:
+        failing(each, "can't allocate memory")
+        rounds = [asyncio.create_task(saved(each, number)) for number in (7, 9)]
+        done, waiting = await asyncio.wait(rounds, timeout=GATE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        assert (len(done), len(waiting)) == (1, 1)
+        waiting.pop().cancel()
+
+
+async def test_a_round_is_looked_for_once_what_is_being_written_is_there(tmp_path: Path, gate: threading.Event) -> None:
+    async with bench(tmp_path) as each:
+        saving = await begun(each, gate, 4)
+        saving.cancel()  # as when the node stops; the disk goes on
+        looking = asyncio.create_task(each.persistence.has(4))
+        gate.set()
+        assert await looking
+        assert rounds_saved(each) == [4]
+
+
 async def test_an_overdue_checkpoint_of_a_branch_that_was_left_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,15 +94,18 @@ def test_all_go_over_by_themselves_and_who_was_away_or_is_new_finds_the_way(tmp_
 
 
 def test_a_supervisor_is_told_nothing_of_an_end_when_a_node_goes_over(tmp_path: Path) -> None:
-    """systemd kills whoever has said that it stops, and does not."""
+    """systemd kills whoever has said that it stops, and does not; or whoever is silent while it saves and fetches."""
     supervisor = SupervisorEnd(name := f"@p2ptrain test {os.getpid()}")
     with swarm_in(tmp_path) as swarm:
-        node = swarm.add("alone", "start", swarm.run_file(), NOTIFY_SOCKET=name, **ALL).start().until_up()
+        watched = {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "60000000"}
+        node = swarm.add("alone", "start", swarm.run_file(), **watched, **ALL).start().until_up()
         old = run_of(node)
         moves(node, "--set", RATE)
         until_over(node, old)
         node.until_applied(node.applied + 2)
-        assert (supervisor.was_told("READY") != [], supervisor.was_told("STOPPING")) == (True, [])
+        node.until(lambda: len(supervisor.was_told("READY")) == 2)
+        assert supervisor.was_told("STOPPING") == []
+        assert supervisor.was_told("WATCHDOG_USEC") == ["60000000", "21600000000", "60000000"]
         node.leave()
         assert supervisor.was_told("STOPPING") != []
     supervisor.socket.close()
