@@ -119,7 +119,8 @@ def test_a_roll_back_begins_from_the_weights_of_then_and_a_kill_at_the_end_costs
         saved = first.ask("checkpoint")["round"]
         first.until(lambda: first.status()["certified_round"] >= saved)
         root = first.status()["roots"].get(str(saved))
-        moves(first, "--back-to", str(saved), "--set", RATE)
+        changed = {"recipe.learning_rate": "1/1000"}  # by the socket: a command takes rounds
+        ask(first.directory, {"do": "propose", "settings": changed, "back_to": saved})
         third.until_says("decided: ")
         last = int(third.status()["successor"]["last_round"])
         third.until_applied(last)
