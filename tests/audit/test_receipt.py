@@ -214,7 +214,8 @@ LIES: dict[str, tuple[Change, str]] = {
         _with(lambda steps: [Entry(steps[0].manifest, steps[1].certificate), *steps[1:]]), "for another manifest",
     ),
     "more work than was certified": (_with(_more_work), "the certificate is for another manifest"),
-    "a change of the roster left out": (_with(_without_the_seat), "seats that do not exist"),
+    # Without it the seats are those of others, or do not exist: it depends on who has signed.
+    "a change of the roster left out": (_with(_without_the_seat), "the certificate "),
     "a manifest that does not name the key": (_with_a_foreign_round, "rounds that neither name the key"),
     "somebody else's key": (lambda receipt, run: replace(receipt, key=NOBODY.key), "rounds that neither name the key"),
     "a branch of the few": (_a_branch_of_its_own, "it rests on a branch of the few"),
