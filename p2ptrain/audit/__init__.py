@@ -1,8 +1,7 @@
 """Verifies a run's history from the files that a node has kept, without the node, its peers or the network.
 
 The audit does not trust the directory's own claims: it derives the agreed states from the manifests, starting at
-genesis, and applies the rounds again. It only reads and takes no lock, so it can examine the directory of a
-running node.
+genesis, and applies the rounds again. It only reads and takes no lock, so it can examine a running node.
 
 `run` goes through a directory from one end to the other: `history` verifies the log (who certified which rounds, and
 how the roster came to be), `weights` payloads and checkpoints, and replays the rounds. `findings` are the results and

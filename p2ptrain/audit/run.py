@@ -51,7 +51,7 @@ def find_directory(directory: Path, wanted: str | None) -> Path:
     if not is_directory:
         raise ConfigError(f"{directory} is not a directory", key="DIR", fix="Name a node's data directory")
     if _is_run(directory):
-        if wanted and not directory.name.startswith(wanted[:NAME_LENGTH]):
+        if wanted and not directory.absolute().name.startswith(wanted[:NAME_LENGTH]):
             raise ConfigError(f"{directory} does not belong to run {wanted}", key="--run", fix="Leave it out")
         return directory
     inside = listed(directory / "runs", RUNS_MAX)

@@ -48,9 +48,9 @@ def example(name: Annotated[str | None, typer.Argument(help="Which one; without 
     """
     here = Path(__file__).parents[1]
     folder = here / "examples" if (here / "examples").is_dir() else here.parent / "examples"  # installed; in a checkout
-    found = {path.stem: path.read_text() for path in sorted(folder.rglob("*.toml")) if path.stem != "pyproject"}
+    found = {path.stem: path.read_text("utf-8") for path in sorted(folder.rglob("*.toml")) if path.stem != "pyproject"}
     if (settings := here.parent / "node_config.example.toml").is_file():  # where an installed package has it
-        found["node"] = settings.read_text()
+        found["node"] = settings.read_text("utf-8")
     if name is None:
         width = max(map(len, found))
         for each, text in found.items():

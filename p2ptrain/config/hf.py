@@ -358,7 +358,7 @@ def _checked(kind: str, keys: dict[str, Any]) -> HfConfig:
     if "head_dim" in architecture.keys and keys.get("head_dim") is None:
         keys = {**keys, "head_dim": dim // heads}
     head_dim = keys.get("head_dim", dim // heads)
-    _check_rotary(keys, head_dim)
+    _check_rotary(keys, head_dim, {"gpt_neox": 0.25, "phi": 0.5}.get(kind, 1.0))
     for name in ("layer_types", "no_rope_layers"):
         if keys.get(name) is not None and len(keys[name]) != layers:
             raise SettingError(
@@ -382,9 +382,9 @@ def _checked(kind: str, keys: dict[str, Any]) -> HfConfig:
     return config
 
 
-def _check_rotary(keys: Mapping[str, Any], head_dim: int) -> None:
+def _check_rotary(keys: Mapping[str, Any], head_dim: int, usual: float) -> None:
     """Refuses a rotary encoding that does not turn whole pairs, or lacks a number that its kind needs."""
-    share = float(keys.get("partial_rotary_factor", keys.get("rotary_pct", 1.0)))
+    share = float(keys.get("partial_rotary_factor", keys.get("rotary_pct", usual)))
     for name in ("rope_scaling", "rope_parameters"):
         rope = keys.get(name) or {}
         share = float(rope.get("partial_rotary_factor", share))

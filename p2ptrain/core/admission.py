@@ -1,8 +1,7 @@
 """Admission: keeps join requests, leaves, evidence, audits, motions and assents, and decides which a member attests.
 
 A run's policy is `open` (anyone may join; a seat is earned by contributions that were applied), `invite` or
-`allowlist`. Every decision depends only on the message, the agreed state and the run's config, so honest members always
-agree.
+`allowlist`. Every decision depends only on the message, the agreed state and the run's config, so honest members agree.
 
 An invitation is a ticket, signed by a key from the run's config, and the secret key of the bearer that the ticket
 names. The secret never travels: a join request carries the ticket and the bearer's signature over the joiner's own key.

@@ -7,8 +7,7 @@ Nothing unverified changes any state here.
 
 Only one request is open at a time, and any connected peer can claim to be ahead. So admitted keys are asked first.
 Strangers, whose keys cost nothing, are asked only while no admitted key claims to be ahead, and give way once if one
-does. A request leads to at most one follow-up, and a peer that was asked in vain is left alone for a while, with
-exponential backoff.
+does. A request leads to at most one follow-up, and a peer that was asked in vain is left alone (exponential backoff).
 
 Branches that lost to ours are remembered, so that we do not check them again and again. This rests on the verified
 beginning of the branch and on nobody's claim: a branch's id covers where it began, its members and all its history.

@@ -2,8 +2,7 @@
 
 On a slow line a node that waits for each round to be agreed on rests for a third of its time; on a fast one it rests
 hardly at all, and training from weights that lack the last round costs some loss. So each node decides for itself, by
-its own clock. Nothing of this has to be agreed: all members accept a contribution to the round after the next, from
-whoever makes one.
+its own clock. Nothing of this has to be agreed: all members accept a contribution to the round after the next.
 
 Exchange of a round lasts from the announcement of the last contribution that the round waited for until its update is
 applied: payloads that travel, votes, and applying. Waiting for a slower machine is not part of it, because a fast one

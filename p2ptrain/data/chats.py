@@ -86,7 +86,7 @@ def _write_chats(line: Connection, *made: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     limit_memory()
     writer, answer = None, cast(Any, None)
-    with suppress(EOFError, MemoryError, RecursionError):  # the parent notices that this process has ended
+    with suppress(EOFError, MemoryError, RecursionError, OSError):  # the parent notices that this process has ended
         while True:
             limit_time()
             try:

@@ -45,7 +45,7 @@ from p2ptrain.data.corpus import (
 from p2ptrain.data.tokenizer import JsonTokenizer, Marked, Tokenizer, Tokens, token_type
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.files import PARTIAL_SUFFIX, replace_file, sync
+from p2ptrain.files import PARTIAL_SUFFIX, replace_file, sync, trouble
 
 AHEAD = 3  # batches per process that are read ahead
 Progress = Callable[[int, int, int], None]
@@ -354,8 +354,9 @@ def _claimed(out: Path, tokenizer: Tokenizer) -> Iterator[None]:
         raise _unusable(out, str(error.strerror)) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the process, however it ends
-        _refuse_contents(out, tokenizer)
-        (out / dataset.PIECES_NAME).mkdir(exist_ok=True)
+        with trouble(out):
+            _refuse_contents(out, tokenizer)
+            (out / dataset.PIECES_NAME).mkdir(exist_ok=True)
         yield
     except BlockingIOError as error:
         raise _unusable(out, "another `data prepare` is using it") from error

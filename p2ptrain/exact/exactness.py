@@ -81,7 +81,8 @@ def check_kernels(recipe: RecipeConfig, device: torch.device) -> None:
 def _is_same(recipe: RecipeConfig, device: torch.device) -> bool:
     """Whether a card's programs pack a contribution and move the weights as is done in main memory."""
     chunk, generator = recipe.chunk, torch.Generator().manual_seed(0)
-    outer = Outer(recipe.model_copy(update={"fragments": 1}), [(2 * chunk, chunk), (chunk - 3, chunk + 5), (9,)])
+    recipe = recipe.model_copy(update={"fragments": 1, "rule": "all", "momentum_rounds": 1})  # all three count, at once
+    outer = Outer(recipe, [(2 * chunk, chunk), (chunk - 3, chunk + 5), (9,)])
     (layout,) = outer.layouts
     programs = launches_of(layout, device)
     if programs is None or recipe.is_dense:

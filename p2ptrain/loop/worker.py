@@ -194,6 +194,7 @@ class ScriptWorker:
 
     def _contribute(self, work: Work, trained: RoundTrained) -> Done:
         learner, number = self.learner, work.task.round
+        learner.catch_up()  # what was counted is no longer in the residual, and must not return to it
         learner.restore_all_but(work.task.outstanding)
         learner.take_steps(number, self.memory.moved)
         k = learner.run.recipe.k_within(work.task.k, self._k_max)

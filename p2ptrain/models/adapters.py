@@ -3,8 +3,7 @@
 A matrix W becomes W + alpha / rank * B A, where A [rank, inputs] is drawn at random and B [outputs, rank] begins as 0.
 Only A and B are the agreed state. The model's own weights are the base: a safetensors file that the first node of a run
 writes and all others fetch once. It is named by the Merkle root over its pieces, so that each piece can be checked as
-it arrives. The same weights make the same file everywhere: tensors sorted by name, each in the smallest type that holds
-its numbers exactly.
+it arrives. The same weights make the same file everywhere: tensors sorted by name, each in the smallest exact type.
 
 Names are those of the peft library, which reads what `p2ptrain export --adapter` writes.
 """

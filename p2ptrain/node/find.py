@@ -371,7 +371,7 @@ def read_invitation(text_or_file: str) -> Invitation:
     try:
         if re.fullmatch(r"[0-9a-f]{128,}", text_or_file):  # longer than what people call a file
             return decode_invitation(text_or_file)
-        return decode_invitation(Path(text_or_file).read_text())
+        return decode_invitation(Path(text_or_file).read_text("utf-8"))
     except (OSError, ValueError, RemoteProtocolError) as error:  # ValueError: not UTF-8, or a name with a zero byte
         fix = "Use the invitation exactly as you received it: its text, or the file that contains it"
         raise ConfigError(f"not an invitation: {error}", key="--invitation", fix=fix) from error

@@ -75,8 +75,8 @@ def exported(recorded_run: RecordedRun, status: dict[str, Any] | None = None, ma
     """
     made = made_at or datetime.now(UTC)
     name, script = escape(recorded_run.run.name), _script()
-    style = (ASSETS / "style.css").read_text()
-    index = page_of((ASSETS / INDEX).read_text(), exported={"contribution_tokens": tokens_of(recorded_run.run)})
+    style = (ASSETS / "style.css").read_text("utf-8")
+    index = page_of((ASSETS / INDEX).read_text("utf-8"), exported={"contribution_tokens": tokens_of(recorded_run.run)})
     parts = re.split(r"<!-- /?live -->", index)
     hashed = base64.b64encode(sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hashed}' blob:"
@@ -136,7 +136,7 @@ def _script() -> str:
     """Bundles the page's modules into one script, because the exported file has none beside it."""
     parts = []
     for name in SCRIPTS:
-        text = (ASSETS / f"{name}.js").read_text()
+        text = (ASSETS / f"{name}.js").read_text("utf-8")
         text = re.sub(r'^import \* as (\w+) from "\./(\w+)\.js";$', r"const \1 = modules.\2;", text, flags=re.MULTILINE)
         text = re.sub(r'^import (\{.*\}) from "\./(\w+)\.js";$', r"const \1 = modules.\2;", text, flags=re.MULTILINE)
         names = re.findall(r"^export (?:const|class|function) (\w+)", text, re.MULTILINE)

@@ -110,6 +110,11 @@ class QueuedLines(QueueHandler):
         self._dropped = 0  # total; not written by the thread
         threading.Thread(target=self._work, name="lines", daemon=True).start()
 
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Fixes the message now; a traceback stays apart, since only its end is kept."""
+        record.msg, record.args = record.getMessage(), None
+        return record
+
     def enqueue(self, record: logging.LogRecord) -> None:
         if not self.post(partial(self._target.emit, record)):
             self._dropped += 1

@@ -61,7 +61,7 @@ def line_of(record: RoundRecord) -> str:
 
 
 class Tracker:
-    """A destination for figures. On an OSError they are lost; `kill` ends a blocked call from another thread."""
+    """A destination for figures. On an error they are lost; `kill` ends a blocked call from another thread."""
 
     directory: Path
 
@@ -109,8 +109,8 @@ class Tracking:
     def _write(self, record: RoundRecord) -> None:
         try:
             self._tracker.write(record)
-        except OSError as error:
-            self._lose(error.strerror or str(error))
+        except (OSError, ImportError, TypeError, ValueError) as error:  # the package is not the one that we know
+            self._lose(getattr(error, "strerror", None) or str(error))
         finally:
             self._room.release()
 
@@ -133,7 +133,7 @@ class TensorBoard(Tracker):
         figures = {name: value for name, value in tracked_of(record).items() if math.isfinite(value)}
         summary = {"value": [{"tag": name, "simple_value": value} for name, value in figures.items()]}
         events: list[dict[str, Any]] = [{"step": record.round, "summary": summary}]
-        path = self._path
+        path, self._path = self._path, None  # after an error a new file begins: this one may end amid an event
         if path is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{record.applied_at:.0f}.{socket.gethostname()}.{os.getpid()}"

@@ -1,5 +1,4 @@
-"""A region: a run whose nodes together are one contributor to another run, the world's (after HALoS: Kim et al. 2025,
-arXiv 2506.04531).
+"""A region: a run whose nodes together are one contributor to another run, the world's (HALoS: arXiv 2506.04531).
 
 Both are ordinary runs, and each agrees on its own. Two things connect them:
 

@@ -8,8 +8,7 @@
 
 The agreement between nodes does not depend on it. So commits are not synced (WAL mode and synchronous = NORMAL: a power
 cut loses the last rows but leaves the file intact); a damaged file is logged, moved aside as records.sqlite.damaged and
-replaced; and if the disk cannot be written, only history is lost. Rows that peers can cause are bounded in number and
-in bytes.
+replaced; and if the disk cannot be written, only history is lost. Rows that peers can cause are bounded.
 
 Each row is a map from names to values, encoded as msgpack with its own digest: a row with a flipped bit is skipped, not
 shown as a figure. The names are defined in observe/schema.py. The version is also in sqlite's header. A newer p2ptrain

@@ -1,8 +1,7 @@
 """Begins a run: makes its data, first weights and first members, which seal its config and give it an id.
 
 The first weights are made once, by the node that begins the run, from its seed or from weights that its owner has
-(given_weights.py): random numbers differ from machine to machine, so all others get the weights from the swarm. Nothing
-here uses the network.
+(given_weights.py): random numbers differ from machine to machine, so all others get the weights from the swarm.
 """
 
 from __future__ import annotations

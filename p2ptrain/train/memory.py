@@ -31,6 +31,7 @@ from p2ptrain.exact.kernels.launches import CHUNK_LEAST, SLAB_BYTES, is_usable
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.replica import UNPACKED_BYTES
 from p2ptrain.exact.root import FETCHED_PIECES, FLOAT_BYTES
+from p2ptrain.exact.rules import BY_COORDINATE
 from p2ptrain.exact.shortage import mega
 from p2ptrain.exact.transform import block_chunks
 from p2ptrain.models.kinds import build, parameter_count, shapes_of, without_adapters
@@ -367,11 +368,12 @@ def need_of(run: RunConfig, passes: PassSettings = PassSettings()) -> Need:
     sequences = pass_sequences(run.recipe, passes.sequences_per_pass, passes.device)
     contributions = min(CONTRIBUTIONS_USUAL, run.admission.contributors_max)
     largest = contributions * run.recipe.vote_max
-    vote_bytes = 2 if largest <= INT16_MAX else 4 if largest <= INT32_MAX else 8
+    takes_middle = run.recipe.rule in BY_COORDINATE  # then votes are int32, and no program of a card sums them
+    vote_bytes = 2 if largest <= INT16_MAX and not takes_middle else 4 if largest <= INT32_MAX else 8
     counted = 0 if run.recipe.is_dense else min(COUNTED_AT_ONCE, contributions) * outer.contribution_bytes
     work = BLOCK_COPIES * 8 * area * min(at_once, block_chunks(torch.device(passes.device)))
     codec = max(each * coefficients, vote_bytes * at_once * area + work + counted)
-    if passes.in_programs and not run.recipe.is_dense and run.recipe.chunk >= CHUNK_LEAST:
+    if passes.in_programs and not (run.recipe.is_dense or takes_middle) and run.recipe.chunk >= CHUNK_LEAST:
         votes = min(SLAB_BYTES, 4 * at_once * area)
         codec = max(MADE_BYTES * coefficients, votes + contributions * outer.payload_bytes)
     holes = 1.0 if passes.checkpointing or passes.device != "cpu" else _holes(run.model, sequences, passes.autocast)

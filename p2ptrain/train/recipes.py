@@ -5,8 +5,7 @@ told yet, and contribute its largest DCT coefficients each round:
 
 - `distro` (Peng, Quesnelle, Kingma 2024, arXiv 2411.19870; signs as in Nous' DisTrO): the residual is a
   momentum, which decays slowly and takes one gradient a round. Only signs are sent.
-- `demo`: the same with small integers and a power-of-two scale per tensor: like the paper's values, at
-  a tenth of the size.
+- `demo`: the same with small integers and a power-of-two scale per tensor: like the paper's, at a tenth of the size.
 - `local` (DiLoCo, Douillard et al. 2023, arXiv 2311.08105; with top-k and error feedback as in
   SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706): several steps of an inner optimizer a round; the distance they
   moved is added to the residual. Signs or small integers are sent, with a power-of-two scale per tensor.

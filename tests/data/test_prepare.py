@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from p2ptrain.data import dataset
 from p2ptrain.data import prepare as prepare_module
 from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import Split, TokenDataset
@@ -356,6 +357,11 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: 
     file = written(tmp_path / "a.txt", "text\n")
     with pytest.raises(ConfigError, match=r"a\.txt: cannot prepare data here: File exists"):
         prepared(file, file)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(dataset, "PIECES_NAME", "p" * 300)  # whatever the system does not let be made
+        with pytest.raises(DataError, match=r"cannot be written: File name too long"):
+            prepared(tmp_path / "other", file)
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")

@@ -270,15 +270,20 @@ def test_a_contribution_leaves_the_card_as_bytes_and_comes_back_to_the_residual(
 
 
 @pytest.mark.usefixtures("on_card")
+@pytest.mark.parametrize(
+    "setting",
+    [{"fragments": 2}, {"rule": "krum", "byzantine": 1}, {"momentum": "0.9", "nesterov": True, "momentum_rounds": 4}],
+    ids=["all of three", "a rule that chooses", "a late momentum"],
+)
 def test_a_device_whose_programs_give_other_bits_is_left_to_torch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(launches, "refused", {})
     monkeypatch.setattr(launches, "LANES", 1_024)
     monkeypatch.setattr(exactness, "is_usable", lambda device: True)
     turns, real = itertools.count(), aggregate.launches_of  # torch applies first, then the programs, on one device here
     monkeypatch.setattr(aggregate, "launches_of", lambda *where: real(*where) if next(turns) % 2 else None)
-    recipe = RecipeConfig(chunk=32, k=(20, 40), warmup_rounds=2, fragments=2)
+    recipe = RecipeConfig(chunk=32, k=(20,) if "rule" in setting else (20, 40), warmup_rounds=2, **setting)
     check_kernels(recipe, CPU)
     assert not launches.refused
     monkeypatch.setattr(launches, "limbs", lambda most: 1)

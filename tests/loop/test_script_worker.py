@@ -121,6 +121,20 @@ async def test_who_has_seen_a_round_lets_rounds_pass_without_a_contribution(
     training.cancel()
 
 
+async def test_a_contribution_that_was_counted_is_not_sent_again(worker: ScriptWorker, replica: ReplicaThread) -> None:
+    moved, noise = [], torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
+    for number in (1, 2):
+        training, before = begun(worker, number), worker.replica.weights.clone()
+        await worker.next()
+        worker.memory.moved.copy_(noise / 100 * (number == 1))
+        worker.take(TRAINED)
+        own = (await training).payload
+        manifest: Any = SimpleNamespace(round=number, branch=bytes(32), digest=bytes(32))
+        assert await replica.apply(manifest, [own], {number: own}, worker.replica.adopted)
+        moved.append(float((worker.replica.weights - before).norm()))
+    assert moved[1] < 0.75 * moved[0], "of what was too small for the first, the largest"
+
+
 async def test_steps_taken_again_begin_from_the_same_weights(worker: ScriptWorker) -> None:
     training = begun(worker)
     work = await worker.next()

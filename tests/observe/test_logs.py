@@ -67,7 +67,7 @@ class Target(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.is_waiting.set()
         assert self.is_open.wait(60)
-        self.lines.append(record.getMessage())
+        self.lines.append(self.format(record))
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_what_a_peer_makes_us_write_is_neither_endless_nor_obeyed_by_a_terminal(
     assert TimedText().format(record)[8:].startswith(" warning: a?[2J?xxx")
 
 
-def test_the_end_of_a_long_traceback_is_kept() -> None:
+def test_the_end_of_a_long_traceback_is_kept(target: Target) -> None:
     def even(depth: int) -> int:  # two by turns: frames that repeat are left out
         return odd(depth - 1) if depth else int("a word")
 
@@ -227,7 +227,12 @@ def test_the_end_of_a_long_traceback_is_kept() -> None:
     with pytest.raises(ValueError) as raised:
         even(100)
     info = raised.type, raised.value, raised.tb
-    text = PlainText().format(logging.LogRecord("p2ptrain", logging.ERROR, "", 0, "a bug", (), info))
+    target.setFormatter(PlainText())
+    target.is_open.set()
+    writer = QueuedLines(target)
+    writer.handle(logging.LogRecord("p2ptrain", logging.ERROR, "", 0, "a %s", ("bug",), info))
+    writer.flush()
+    (text,) = target.lines
     assert text.startswith("a bug\n")
     assert text.endswith("ValueError: invalid literal for int() with base 10: 'a word'")
     assert len(text) == len("a bug\n") + LINE_MAX

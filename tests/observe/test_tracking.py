@@ -161,6 +161,28 @@ def test_a_real_daemon_is_tracked_and_reported(tmp_path: Path) -> None:
 
 
 @with_tensorboard
+def test_a_round_that_tensorboard_cannot_write_costs_that_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import tensorboard.summary.writer.record_writer as framed
+
+    def other(file: Any) -> None:
+        raise TypeError("another release")
+
+    made = Tracking(TensorBoard(tmp_path, RUN))
+    made.note(a_round(1))
+    with monkeypatch.context() as changed, caplog.at_level(logging.WARNING, "p2ptrain.observe"):
+        made.thread.submit(lambda: None).result()
+        changed.setattr(framed, "RecordWriter", other)
+        made.note(a_round(2))
+        made.thread.submit(lambda: None).result()
+    assert "not tracked: another release" in caplog.text
+    made.note(a_round(3).model_copy(update={"applied_at": 1.8e9}))
+    made.close()
+    assert (made.lost, len([*the_file_directory(tmp_path).iterdir()])) == (1, 2), "a file that may end amid an event is left"
+
+
+@with_tensorboard
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,8 +1,7 @@
 """The programs that a card runs, one for each chunk of the model: transform.py, codec.py and aggregate.py for cards.
 
 `update` is on the exact path: its products are of integers, its other operations are rounded once each, in the order of
-aggregate.py, and it is compiled without fusion of floating-point operations, which changes bits. No node checks
-the rest.
+aggregate.py, and it is compiled without fusion of floating-point operations, which changes bits.
 
 A table has four numbers for each chunk: the place of its first number in the flat tensor, the numbers of a row, and how
 many rows and columns are no padding. Where a row has 0 numbers, the chunk's numbers lie anywhere: its first place is

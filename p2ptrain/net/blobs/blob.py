@@ -4,8 +4,7 @@ A payload, a state or a base (frozen weights) is a tree (digest.py): its name is
 checked as it arrives and forwarded before the next one. The other kinds are checked as a whole by the peer that
 requested them.
 
-Sets of pieces are integers: piece i is bit i. So a union, a difference and a choice among sixty thousand pieces take
-microseconds.
+Sets of pieces are integers: piece i is bit i. So a union or a difference of sixty thousand pieces takes microseconds.
 """
 
 from __future__ import annotations
