@@ -210,10 +210,10 @@ class Requests:
         self.by_name: dict[bytes, Waiting] = {}
         self.settled: dict[bytes, int] = {}  # by key: the last recent round that admitted or removed it
 
-    def add(self, received: msg.Received, state: AgreedState, asked_for: bool = False) -> bool:
+    def add(self, received: msg.Received, state: AgreedState, is_needed: bool = False) -> bool:
         """Adds a request; returns False if it is useless or does not fit, raises RemoteProtocolError if it is invalid.
 
-        A request that we asked for, because others attest it, always fits: the manifest depends on it.
+        One that a proposal needs always fits, if need be in the place of the oldest join.
         """
         name = received.name
         if name in self.by_name:
@@ -233,7 +233,9 @@ class Requests:
             is_full = len(self.by_name) - proofs - len(audits) >= msg.REQUESTS_MAX
             is_full = is_full or (isinstance(message, msg.JoinRequest) and len(joins) >= JOINS_MAX)
         room = 2 * msg.REQUESTS_MAX - (0 if is_proof else EVIDENCE_MAX - min(proofs, EVIDENCE_MAX))
-        if (is_full and not asked_for) or len(self.by_name) - len(audits) >= room or len(audits) >= 2 * AUDITS_MAX:
+        is_audit = isinstance(message, msg.AuditReport)
+        is_over = len(audits) >= 2 * AUDITS_MAX if is_audit else len(self.by_name) - len(audits) >= room
+        if (is_full and not is_needed) or (is_over and (is_audit or not joins)):
             self.context.counters["requests without room"] += 1
             return False
         request = check_request(message, state, self.context.run, self.context.signer)
@@ -247,8 +249,10 @@ class Requests:
             if each.about == about and bool(each.request.guilty) == is_proof and not each.request.measured
         ]
         waiting = Waiting(received, request, about, state.round)
-        if not asked_for and (len(same) >= OF_AUTHOR_MAX or self._is_repeated(waiting)):
+        if not is_needed and (len(same) >= OF_AUTHOR_MAX or self._is_repeated(waiting)):
             return False
+        if is_over:
+            del self.by_name[joins[0]]
         self.by_name[name] = waiting
         return True
 

@@ -7,8 +7,7 @@ absolute deviation (Hampel 1974: up to half of the values may be arbitrary). Mem
 silent last time, are not waited for, so a straggler or a crash costs the others nothing. Nor is anyone who always comes
 just before the deadline, if the others would contribute more in that time: one of n makes rounds longer by an eighth
 (without a seat not even that) or by 1/n at most.
-A member never heard from gets three times the median, once: with less, empty rounds would pass before every slow
-contribution.
+A member never heard from gets three times the median, once: with less, empty rounds would pass before slow ones.
 
 The pace of a swarm whose machines take fewer local steps where they are slow (pace.py) is the median of the arrivals
 that there would have been, had everyone taken all of them; otherwise fewer steps would make the pace faster, and a

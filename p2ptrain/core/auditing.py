@@ -76,8 +76,7 @@ def is_whole(taken: Taken, number: int, run: RunConfig) -> bool:
 
 
 def beside(manifest: Manifest, taken: Taken, part_of: Callable[[int], int]) -> list[Taken]:
-    """Draws the contributions that one is compared with, of those to the same part of the model, as `part_of` a round
-    says."""
+    """Draws the contributions that one is compared with, of those to the same part of the model (`part_of`)."""
     draw, part = manifest.digest + taken.author, part_of(taken.round)
     others = [each for each in manifest.counted if each.author != taken.author and part_of(each.round) == part]
     return sorted(others, key=lambda each: blake3(draw + each.author).digest())[:REFERENCES]

@@ -48,6 +48,7 @@ AUDITED_FROM = 5  # counted keys: with fewer contributions there is hardly anyth
 TRIAL_ROUNDS = 512  # in which a key has to be found working, or to be found working again
 PASSES = 4  # members that have to find work of its own before a key counts
 SUMMONS_MAX = 4  # open at a time: each costs every member an audit
+AGREE_IN_BOTH = 3  # from this protocol version on, what too few measured has to agree in strength as it has in z
 SUMMONS_ROUNDS = 8  # until a summons ends without an outcome, because a quorum did not measure
 TYPICAL_STEP = 32  # by which an audit moves the typical z up or down, towards the median: a third cannot move that far
 TYPICAL_ROUNDS = 16  # in which one audit of a member moves it: who lies can say something in every round
@@ -181,8 +182,8 @@ def has_earned_seat(state: AgreedState, key: bytes, run: RunConfig) -> bool:
 class _Bench:
     """Works one manifest's audits in."""
 
-    def __init__(self, state: AgreedState, number: int, taken: frozenset[bytes]) -> None:
-        self.state, self.number, self.taken = state, number, taken
+    def __init__(self, state: AgreedState, number: int, taken: frozenset[bytes], protocol: int) -> None:
+        self.state, self.number, self.taken, self.protocol = state, number, taken, protocol
         self.conduct: dict[bytes, Conduct] = {}
         self.typical = state.typical
         # Who has left since is judged no more.
@@ -251,7 +252,7 @@ class _Bench:
         size = len(self.state.members)
         for place, summons in list(self.open.items()):
             is_over = self.number >= summons.since + SUMMONS_ROUNDS
-            agreeing = _agreeing(summons.found) if is_over else summons.found
+            agreeing = _agreeing(summons.found, self.protocol >= AGREE_IN_BOTH) if is_over else summons.found
             if len(agreeing) >= (tolerated_by(size) + 1 if is_over else quorum_of(size)):
                 del self.open[place]
                 self._judge(summons, agreeing)
@@ -314,10 +315,14 @@ class _Bench:
                 self.conduct[entry.key] = replace(conduct, credit=conduct.credit + (-conduct.credit >> FADING))
 
 
-def _agreeing(found: Sequence[Measured]) -> Sequence[Measured]:
+def _agreeing(found: Sequence[Measured], in_both: bool) -> Sequence[Measured]:
     """Returns the most reports of which none is far off the first: honest ones agree, however few they are."""
-    near = ([each for each in found if abs(each.z - one.z) <= FAR_OFF] for one in found)
-    return max(near, key=len, default=())
+
+    def is_near(each: Measured, one: Measured) -> bool:
+        apart = abs(_clipped(each.strength) - _clipped(one.strength)) if in_both else 0
+        return abs(each.z - one.z) <= FAR_OFF and apart <= FAR_OFF
+
+    return max(([each for each in found if is_near(each, one)] for one in found), key=len, default=())
 
 
 def _clipped(strength: int) -> int:
@@ -325,11 +330,11 @@ def _clipped(strength: int) -> int:
     return max(-1_000, min(strength, 1_000))
 
 
-def settle(state: AgreedState, manifest: Manifest) -> Settled:
+def settle(state: AgreedState, manifest: Manifest, protocol: int) -> Settled:
     """Works in the audits that a manifest carries."""
     if not (manifest.audits or state.summons):
         return Settled({}, state.typical, state.summons)
-    bench = _Bench(state, manifest.round, frozenset(taken.author for taken in manifest.taken))
+    bench = _Bench(state, manifest.round, frozenset(taken.author for taken in manifest.taken), protocol)
     for measured in manifest.audits:
         if may_report(state, measured):  # more than f liars may have certified anything
             bench.hear(measured)

@@ -377,6 +377,8 @@ class CatchingUp:
         """Answers the same question as `Regrouping.may_follow`, for a branch that begins anywhere."""
         if state is self.chain.state:
             return self.regrouping().may_follow(beginning)
+        if self.context.run.agreement.on_quorum_loss == "halt":
+            return False
         if len(set(beginning.signers)) > roster.tolerated or beginning.branch in self.chain.beginnings:
             return True
         return self.context.me not in roster.seat and self.regrouping().has_waited

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from p2ptrain.config import RunConfig
 from p2ptrain.core import messages as msg
 from p2ptrain.core import wire
-from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.manifest import Manifest, contradiction
 from p2ptrain.core.roster import Roster, changed, quorum_of, roster_of
 from p2ptrain.core.state import AgreedState
 from p2ptrain.core.succession import is_over
@@ -150,6 +150,8 @@ def follow(state: AgreedState, step: Step, run: RunConfig, verifier: msg.Verifie
     if (manifest.branch, manifest.round, manifest.parent, manifest.state) != next_place:
         raise RemoteProtocolError(f"the manifest of round {manifest.round} does not follow round {state.round}")
     check_certificate(step, state.roster, verifier)
+    if why := contradiction(manifest, state, run):  # on a branch that one member began, its own word is the quorum's
+        raise RemoteProtocolError(why)
     return state.after(manifest, run)
 
 

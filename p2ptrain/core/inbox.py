@@ -17,6 +17,7 @@ from p2ptrain.core.catchup import CatchingUp
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Disconnect, MessageReceived
+from p2ptrain.core.manifest import joins_max
 from p2ptrain.core.pools import Pools
 from p2ptrain.core.regroup import Regrouping
 from p2ptrain.core.repair import Repair
@@ -56,8 +57,7 @@ class Inbox:
         }
 
     def take(self, event: MessageReceived) -> None:
-        """Routes a message to its handler. Who has left follows the run no further, and after its end only those matter
-        who lag behind."""
+        """Routes a message to its handler. Who has left follows no further; after the end only laggards matter."""
         message, state = event.received.message, self.chain.state
         if self.context.is_out(state) or (is_over(state) and not isinstance(message, msg.Hello)):
             return
@@ -141,6 +141,10 @@ class Inbox:
             self._ahead(author, branch, number)
 
     def _keep_early(self, event: MessageReceived, author: bytes) -> None:
+        seat = self.here.roster.seat
+        others = sum(each not in seat for each in self.early.keys() - {author})
+        if author not in seat and others >= joins_max(len(seat)):
+            return  # no more get a seat in the round before, and the rest would only fill the memory
         early = self.early.setdefault(author, [])
         is_new = all(each.received.digest != event.received.digest for each in early)
         if is_new and len(early) < EARLY_OF_AUTHOR_MAX:
@@ -168,11 +172,11 @@ class Inbox:
     # -- Announcements ------------------------------------------------------------------------------
 
     def _announcement(self, event: MessageReceived) -> None:
-        asked_for = event.received.name in self.here.questions.open
-        self.announcement(event.sender, event.received, asked_for, event.payload_good)
+        is_needed = self.here.questions.needs(event.received.name)
+        self.announcement(event.sender, event.received, is_needed, event.payload_good)
 
     def announcement(
-        self, sender: bytes, received: msg.Received, asked_for: bool = False, payload_good: bool | None = None
+        self, sender: bytes, received: msg.Received, is_needed: bool, payload_good: bool | None = None
     ) -> None:
         """Takes in an announcement, if its contribution may be taken now or soon."""
         message = msg.read(received, msg.Announcement)
@@ -198,16 +202,17 @@ class Inbox:
                     arrivals.note(author, message.round, self.context.now, message.steps)
                     self.here.heard_late(author)
             return
-        self._offer(sender, received, asked_for, payload_good)
+        self._offer(sender, received, is_needed, payload_good)
 
-    def _offer(self, sender: bytes, received: msg.Received, asked_for: bool, payload_good: bool | None) -> None:
+    def _offer(self, sender: bytes, received: msg.Received, is_needed: bool, payload_good: bool | None) -> None:
         message = msg.read(received, msg.Announcement)
         payloads = self.pools.payloads
-        verdict = self.pools.offers.add(received, asked_for)
+        verdict = self.pools.offers.add(received, is_needed)
         if sender != self.context.me:  # our own were counted before the restart
             self._tally(message.author, verdict)
         if verdict in (msg.Heard.USELESS, msg.Heard.FULL):
-            self._useless(sender)
+            if not self.here.questions.give_up(received.name):
+                self._useless(sender)
             return
         if message.author in self.here.roster.seat:
             self.context.heard_at[message.author] = self.context.now
@@ -288,19 +293,20 @@ class Inbox:
             self._ahead(hello.author, hello.branch, hello.round)
 
     def _request(self, event: MessageReceived) -> None:
-        asked_for = event.received.name in self.here.questions.open
-        message = event.received.message
+        name, questions, message = event.received.name, self.here.questions, event.received.message
+        asked_for = name in questions.open
         assert isinstance(message, Asking)
         is_second_hand = isinstance(message, msg.JoinRequest) and event.sender != message.author and not asked_for
         if is_second_hand or (not isinstance(message, msg.Evidence) and message.branch != self.here.branch):
             self._useless(event.sender)  # each newcomer needs a connection of its own, or a member that vouches for it
             return
         try:
-            is_new = self.pools.requests.add(event.received, self.chain.state, asked_for)
+            is_new = self.pools.requests.add(event.received, self.chain.state, questions.needs(name))
         except RemoteProtocolError:
             is_new = False
         if not is_new:
-            self._useless(event.sender)
+            if not questions.give_up(name):
+                self._useless(event.sender)
         elif asked_for:
             self.here.advance()
 

@@ -34,8 +34,8 @@ class Offers:
         self.by_author: dict[bytes, list[Offer]] = {}
         self.by_payload: dict[bytes, list[Offer]] = {}
 
-    def add(self, received: Received, asked_for: bool = False) -> Heard:
-        """Adds an announcement by an admitted author for a round that may still count."""
+    def add(self, received: Received, is_needed: bool = False) -> Heard:
+        """Adds an announcement by an admitted author for a round that may still count. `is_needed`: by a proposal."""
         announcement = read(received, Announcement)
         name = received.name
         if name in self.by_name:
@@ -46,7 +46,7 @@ class Offers:
             self.by_author[announcement.author] = [offer]
             verdict = Heard.NEW
         else:
-            verdict = self._verdict(mine, announcement.round, asked_for)
+            verdict = self._verdict(mine, announcement.round, is_needed)
             if verdict not in (Heard.NEW, Heard.CONFLICT):
                 return verdict
             mine.append(offer)
@@ -54,10 +54,10 @@ class Offers:
         self.by_payload.setdefault(announcement.payload, []).append(offer)
         return verdict
 
-    def _verdict(self, mine: list[Offer], number: int, asked_for: bool) -> Heard:
+    def _verdict(self, mine: list[Offer], number: int, is_needed: bool) -> Heard:
         """Decides about another announcement for a round, given those of its author."""
         same = sum(offer.announcement.round == number for offer in mine)
-        if asked_for:
+        if is_needed:
             if len(mine) >= OFFERS_OF_AUTHOR_MAX:
                 return Heard.FULL
         elif same >= 2:

@@ -95,9 +95,9 @@ class Participant:
             if isinstance(received.message, Availability):
                 here.availabilities.setdefault(received.digest, received)
             elif isinstance(received.message, Announcement):
-                self.inbox.announcement(context.me, received, asked_for=True)
+                self.inbox.announcement(context.me, received, is_needed=True)
             elif isinstance(received.message, Asking):
-                self.pools.requests.add(received, self.chain.state, asked_for=True)
+                self.pools.requests.add(received, self.chain.state, is_needed=True)
         here.agreement.restore(
             votes, [each for each in backing if isinstance(each.message, Proposal | Vote)], context.now
         )

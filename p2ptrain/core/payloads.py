@@ -57,8 +57,7 @@ class Payloads:
         return held is not None and held.is_good
 
     def checked(self, offer: Announcement) -> bool | None:
-        """Whether an announced payload is good, and has the announced author, length and content; None if it is not
-        here."""
+        """Whether an announced payload is good, and has the announced author, length and content; None if not here."""
         held = self.held.get(offer.payload)
         return None if held is None else held == HeldPayload(True, offer.author, offer.payload_bytes, offer.content)
 

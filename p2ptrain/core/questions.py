@@ -2,8 +2,8 @@
 
 Each message is requested from one peer at a time, and from the next one if no answer comes. If many peers may have it,
 some are drawn at random after the first, and peers that were asked in vain are replaced: otherwise the peers that vote
-first, or have the lowest keys, could all be liars. The answer is a message like any other, but because it was requested
-it is exempt from the bounds that keep strangers out.
+first, or have the lowest keys, could all be liars. The answer is a message like any other, but what a proposal needs is
+exempt from the bounds that keep strangers out: an honest member attests it. Anyone can name what none needs.
 """
 
 from __future__ import annotations
@@ -93,6 +93,18 @@ class Questions:
         rest = list(dict.fromkeys(sources[1:]))
         self.context.rng.shuffle(rest)
         return sources[:1] + self.context.reputation.preferred(rest, self.context.now)
+
+    def needs(self, name: bytes) -> bool:
+        """Whether a proposal waits for this message."""
+        question = self.open.get(name)
+        return question is not None and question.is_needed
+
+    def give_up(self, name: bytes) -> bool:
+        """Closes a question whose answer does not fit, unless a proposal waits for it; returns whether it was open."""
+        was_open = name in self.open
+        if not self.needs(name):
+            self.close(name)
+        return was_open
 
     def close(self, name: bytes) -> None:
         """Closes a question, if it is open: the message has come, or others are more important."""

@@ -5,8 +5,7 @@ connected, and fewer members than a quorum were heard in that time: as long as a
 Then the node either waits (`halt`) or regroups (`regroup`): each member floods a call that names the last certificate,
 and when no new call has arrived for `settle_seconds`, it signs the set of callers, once per attempt. A set signed by a
 quorum of itself begins a new branch. With this rule alone, a single liar could sign a set of itself and take over a
-healthy swarm; so a set that we have not signed binds us only if an honest member must have lost the quorum
-(`may_follow`).
+healthy swarm; so a set that we have not signed binds us only if an honest member must have lost it (`may_follow`).
 
 The settle time is longer than the time between the first and the last member noticing the stall; otherwise they would
 sign different sets. A
@@ -217,9 +216,11 @@ class Regrouping:
         It binds us if we signed it, or if f + 1 members signed it, at least one of which is honest and has lost the
         quorum. It also does if we have lost the quorum ourselves and it has more signers than our call had answers or,
         if we have not called yet, more than half as many as the members that we still hear. A node without a vote
-        cannot call, so it waits instead.
+        cannot call, so it waits instead. In a run that halts no branch binds us.
         """
         signers = beginning.signers
+        if self.context.run.agreement.on_quorum_loss == "halt":
+            return False
         if self.context.me in signers or len(signers) > self.state.roster.tolerated:
             return True
         if not self.is_member:
@@ -232,8 +233,8 @@ class Regrouping:
 
     @property
     def has_waited(self) -> bool:
-        """Whether we have no vote, and nothing was decided for as long as members need to notice a lost quorum."""
-        return not self.is_member and self.context.now - self.began >= self.context.run.agreement.stall_seconds
+        """Whether we have no vote, and heard fewer than a quorum for as long as members need to notice its loss."""
+        return not self.is_member and self._is_deserted()
 
     def _begun(self, attempt: int, members: tuple[bytes, ...], signed: list[Received]) -> Beginning:
         state, by_author = self.state, sorted((read(each, Regroup).author, signature_of(each)) for each in signed)

@@ -123,7 +123,7 @@ class Round:
             heard = collecting.waiting & self.available.keys()
             collecting.let_pass({author for author in heard if self._lets_pass(author)})
         others_closed = len(self.available) >= self.roster.attesting
-        idle_over = bool(self.pools.requests.by_name) and self.context.now >= self._idle_at()
+        idle_over = self._is_idle and self.context.now >= self._idle_at()
         if others_closed or idle_over or collecting.is_over():
             self._close()
 
@@ -134,6 +134,11 @@ class Round:
     @property
     def _closing_at(self) -> float:
         return self.began + self.context.run.agreement.avail_seconds
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether requests wait in a round without a contribution."""
+        return bool(self.pools.requests.by_name) and not self.collecting.has_any
 
     def _idle_at(self) -> float:
         return self.began + self.context.run.agreement.idle_round_seconds
@@ -462,7 +467,7 @@ class Round:
         times = [self.agreement.deadline]
         if self.closed_at is None:
             times.append(self._closing_at if is_closing(self.state) else self.collecting.deadline)
-            if self.pools.requests.by_name:
+            if self._is_idle:
                 times.append(self._idle_at())
         elif self.propose_at is not None and self.propose_at > self.context.now:
             times.append(self.propose_at)

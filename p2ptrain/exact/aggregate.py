@@ -306,8 +306,7 @@ def steps_of(
     learning_rate: Fraction,
     squares: Callable[[int], int],
 ) -> list[float]:
-    """Returns for each group the factor between the inverse transform's integers and the update; 0.0 if no votes are
-    left.
+    """Returns for each group the factor between the inverse transform's integers and the update; 0.0 if none are left.
 
     squares: the sum of a group's squared votes
     """

@@ -16,8 +16,7 @@ By default all contributions count, each bounded by its scale (exact/scales.py).
 They compare votes: integers in common units, cut as they would be counted. Products of two contributions are integers,
 distances and cosines follow from these exactly, and of equals the one whose author has the lower key comes first. The
 transform keeps norms, so coefficients are as good as weights. Chosen contributions are then counted as if there were no
-others, but weigh no more than they would have. A round with fewer contributions than the rule's theory asks for moves
-nothing.
+others, but weigh no more than they would have. A round with fewer than the rule's theory asks for moves nothing.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Crowds(Unsolicited):
         self.crowd[one.key], self.world.key_index[one.key] = one, self.world.key_index[self.me]
         request = sign_with(one, msg.JoinRequest(here.branch, here.number, b"", one.key))
         with suppress(RemoteProtocolError):
-            core.pools.requests.add(request, here.state, asked_for=True)  # so that it attests it, and hands it over
+            core.pools.requests.add(request, here.state, is_needed=True)  # so that it attests it, and hands it over
         return [Publish(request.envelope)]
 
 

@@ -181,10 +181,13 @@ def _with_a_foreign_round(receipt: Receipt, run: RunConfig) -> Receipt:
     """A certified round that says nothing of the key makes a receipt longer, and nothing else."""
     last, state = receipt.steps[-1], receipt.state
     assert isinstance(last, Entry)
-    others = tuple([each for each in last.manifest.taken if each.author != receipt.key])
+    others, mine = (
+        tuple([each for each in last.manifest.taken if (each.author == receipt.key) == is_mine])
+        for is_mine in (False, True)
+    )
     between = replace(last.manifest, taken=others)
     after = state.after(between, run)
-    manifest = replace(last.manifest, round=after.round + 1, parent=after.head, state=after.digest)
+    manifest = replace(last.manifest, round=after.round + 1, parent=after.head, state=after.digest, taken=mine)
     steps = (*receipt.steps[:-1], forged(run, state, between), forged(run, after, manifest))
     return replace(receipt, steps=steps, state=after)
 

@@ -188,6 +188,21 @@ def test_more_than_f_have_to_agree_or_the_doubt_stays() -> None:
         assert conduct(state, VICTIM).tier is Tier.COUNTED
 
 
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_liars_who_repeat_the_z_of_too_few_honest_reports_decide_nothing_by_another_strength(protocol: int) -> None:
+    run = AUDITED.model_copy(update={"protocol": protocol})
+    state = doubted(VICTIM)
+    (summons,) = state.summons
+    honest, liars = MEMBERS[4:6], MEMBERS[:2]
+    reports = [(key, WORK) for key in honest] + [(key, (WORK[0], -1_000)) for key in liars]
+    found = [Measured(key, VICTIM, summons.round, *what, is_summoned=True) for key, what in reports]
+    state = after(state, *found, run=run)
+    while state.summons:
+        state = after(state, run=run)
+    assert (conduct(state, VICTIM).failed > 0) == (protocol == 2)
+    assert any(conduct(state, key).strikes for key in honest) == (protocol == 2)
+
+
 def test_who_leaves_while_it_is_measured_is_judged_no_more() -> None:
     """Or every node would end when the summons does."""
     state = doubted(VICTIM)

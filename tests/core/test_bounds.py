@@ -11,18 +11,20 @@ from p2ptrain.core import questions as questions_module
 from p2ptrain.core import round as round_module
 from p2ptrain.core import voice as voice_module
 from p2ptrain.core.context import Context
-from p2ptrain.core.messages import NOTHING, Authored, Ballot, Call, message_digest
+from p2ptrain.core.messages import NOTHING, Authored, Availability, Ballot, Call, Vote, message_digest
 from p2ptrain.core.reputation import Reason
 from p2ptrain.core.round import OF_MEMBER_MAX
 from p2ptrain.core.voice import BACKING_BYTES_MAX, PLACES_MAX, SAID_MAX, SILENT_BRANCHES_MAX, Voice
 from p2ptrain.digest import digest
 from tests.helpers.core import (
     KEYS,
+    ROOT0,
     RUN,
     Bench,
     DigestSigner,
     announced,
     name_of,
+    payload,
     published,
     run_of,
     signed,
@@ -241,6 +243,39 @@ def test_a_flood_of_invented_names_does_not_hold_up_a_proposal(monkeypatch: pyte
     named = [*(bench.available(key, offers) for key in honest[: bench.genesis.roster.quorum - 1]), third]
     effects = bench.hear(bench.proposed(named, offers)[0])
     assert any(name_of(third) in effect.names for effect in effects if isinstance(effect, ev.Ask))
+
+
+def test_what_a_liar_names_leaves_room_for_what_a_proposal_needs() -> None:
+    bench = Bench(4, me=3, agreement={"overlap_rounds": "auto", "staleness_rounds_max": 1})
+    liar = KEYS[1]
+    honest = [key for key in bench.others if key != liar]
+    for number in (1, 2, 3):  # as many as are kept of anybody
+        for which in (b"a", b"b"):
+            bench.hear(announced(liar, number, which, base_round=0, base_root=ROOT0))
+    for half in range(2):
+        lies = {name_of(each): each for each in (announced(liar, 1, bytes([half, n, 0])) for n in range(256))}
+        effects = bench.hear(bench.available(liar, tuple(lies.values()), root_round=0, root=ROOT0))
+        for name in [name for effect in effects if isinstance(effect, ev.Ask) for name in effect.names]:
+            bench.hear(lies[name], sender=liar)
+    shown = announced(liar, 1, b"shown to the others", inline=True)
+    bench.now = 5.0
+    bench.train(1, inline=True)
+    offers = [*(announced(key, 1, inline=True) for key in (*honest, bench.me)), shown]
+    for offer in offers[:2]:
+        bench.hear_offer(offer)
+    named = [bench.available(key, tuple(offers), root_round=0, root=ROOT0) for key in honest]
+    bench.hear_all(*named)
+    own = bench.parts.here.mine
+    assert own is not None
+    assert isinstance(own.message, Availability)
+    assert bench.order()[0] in honest, "the proposal is for the first view"
+    proposal, _ = bench.proposed([*named, own.message], tuple(offers))
+    effects = bench.hear(proposal)
+    assert any(name_of(shown) in effect.names for effect in effects if isinstance(effect, ev.Ask))
+    effects = bench.hear(shown, sender=honest[0], attachment=payload(liar, 1, b"shown to the others"), good=True)
+    effects += bench.wait(1.0)
+    assert [vote.manifest for vote in published(effects) if isinstance(vote, Vote)] == [proposal.manifest]
+    assert bench.node.context.counters["useless messages"] == 0, "what was asked for costs nobody anything"
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from itertools import pairwise
 import msgspec
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.audits import Measured
 from p2ptrain.core.catchup import (
     AHEAD_MAX,
     NEAR_ROUNDS,
@@ -22,7 +23,7 @@ from p2ptrain.core.messages import NUMBER_MAX, JoinRequest
 from p2ptrain.core.reputation import Reason
 from p2ptrain.digest import digest
 from tests.helpers.catchup import extend, followed, meet, on_own_branch, other_line, regroup, shared, steps
-from tests.helpers.core import KEYS, RUN, Bench, begun, line_of, sent, signed_set
+from tests.helpers.core import KEYS, RUN, Bench, begun, certified, line_of, plain_manifest, sent, signed_set
 
 LIAR, HONEST = KEYS[0], KEYS[2]
 
@@ -389,6 +390,28 @@ def parted(rounds: int) -> tuple[Bench, Chain]:
     line.kept = 4
     extend(bench, line, rounds)
     return bench, line
+
+
+def test_a_round_that_no_availabilities_lead_to_is_refused_on_whosever_branch() -> None:
+    """On a branch that it began alone, a liar's own signature is a quorum's."""
+    bench, lineage = on_second_branch()
+    liar = KEYS[6]
+    start = begun((liar,), (liar,), bench.genesis)
+    alone = bench.genesis.regrouped(start.branch, (liar,))
+    seats = msgspec.structs.replace(plain_manifest(alone, bench.run), seated=(KEYS[12],))  # which was never admitted
+    after = alone.after(seats, bench.run)
+    audit = Measured(liar, KEYS[3], 1, 0, 0, is_summoned=False)
+    audits = msgspec.structs.replace(seats, round=2, parent=after.head, state=after.digest, seated=(), audits=(audit,))
+    theirs = (*lineage[:1], BranchStart(start.branch, 0))
+    stranger = KEYS[14]
+    bench.do(ev.PeerSeen(stranger))
+    bench.hear(bench.hello(stranger, branch=start.branch, round=3))
+    assert asked(bench.wait(1)) == [stranger]
+    answer = History(theirs, 3, (), None, (start, certified(seats, alone), certified(audits, after)))
+    for _ in range(2):
+        bench.do(ev.HistoryArrived(stranger, answer))
+    assert bench.state.branch == lineage[-1].branch
+    assert bench.node.context.counters["histories refused"] == 1
 
 
 def test_a_liar_does_not_take_over_a_swarm_that_is_well_by_a_jump() -> None:

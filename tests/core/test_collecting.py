@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from p2ptrain.core.arrivals import GRACE, SLACK, STRANGERS
-from p2ptrain.core.messages import Availability
+from p2ptrain.core.messages import Availability, JoinRequest
 from p2ptrain.core.state import Admitted
-from tests.helpers.core import KEYS, Bench, announced
+from tests.helpers.core import KEYS, RUN, Bench, announced
 
 LOCAL = {"name": "local"}
 # A contribution counts in its own round alone: one that is late is not on offer in the next.
@@ -94,6 +94,17 @@ def test_where_nobody_is_known_one_contribution_waits_as_long_as_a_lost_quorum()
     assert is_collecting(bench)
     bench.wait(2.0)
     assert not is_collecting(bench)
+
+
+@pytest.mark.parametrize("is_contributed", [True, False])
+def test_a_request_ends_a_round_early_only_if_it_has_no_contribution(is_contributed: bool) -> None:
+    bench = Bench(4, recipe=LOCAL, agreement={"stall_seconds": 200, "idle_round_seconds": 60})
+    bench.now = 0.02
+    if is_contributed:
+        contribute(bench, bench.others[0])
+    bench.hear(JoinRequest(RUN, 1, b"", KEYS[9]))
+    bench.wait(70.0)
+    assert is_collecting(bench) == is_contributed
 
 
 def test_a_round_ends_when_enough_others_have_ended_it() -> None:

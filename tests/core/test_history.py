@@ -168,7 +168,8 @@ def test_a_certificate_of_another_run_is_worth_nothing_here() -> None:
 
 def test_the_roster_that_decides_is_the_one_before_the_round() -> None:
     """A newcomer has no vote on its own admission, and a leaving member still has one."""
-    manifest = msgspec.structs.replace(plain_manifest(START, RUN_CONFIG), unseated=(KEYS[0],))
+    gone = (KEYS[0],)
+    manifest = msgspec.structs.replace(plain_manifest(START, RUN_CONFIG), leaves=gone, unseated=gone)
     entry = certified(manifest, START, signers=KEYS[:3])
     following = follow(START, entry, RUN_CONFIG, SIGNER)
     assert following.members == KEYS[1:4]

@@ -7,8 +7,10 @@ import pytest
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.history import BranchStart, History
+from p2ptrain.core.manifest import JOINS_MIN
 from p2ptrain.core.messages import NOTHING, Announcement, Availability, Ballot, Call, Vote, payload_digest
 from p2ptrain.core.reputation import BURST, Reason
+from p2ptrain.core.state import Admitted
 from p2ptrain.digest import digest
 from tests.helpers.core import (
     KEYS,
@@ -55,6 +57,20 @@ def test_an_early_message_is_kept_once() -> None:
         bench.hear(vote, sender=STRANGER)
     bench.hear(bench.available(KEYS[0], round=2))
     assert len(bench.parts.inbox.early[KEYS[0]]) == 2
+
+
+def test_keys_without_a_seat_fill_no_memory_with_early_messages() -> None:
+    bench = Bench(4, me=1, start=False)
+    crowd = [Admitted(digest("core test", bytes([number])), 0, 0, 0) for number in range(40)]
+    admitted = tuple(sorted((*bench.genesis.admitted, *crowd), key=lambda each: each.key))
+    bench.genesis = msgspec.structs.replace(bench.genesis, admitted=admitted)
+    bench.start()
+    for each in crowd:
+        bench.hear(bench.available(each.key, round=2), sender=STRANGER)
+    assert len(bench.parts.inbox.early) == JOINS_MIN
+    bench.hear_all(bench.available(crowd[0].key, round=2, heard=b"\x01"), bench.available(KEYS[0], round=2))
+    assert len(bench.parts.inbox.early[crowd[0].key]) == 2
+    assert len(bench.parts.inbox.early) == JOINS_MIN + 1, "members have room of their own"
 
 
 def test_a_liar_that_votes_again_and_again_is_no_longer_heard() -> None:

@@ -88,7 +88,7 @@ def test_what_members_attest_finds_room_up_to_a_bound() -> None:
         announced(AUTHOR, which=digest("core test", bytes([each % 256, each // 256])))
         for each in range(2 * SEATS_MAX + 1)
     ]
-    verdicts = [made.add(signed(offer), asked_for=True) for offer in asked]
+    verdicts = [made.add(signed(offer), is_needed=True) for offer in asked]
     assert verdicts == [Heard.CONFLICT] * (2 * SEATS_MAX) + [Heard.FULL]
     assert made.limits()["offers of an author"] == (OFFERS_OF_AUTHOR_MAX, OFFERS_OF_AUTHOR_MAX)
 
@@ -141,7 +141,7 @@ def test_of_one_author_at_most_two_requests_wait() -> None:
         False,
     ]
     assert len(made.names(STATE)) == OF_AUTHOR_MAX
-    assert made.add(signed(asked[2]), STATE, asked_for=True)
+    assert made.add(signed(asked[2]), STATE, is_needed=True)
 
 
 def test_a_crowd_at_the_door_keeps_neither_leaves_nor_evidence_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,9 @@ def test_a_full_pool_takes_only_what_others_attest_up_to_a_bound(monkeypatch: py
     monkeypatch.setattr(module, "JOINS_MAX", 100)
     made = Requests(apart(14))
     assert [made.add(signed(joining(each)), STATE) for each in range(9)] == [True] * 8 + [False]
-    assert [made.add(signed(joining(each)), STATE, asked_for=True) for each in range(9, 14)] == [True] * 4 + [False]
+    assert all(made.add(signed(joining(each)), STATE, is_needed=True) for each in range(9, 14))
+    kept = {waiting.about for waiting in made.by_name.values()}
+    assert kept == {joining(each).author for each in (*range(1, 8), *range(9, 14))}, "the oldest made room"
     proofs = [proof_against(key) for key in KEYS[1:4]]
     assert [made.add(signed(each), STATE) for each in proofs] == [True] * 3, "evidence has room of its own"
     assert made.limits()["requests"] == (15, 16)
@@ -249,7 +251,7 @@ def test_a_join_that_counted_is_not_attested_again_whoever_repeats_it() -> None:
     made.prune(left, (removes, admits))
     assert [made.add(signed(each), left) for each in joins] == [False, False, True, True]
     assert made.names(left) == tuple(sorted(map(name_of, joins[2:])))
-    assert made.add(signed(joins[0]), left, asked_for=True)  # a manifest may depend on it
+    assert made.add(signed(joins[0]), left, is_needed=True)  # a manifest may depend on it
     assert made.names(left) == tuple(sorted(map(name_of, joins[2:])))
     made.prune(left, (admits,))  # no memory of the leave: the join has counted all the same
     assert name_of(joins[0]) not in made.names(left)

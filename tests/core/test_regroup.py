@@ -9,7 +9,7 @@ import pytest
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.core.context import Context
-from p2ptrain.core.history import Beginning, BranchStart
+from p2ptrain.core.history import Beginning, BranchStart, History
 from p2ptrain.core.messages import Ballot, Call, Message
 from p2ptrain.core.node import GAP_SECONDS
 from p2ptrain.core.regroup import ATTEMPTS_AHEAD, ATTEMPTS_KEPT, HEARD_SECONDS, PATIENCE_MAX, REPEAT_SECONDS, Regrouping
@@ -23,6 +23,7 @@ from tests.helpers.core import (
     announced,
     begun,
     envelopes,
+    line_of,
     published,
     run_of,
     signed,
@@ -324,6 +325,33 @@ def test_with_halt_no_set_binds() -> None:
     bench = Bench(4, me=1, agreement=SETTINGS | {"on_quorum_loss": "halt"})
     members = (KEYS[0], KEYS[2], KEYS[3])
     bench.hear_all(signed_set(members, KEYS[2]), signed_set(members, KEYS[3]))
+    assert bench.state.branch == RUN
+
+
+def while_others_train(seconds: float = 135.0, **settings: object) -> Bench:
+    """A node without a seat, in a long round in which all members say hello."""
+    bench = Bench(7, me=8, agreement=settings)
+    while bench.now < seconds:
+        bench.wait(15.0)
+        bench.hear_all(*(bench.hello(key) for key in bench.founders))
+    return bench
+
+
+def test_a_liar_leads_nobody_without_a_seat_away_from_a_quorum_that_is_heard() -> None:
+    bench = while_others_train(stall_seconds=120)
+    bench.hear(signed_set((KEYS[0],), KEYS[0]))
+    assert bench.state.branch == RUN
+
+
+def test_with_halt_no_history_of_a_set_binds_either() -> None:
+    bench = while_others_train(stall_seconds=120, on_quorum_loss="halt")
+    start = begun((KEYS[0],), (KEYS[0],), bench.genesis)
+    ((entry, _),) = line_of(bench.genesis.regrouped(start.branch, (KEYS[0],)), bench.run, 1)
+    bench.now += 200.0  # a quorum was not heard for long
+    effects = bench.hear(bench.hello(KEYS[0], branch=start.branch, round=2)) + bench.wait(1.0)
+    assert [effect.peer for effect in effects if isinstance(effect, ev.AskHistory)] == [KEYS[0]]
+    lineage = BranchStart(RUN, 0), BranchStart(start.branch, 0)
+    bench.do(ev.HistoryArrived(KEYS[0], History(lineage, 1, (), None, (start, entry))))
     assert bench.state.branch == RUN
 
 

@@ -45,9 +45,9 @@ def extend(line: Chain, rounds: int, which: bytes = b"") -> None:
 
 
 def turn_over(line: Chain) -> None:
-    """A founder loses its seat, and from here on its key counts for nothing."""
-    state = line.state
-    entry = certified(msgspec.structs.replace(plain_manifest(state, BEGUN.run), unseated=state.members[:1]), state)
+    """A founder leaves, and from here on its key counts for nothing."""
+    state, gone = line.state, line.state.members[:1]
+    entry = certified(msgspec.structs.replace(plain_manifest(state, BEGUN.run), leaves=gone, unseated=gone), state)
     line.append(entry, state.after(entry.manifest, BEGUN.run))
 
 

@@ -56,7 +56,7 @@ def altered(entry: Entry, **changes: Any) -> Entry:
 
 def dropping(state: AgreedState, key: bytes) -> tuple[Entry, AgreedState]:
     """A round in which a member loses its seat."""
-    entry = certified(msgspec.structs.replace(plain_manifest(state, RUN_CONFIG), unseated=(key,)), state)
+    entry = certified(msgspec.structs.replace(plain_manifest(state, RUN_CONFIG), leaves=(key,), unseated=(key,)), state)
     return entry, state.after(entry.manifest, RUN_CONFIG)
 
 

@@ -449,8 +449,7 @@ class Launches:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """How an update moves the weights: the share of them that stays, the momentum's factor, and the MOMENTUM of
-    programs.update."""
+    """How an update moves the weights: the share of them that stays, the momentum's factor, and MOMENTUM."""
 
     keep: float
     mu: float
@@ -498,8 +497,7 @@ def launches_of(layout: Layout, device: torch.device) -> Launches | None:
 
 
 def leaves(state: Tensor) -> list[bytes]:
-    """Returns the digests of the pieces of a flat state of 32-bit numbers; the last one, if it is shorter, is hashed in
-    main memory."""
+    """Returns the digests of the pieces of a flat state of 32-bit numbers; a shorter last one takes main memory."""
     pieces = state.numel() // WORDS
     rest = state[pieces * WORDS :].view(torch.int32)
     if not pieces:
