@@ -288,10 +288,10 @@ class Learner:
         results = []
         self.wait()
         try:
-            with told("training", self.device):
-                with self.replica.lock:
-                    self._catch_up()
-                    shift = shifted(self.recipe.base)
+            with told("training", self.device), self.replica.lock:
+                self._catch_up()
+                shift = shifted(self.recipe.base)
+            with blamed_in_run(self.run, "trained"), told("training", self.device):
                 self.recipe.begin(share.round)
                 if sequences and isinstance(self.recipe, LocalRecipe):
                     self.recipe.shorten(sequences / each)
@@ -311,7 +311,7 @@ class Learner:
                 privacy.settle()
             if self.elsewhere is not None:  # also what a training that failed has moved
                 self.elsewhere.bring_back()
-        with told("training", self.device):
+        with blamed_in_run(self.run, "trained"), told("training", self.device):
             self.recipe.end()
         self._trained = share.round
         return results
