@@ -422,11 +422,11 @@ class LocalWorker:
         learner, sequences = self.learner, self.learner.live.sequences_per_pass
         self._awaits = awaits
         self.pacing.rest_before()
-        learner.catch_up()
         _use_threads(each.threads)
         learner.live.set_sequences_per_pass(each.sequences_per_pass)
         task = Task(each.share, frozenset(each.outstanding), k=each.k, step_sequences=each.step_sequences)
         try:
+            learner.catch_up()
             self._refuse_another_state()
             payload = self._steps(task, each)
         except _FailedAgainError:

@@ -215,7 +215,7 @@ class Learner:
 
     def catch_up(self) -> None:
         """Goes on from the replica's weights."""
-        with self.replica.lock:
+        with told("taking over the agreed weights", self.device), self.replica.lock:
             self._catch_up()
 
     @torch.no_grad()
@@ -224,9 +224,9 @@ class Learner:
             self.drift = _distance(self.recipe.base, self.replica.weights)
         self.recipe.base.copy_(self.replica.weights)
         self.round, self._adopted = self.replica.round, self.replica.adopted
-        settled, self._settled = self._settled, []
-        for number, uncounted in settled:
-            self.recipe.residual.forget(number, uncounted)
+        while self._settled:  # one for which there was no memory stays
+            self.recipe.residual.forget(*self._settled[0])
+            del self._settled[0]
 
     @torch.no_grad()
     def rebase(self) -> bool:
@@ -247,7 +247,7 @@ class Learner:
             if not is_next():  # more was agreed on while the ranks brought back what they have
                 return False
             assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
-            with self.recipe.rebased():
+            with told("taking over the agreed weights", self.device), self.recipe.rebased():
                 self._catch_up()
         finally:
             replica.lock.release()
