@@ -220,8 +220,9 @@ class Learner:
 
     @torch.no_grad()
     def _catch_up(self) -> None:
-        if self.replica.round > self.round and self.replica.adopted == self._adopted:
-            self.drift = _distance(self.recipe.base, self.replica.weights)
+        if self.replica.round > self.round:
+            is_known = self.replica.adopted == self._adopted
+            self.drift = _distance(self.recipe.base, self.replica.weights) if is_known else None
         self.recipe.base.copy_(self.replica.weights)
         self.round, self._adopted = self.replica.round, self.replica.adopted
         while self._settled:  # one for which there was no memory stays
@@ -428,6 +429,8 @@ class Learner:
         layout = self.outer.layouts[part]
         contributions = [self.outer.unpack(each) for each in payloads if self.outer.fragment_in(each) == part]
         with self._looking():
+            if self.recipe.base is self.live.weights:
+                self._adopted = -1  # these are none that the next round moves
             self.live.weights.copy_(weights)
             sets, other_sets = (
                 [

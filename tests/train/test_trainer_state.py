@@ -164,6 +164,22 @@ def test_two_rounds_that_are_agreed_on_while_ranks_bring_back_what_they_have_are
     assert (learner.round, learner.replica.round) == (0, 2)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_audits_weights_are_no_measure_of_how_far_a_round_has_moved_them(dataset: TokenDataset, name: str) -> None:
+    trainer, other, first_weights = make(dataset, name), make(dataset, name), make(dataset, name).replica.weights
+    sequences, drifts = np.arange(64), []
+    for number in (0, 1, 2):
+        payloads = [contribution(each, number) for each in (trainer, other)]
+        if number == 1:
+            trainer.audit(0, first_weights, payloads, sequences, sequences)
+        for each, own in zip((trainer, other), payloads, strict=True):
+            each.apply(number, [own], {number: own})
+        drifts.append((trainer.drift, other.drift))
+    measured = [drift for _, drift in drifts]
+    assert None not in measured
+    assert [drift for drift, _ in drifts] == [measured[0], measured[1] if name == "local" else None, measured[2]]
+
+
 def test_agreed_weights_that_find_no_memory_are_taken_over_later_with_all_that_was_settled(
     dataset: TokenDataset,
 ) -> None:
