@@ -345,7 +345,12 @@ class LocalWorker:
         except TrainingError:
             self.figures.fail()
             raise
-        payload = authored(self._me, self.learner.contribute(task.round, task.k))
+        try:
+            payload = authored(self._me, self.learner.contribute(task.round, task.k))
+        except COST_A_ROUND:  # its steps lie on the residual: it did not fail amid them
+            self._leave_out()
+            self.figures.begin()
+            raise
         tokens = sum(result.tokens for result in results)
         norm = sum(result.gradient_norm for result in results) / len(results)
         seconds = self.pacing.worked

@@ -370,6 +370,28 @@ async def test_a_training_that_failed_midway_is_repeated_as_far_as_it_went(
         life.close()
 
 
+@pytest.mark.parametrize("steps", [2, 4])
+async def test_after_a_contribution_that_found_no_memory_nothing_is_repeated(
+    steps: int, dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps lie on the residual; a training that is repeated as one that failed midway would leave them out."""
+    life = Life(dataset, "local", local_steps_min=2)
+    if steps == 2:
+        life.worker.keep_pace(1, 0.0, 0.0)
+    with monkeypatch.context() as here:
+        here.setattr(life.trainer.outer, "pack", full)
+        with pytest.raises(MemoryShortError, match="making a contribution"):
+            await life.train(1)
+    assert (await life.worker.capture()).trained == 1, "what is saved has its steps"
+    await life.apply(1, {})
+    await life.train(2)
+    for each in life.diary:
+        Diary(tmp_path / "diary.jsonl").note(each)
+    assert [each.number for each in life.diary] == [2]
+    assert Diary(tmp_path / "diary.jsonl").after(0) == []
+    life.close()
+
+
 async def test_a_training_that_failed_in_its_first_step_has_moved_nothing_and_is_not_noted(
     dataset: TokenDataset,
 ) -> None:
