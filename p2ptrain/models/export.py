@@ -14,7 +14,7 @@ Adapters alone are adapter_config.json and adapter_model.safetensors, with the r
 
 The built-in model computes what Llama computes and has the same parameter names (model.py), and a model of transformers
 keeps its own, so nothing is converted: weights are copied from file to file, a piece at a time, and checked on the way.
-The output depends only on the run and the state: everyone who exports a round gets the same bytes.
+The output depends only on the run and the state, but for the last bits of merged weights and the card's members.
 """
 
 from __future__ import annotations
