@@ -38,11 +38,8 @@ RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # matrices that write 
 
 
 class Linear(nn.Linear):
-    """A matrix without a bias; zero until `initialise` or a checkpoint fills it.
-
-    PyTorch would fill it from the global generator, which is slow for a model that is about to be loaded, and
-    changes the random numbers of all other code.
-    """
+    """A matrix without a bias; zero until `initialise` or a checkpoint fills it. PyTorch would fill it from the global
+    generator, which is slow before weights are loaded, and changes the random numbers of all other code."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False, dtype=torch.float32)

@@ -128,8 +128,7 @@ def export(
 ) -> None:
     """Exports to a new directory, completely or not at all.
 
-    members: how many nodes have a vote, and how many are admitted; only_adapters: writes the adapters alone, instead of
-    merging them into the frozen weights
+    members: how many nodes have a vote, and how many are admitted; only_adapters: writes them alone, and merges nothing
     """
     check_target(target)
     files = {"run.json": weights.run.canonical(), "README.md": model_card(weights, members, only_adapters).encode()}

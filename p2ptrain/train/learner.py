@@ -200,8 +200,7 @@ class Learner:
     # -- The replica's weights ----------------------------------------------------------------------
 
     def settle(self, round_number: int, uncounted: Uncounted | None) -> None:
-        """Notes what a round counted of a contribution, while the replica is locked; None: no round can take it any
-        more, at any time."""
+        """Notes what a round counted of a contribution, while the replica is locked; None: none ever will."""
         if uncounted is None:
             self._returned.append(round_number)
         else:
@@ -231,8 +230,7 @@ class Learner:
 
     @torch.no_grad()
     def rebase(self) -> bool:
-        """Between two steps, goes on from what the swarm has agreed on meanwhile; False if that is nothing, or is being
-        computed just now."""
+        """Between two steps, goes on from what was agreed on meanwhile; False if that is nothing, or is not ready."""
         replica = self.replica
 
         def is_next() -> bool:
@@ -277,8 +275,7 @@ class Learner:
         """Takes a round's local steps on this share of its data.
 
         `on_step` is called after each; if it returns False, that was the last one. `shifted` returns what to add to the
-        agreed weights before the first, [parameters], which so becomes a part of what is contributed. A step
-        takes so many `sequences`; 0: as many as the recipe says.
+        agreed weights before the first, [parameters], and so to contribute. sequences: of a step; 0: as the recipe says
         """
         recipe = self.run.recipe
         each = recipe.step_sequences

@@ -109,8 +109,7 @@ class Residual:
 
     @contextmanager
     def kept_ahead(self, weights: Sequence[Tensor], share: float, early_share: float) -> Iterator[None]:
-        """Keeps in the weights what `subtract_ahead_from` has subtracted, while contributions are settled in the
-        block."""
+        """Keeps in the weights what `subtract_ahead_from` has subtracted, while the block settles contributions."""
         settled = self._settled = []
         try:
             yield
@@ -149,8 +148,7 @@ class Residual:
         return contribution
 
     def forget(self, round_number: int, uncounted: Uncounted = all_counted) -> bool:
-        """Notes that a manifest took the round's contribution, and puts back the part of it that was not counted; False
-        if the node has no such contribution."""
+        """Notes that a manifest took the contribution, and puts back what was not counted; False if there is none."""
         kept = self.kept.get(round_number)
         if kept is not None:
             values = None if uncounted is all_counted else uncounted(kept.removed.cpu().numpy())
