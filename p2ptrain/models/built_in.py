@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from p2ptrain.config import ModelConfig
 from p2ptrain.data.packing import within_documents
+from p2ptrain.errors import DataError
 from p2ptrain.models.loss import cross_entropy
 
 NORM_EPSILON = 1e-5  # Llama's
@@ -37,11 +38,8 @@ RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")  # matrices that write 
 
 
 class Linear(nn.Linear):
-    """A matrix without a bias; zero until `initialise` or a checkpoint fills it.
-
-    PyTorch would fill it from the global generator, which is slow for a model that is about to be loaded, and
-    changes the random numbers of all other code.
-    """
+    """A matrix without a bias; zero until `initialise` or a checkpoint fills it. PyTorch would fill it from the global
+    generator, which is slow before weights are loaded, and changes the random numbers of all other code."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False, dtype=torch.float32)
@@ -196,11 +194,13 @@ class Model(nn.Module):
     def generate(self, tokens: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:
         """Appends `count` sampled tokens to `tokens` [batch, length]; temperature 0 takes the likeliest ones."""
         for _ in range(count):
-            logits = self(tokens[:, -self.context :])[:, -1].float()  # [batch, vocab]
+            logits = self(tokens[:, -self.context :])[:, -1].float() / (temperature or 1.0)  # [batch, vocab]
+            if not bool(torch.isfinite(logits.logsumexp(-1)).all()):  # on a card it would end the process
+                what = "a score of a next token is not finite: the run has diverged"
+                raise DataError(what, fix="Begin another from an older checkpoint, with a smaller learning rate")
+            drawn = logits.argmax(-1, keepdim=True)
             if temperature > 0:
-                drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            else:
-                drawn = logits.argmax(-1, keepdim=True)
+                drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             tokens = torch.cat((tokens, drawn), dim=1)
         return tokens
 

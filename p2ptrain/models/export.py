@@ -14,7 +14,7 @@ Adapters alone are adapter_config.json and adapter_model.safetensors, with the r
 
 The built-in model computes what Llama computes and has the same parameter names (model.py), and a model of transformers
 keeps its own, so nothing is converted: weights are copied from file to file, a piece at a time, and checked on the way.
-The output depends only on the run and the state: everyone who exports a round gets the same bytes.
+The output depends only on the run and the state, but for the last bits of merged weights and the card's members.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ def export(
 ) -> None:
     """Exports to a new directory, completely or not at all.
 
-    members: how many nodes have a vote, and how many are admitted; only_adapters: writes the adapters alone, instead of
-    merging them into the frozen weights
+    members: how many nodes have a vote, and how many are admitted; only_adapters: writes them alone, and merges nothing
     """
     check_target(target)
     files = {"run.json": weights.run.canonical(), "README.md": model_card(weights, members, only_adapters).encode()}
@@ -138,7 +137,7 @@ def export(
         return
     is_masked = weights.run.model.objective == "masked"
     files["tokenizer.json"] = tokenizer.file_bytes or bytes_tokenizer(has_mask=is_masked)
-    if weights.run.model.kind != "plugin":  # only the plug-in's package can load such a model
+    if weights.run.model.has_known_layers:  # any other is loaded by a plug-in's package or a script
         files |= {
             "config.json": _json(model_config(weights.run.model, tokenizer.end_of_document)),
             "tokenizer_config.json": _json(_tokenizer_config(weights.run.model, tokenizer)),
@@ -373,8 +372,8 @@ def model_card(weights: Weights, members: tuple[int, int] | None, only_adapters:
     kind = config.hf.model_type if config.hf else "llama"
     length = f"{config.sequence_length:,}"
     front, load, check = _part("front"), "load", "check_merged" if run.adapt.is_on else "check"
-    if config.kind == "plugin":
-        front, load = "", "load_plugin"
+    if not config.has_known_layers:
+        front, load = "", "load_plugin" if config.plugin else "load_own"
     if config.objective == "masked":
         front, load = front.replace("text-generation", "fill-mask"), "load_masked"
     told = _part(check)
@@ -393,7 +392,7 @@ def _part(name: str) -> str:
 def _sizes(config: ModelConfig) -> str:
     """Describes the model's size."""
     count = f"{kinds.parameter_count(kinds.without_adapters(config)):,} parameters"
-    if config.kind == "plugin":
-        return f"{config.plugin}, {count}"
+    if not config.has_known_layers:
+        return f"{config.plugin or 'a model of scripts'}, {count}"
     kind = f"{config.hf.model_type}, " if config.hf else ""
     return f"{kind}{count}, {config.layers} layers, width {config.dim}, {config.heads} heads on {config.kv_heads}"

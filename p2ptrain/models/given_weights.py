@@ -1,8 +1,7 @@
 """Reads first weights that the owner has: a Hugging Face directory, a safetensors file, or a run's checkpoint.
 
 Tensors are matched by name, with or without the prefix that transformers gives a model's body; a second copy of a tied
-matrix is ignored. They become fp32. An error names tensors that are missing, left over or of another shape. Pickles are
-refused, because reading one runs code.
+matrix is ignored. They become fp32. Tensors that do not fit are named. A pickle is refused: reading it runs code.
 """
 
 from __future__ import annotations
@@ -43,7 +42,9 @@ OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm
 DRAWN = "For random weights leave --weights out, and write the text of config.json as model.config"
 NAMED_MAX = 4  # tensors listed in an error
 # Keys of a config.json that decide what the built-in model's weights mean, beside their shapes.
-BUILTIN_KEYS = ("model_type", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta")
+BUILTIN_KEYS = (
+    "model_type", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "rope_theta", "rope_type",
+)  # fmt: skip
 # Keys of a config.json that a run may set differently from the given weights.
 FREE_KEYS = ("max_position_embeddings", "n_positions", "initializer_range", "use_cache", "transformers_version")
 FREE_ENDINGS = ("dropout", "pdrop")
@@ -74,6 +75,8 @@ def read_checkpoint(weights: Weights, model: ModelConfig) -> Tensor:  # -> [para
     _refuse(weights.path, _misfits(dict(ours), shapes))
     if ours != theirs:
         raise ConfigError("its tensors are in another order", source=str(weights.path), fix=BELONGS_FIX)
+    if model.has_known_layers and weights.run.model.has_known_layers:
+        _refuse_other_arithmetic(weights.path, "its run", model_config(weights.run.model, 0), model)
     return weights.flat()
 
 
@@ -216,24 +219,27 @@ def _accepted(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_other_config(path: Path, model: ModelConfig) -> None:
     """Refuses weights whose own config.json describes different arithmetic, which the shapes would not reveal."""
-    if model.kind == "plugin" or not (text := config_beside(path)):
+    if not model.has_known_layers or not (text := config_beside(path)):
         return
     try:
-        raw = json.loads(text)
-        if model.hf is None:
-            ours, theirs = (
-                model_config(model, 0),
-                {"rope_theta": raw.get("rope_parameters", {}).get("rope_theta")} | raw,
-            )
-        else:
-            ours, theirs = _in_full(model.hf), _in_full(read_hf_config(json.dumps(_accepted(raw))))
+        _refuse_other_arithmetic(path, f"its {CONFIG_NAME}", json.loads(text), model)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(str(error)[:300], source=str(path), fix=f"Correct its {CONFIG_NAME}") from error
+
+
+def _refuse_other_arithmetic(path: Path, place: str, raw: Mapping[str, Any], model: ModelConfig) -> None:
+    """Refuses weights whose config.json, which this place has, is `raw`, if the model computes otherwise."""
+    if model.hf is None:
+        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        ours = model_config(model, 0) | {"rope_type": "default"}
+        theirs = {"rope_theta": rope.get("rope_theta"), "rope_type": rope.get("rope_type", rope.get("type")), **raw}
+    else:
+        ours, theirs = _in_full(model.hf), _in_full(read_hf_config(json.dumps(_accepted(raw))))
     for key in BUILTIN_KEYS if model.hf is None else ours:
         is_free = key in FREE_KEYS or key.endswith(FREE_ENDINGS)
         if theirs.get(key) not in (None, ours[key]) and not is_free:
             there, here = (json.dumps(each[key])[:80] for each in (theirs, ours))
-            what = f"its {CONFIG_NAME} has {key} = {there}, and the run {here}"
+            what = f"{place} has {key} = {there}, and the run {here}"
             raise ConfigError(what, source=str(path), key="model", fix=BELONGS_FIX)
 
 

@@ -44,10 +44,7 @@ def library() -> Any:
 
 
 def make_net(config: HfConfig, seed: int = 0) -> Any:
-    """Makes the module as transformers does, with weights drawn by its own rules from the seed.
-
-    The random numbers of other code do not change.
-    """
+    """Makes the module as transformers does, with weights drawn from the seed; no other random numbers change."""
     transformers = library()
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
 

@@ -121,10 +121,7 @@ def _checked(model: object, plugin: str) -> Model:
 def build_with(
     config: ModelConfig, weights: Mapping[str, Tensor], adapt: AdaptConfig = WHOLE, base: Path | None = None
 ) -> Model:
-    """Makes the model from these tensors, given by parameter name, without copying them.
-
-    base: the file of the frozen weights, if adapters train
-    """
+    """Makes the model from these tensors, by parameter name, without copying them; the frozen ones are in `base`."""
     if config.kind == "builtin" and not adapt.is_on:
         with torch.device("meta"):  # no memory, whatever the size
             model = build(config)
@@ -170,10 +167,9 @@ def refuse_trained_buffers(model: nn.Module) -> None:
 
 @lru_cache(maxsize=8)
 def named_shapes(config: ModelConfig, adapt: AdaptConfig = WHOLE) -> NamedShapes:
-    """Returns the trained parameters' names and shapes, in the order of the state, without allocating them.
+    """Returns the trained parameters' names and shapes, in the state's order, without allocating them.
 
-    Raises DeviceError if they differ from those in the run.
-    """
+    Raises DeviceError if they differ from those in the run."""
     with torch.device("meta"):
         model = build(config, adapt=adapt)
     found = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())

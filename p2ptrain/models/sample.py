@@ -1,8 +1,7 @@
 """Samples text from a model, to show what it has learned; it is not meant for serving.
 
-For every token the model runs over all tokens before it, without a cache: seconds for a few hundred tokens
-of a small model. The text begins as documents do in training, after the end of another one, and ends
-where the model ends it.
+For every token the model runs over all tokens before it, without a cache: seconds for a few hundred tokens of a small
+model. The text begins as documents do in training, after the end of another one, and ends where the model ends it.
 """
 
 from __future__ import annotations

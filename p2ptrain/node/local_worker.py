@@ -345,7 +345,12 @@ class LocalWorker:
         except TrainingError:
             self.figures.fail()
             raise
-        payload = authored(self._me, self.learner.contribute(task.round, task.k))
+        try:
+            payload = authored(self._me, self.learner.contribute(task.round, task.k))
+        except COST_A_ROUND:  # its steps lie on the residual: it did not fail amid them
+            self._leave_out()
+            self.figures.begin()
+            raise
         tokens = sum(result.tokens for result in results)
         norm = sum(result.gradient_norm for result in results) / len(results)
         seconds = self.pacing.worked
@@ -422,11 +427,11 @@ class LocalWorker:
         learner, sequences = self.learner, self.learner.live.sequences_per_pass
         self._awaits = awaits
         self.pacing.rest_before()
-        learner.catch_up()
         _use_threads(each.threads)
         learner.live.set_sequences_per_pass(each.sequences_per_pass)
         task = Task(each.share, frozenset(each.outstanding), k=each.k, step_sequences=each.step_sequences)
         try:
+            learner.catch_up()
             self._refuse_another_state()
             payload = self._steps(task, each)
         except _FailedAgainError:

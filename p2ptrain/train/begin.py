@@ -26,7 +26,7 @@ from p2ptrain.data.run_data import check_data
 from p2ptrain.data.tokenizer import TOKENIZER_BYTES_MAX, load_tokenizer, tokenizer_digest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.root import octets, state_root
-from p2ptrain.files import read_regular
+from p2ptrain.files import forget, read_regular
 from p2ptrain.models.adapters import FrozenBase, base_file, base_tensors, make_base, read_base
 from p2ptrain.models.kinds import by_name, first_model, named_shapes, parameter_count, shapes_digest, without_adapters
 from p2ptrain.train.own_data import KEY, PREPARE_FIX, open_own, share_held_out
@@ -130,8 +130,11 @@ def _base(run: RunConfig, directory: Path | None, given: GivenWeights | None) ->
     flat = given.read(model) if given else first_weights(run.model_copy(update={"model": model, "adapt": WHOLE}))
     named = by_name(flat, shapes)
     if base is None:
+        there = [*directory.glob("*")]  # which other runs may adapt
         base = make_base(directory, named)
         is_same = wanted in ("", base.digest)
+        if not is_same and base.path not in there:
+            forget(base.path)
     else:  # not written a second time
         is_same = all(torch.equal(each, named[name]) for name, each in base_tensors(kept, dict(shapes)))
     if not is_same:

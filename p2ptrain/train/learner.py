@@ -150,7 +150,7 @@ class Learner:
         self.trained_on = own.dataset if own else dataset
         check_tokens(run, self.trained_on)
         self.device, autocast = open_device(device)
-        for each in {self.device, torch.device("cpu")}:  # where a card has no room, both do the arithmetic
+        for each in {self.device, torch.device("cpu")}:  # exact work goes on in main memory where a card has no room
             check_exactness(run.recipe, each)
         if device.is_checkpointed:
             return_large_blocks()
@@ -200,8 +200,7 @@ class Learner:
     # -- The replica's weights ----------------------------------------------------------------------
 
     def settle(self, round_number: int, uncounted: Uncounted | None) -> None:
-        """Notes what a round counted of a contribution, while the replica is locked; None: no round can take it any
-        more, at any time."""
+        """Notes what a round counted of a contribution, while the replica is locked; None: none ever will."""
         if uncounted is None:
             self._returned.append(round_number)
         else:
@@ -215,23 +214,23 @@ class Learner:
 
     def catch_up(self) -> None:
         """Goes on from the replica's weights."""
-        with self.replica.lock:
+        with told("taking over the agreed weights", self.device), self.replica.lock:
             self._catch_up()
 
     @torch.no_grad()
     def _catch_up(self) -> None:
-        if self.replica.round > self.round and self.replica.adopted == self._adopted:
-            self.drift = _distance(self.recipe.base, self.replica.weights)
+        if self.replica.round > self.round:
+            is_known = self.replica.adopted == self._adopted
+            self.drift = _distance(self.recipe.base, self.replica.weights) if is_known else None
         self.recipe.base.copy_(self.replica.weights)
         self.round, self._adopted = self.replica.round, self.replica.adopted
-        settled, self._settled = self._settled, []
-        for number, uncounted in settled:
-            self.recipe.residual.forget(number, uncounted)
+        while self._settled:  # one for which there was no memory stays
+            self.recipe.residual.forget(*self._settled[0])
+            del self._settled[0]
 
     @torch.no_grad()
     def rebase(self) -> bool:
-        """Between two steps, goes on from what the swarm has agreed on meanwhile; False if that is nothing, or is being
-        computed just now."""
+        """Between two steps, goes on from what was agreed on meanwhile; False if that is nothing, or is not ready."""
         replica = self.replica
 
         def is_next() -> bool:
@@ -247,7 +246,7 @@ class Learner:
             if not is_next():  # more was agreed on while the ranks brought back what they have
                 return False
             assert isinstance(self.recipe, LocalRecipe), "only steps move weights"
-            with self.recipe.rebased():
+            with told("taking over the agreed weights", self.device), self.recipe.rebased():
                 self._catch_up()
         finally:
             replica.lock.release()
@@ -276,8 +275,7 @@ class Learner:
         """Takes a round's local steps on this share of its data.
 
         `on_step` is called after each; if it returns False, that was the last one. `shifted` returns what to add to the
-        agreed weights before the first, [parameters], which so becomes a part of what is contributed. A step
-        takes so many `sequences`; 0: as many as the recipe says.
+        agreed weights before the first, [parameters], and so to contribute. sequences: of a step; 0: as the recipe says
         """
         recipe = self.run.recipe
         each = recipe.step_sequences
@@ -288,10 +286,10 @@ class Learner:
         results = []
         self.wait()
         try:
-            with told("training", self.device):
-                with self.replica.lock:
-                    self._catch_up()
-                    shift = shifted(self.recipe.base)
+            with told("training", self.device), self.replica.lock:
+                self._catch_up()
+                shift = shifted(self.recipe.base)
+            with blamed_in_run(self.run, "trained"), told("training", self.device):
                 self.recipe.begin(share.round)
                 if sequences and isinstance(self.recipe, LocalRecipe):
                     self.recipe.shorten(sequences / each)
@@ -311,7 +309,7 @@ class Learner:
                 privacy.settle()
             if self.elsewhere is not None:  # also what a training that failed has moved
                 self.elsewhere.bring_back()
-        with told("training", self.device):
+        with blamed_in_run(self.run, "trained"), told("training", self.device):
             self.recipe.end()
         self._trained = share.round
         return results
@@ -428,6 +426,8 @@ class Learner:
         layout = self.outer.layouts[part]
         contributions = [self.outer.unpack(each) for each in payloads if self.outer.fragment_in(each) == part]
         with self._looking():
+            if self.recipe.base is self.live.weights:
+                self._adopted = -1  # these are none that the next round moves
             self.live.weights.copy_(weights)
             sets, other_sets = (
                 [

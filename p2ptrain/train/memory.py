@@ -186,8 +186,7 @@ class Need:
         return self.state + self.momentum
 
     def disk(self, checkpoints_kept: int, history_rounds: int, contributors: int) -> int:
-        """Disk space of a run, including a checkpoint that is being written and a state that is being fetched, without
-        its data."""
+        """Disk space of a run without its data, with a checkpoint that is being written and a state being fetched."""
         one = self.checkpoint + self.agreed  # the trainer's file, and the one that peers are served from
         return (checkpoints_kept + 1) * one + self.agreed + history_rounds * contributors * self.payload
 

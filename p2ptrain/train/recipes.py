@@ -35,8 +35,7 @@ EARLY_SHARE = 0.5  # of an own contribution, until it is applied (docs/explanati
 
 
 class Recipe(Protocol):
-    """The interface of a recipe; its constructor takes (config, live, layouts of the run's fragments), and a plug-in's
-    its settings as well."""
+    """A recipe's interface; it is made of (config, live, layouts of the fragments), a plug-in's of settings, too."""
 
     residual: Residual
     base: Tensor  # [parameters] a copy of the agreed weights, renewed before each round
@@ -48,8 +47,7 @@ class Recipe(Protocol):
     def local_step(self, step: int, batch: Tensor, positions: Sequence[int]) -> StepResult:
         """Takes one local step on `batch`.
 
-        batch: passes_per_step * sequences_per_pass sequences, as `live.packing` makes it; positions: their places in
-        the data
+        batch: passes_per_step * sequences_per_pass sequences, as `live.packing` makes it; positions: theirs in the data
         """
 
     def end(self) -> None:

@@ -109,8 +109,7 @@ class Residual:
 
     @contextmanager
     def kept_ahead(self, weights: Sequence[Tensor], share: float, early_share: float) -> Iterator[None]:
-        """Keeps in the weights what `subtract_ahead_from` has subtracted, while contributions are settled in the
-        block."""
+        """Keeps in the weights what `subtract_ahead_from` has subtracted, while the block settles contributions."""
         settled = self._settled = []
         try:
             yield
@@ -149,9 +148,8 @@ class Residual:
         return contribution
 
     def forget(self, round_number: int, uncounted: Uncounted = all_counted) -> bool:
-        """Notes that a manifest took the round's contribution, and puts back the part of it that was not counted; False
-        if the node has no such contribution."""
-        kept = self.kept.pop(round_number, None)
+        """Notes that a manifest took the contribution, and puts back what was not counted; False if there is none."""
+        kept = self.kept.get(round_number)
         if kept is not None:
             values = None if uncounted is all_counted else uncounted(kept.removed.cpu().numpy())
             self._settle(round_number, kept, None if values is None else torch.from_numpy(values))
@@ -159,7 +157,7 @@ class Residual:
 
     def restore(self, round_number: int) -> bool:
         """Puts back a contribution that no manifest can take any more; False if the node has no such contribution."""
-        kept = self.kept.pop(round_number, None)
+        kept = self.kept.get(round_number)
         if kept is not None:
             self._settle(round_number, kept, kept.removed)
         return kept is not None
@@ -167,6 +165,7 @@ class Residual:
     def _settle(self, round_number: int, kept: Withdrawal, back: Tensor | None) -> None:
         if back is not None:
             self._give_back(round_number, kept.indices, back)
+        del self.kept[round_number]  # only now: there may have been no memory
         if self._settled is not None:
             self._settled.append((round_number, kept, back))
 

@@ -53,8 +53,7 @@ def run_digest(run: RunConfig) -> str:
 
 
 def as_of_another_run(path: Path, run: RunConfig, number: int) -> Capture:
-    """Reads a saved state of one run as that of another with the same model, after round `number` of it. Contributions
-    of the first whose fate is open stay behind."""
+    """Reads a run's saved state as that of another with its model, after its round `number`, without what is open."""
     try:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if not name.startswith("kept.")]  # noqa: SIM118

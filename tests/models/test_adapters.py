@@ -42,6 +42,10 @@ def base_of(place: Path, seed: int = 3, dtype: torch.dtype = torch.float32) -> F
     return make_base(place, {name: each.detach().to(dtype).float() for name, each in weights})
 
 
+def flat_of(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
 def tokens() -> torch.Tensor:
     return torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(1))
 
@@ -163,6 +167,18 @@ def test_a_begin_is_repeated_and_refuses_other_weights(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"adapt.base: these weights are others than those that the run adapts"):
         begun(tmp_path, made.run, given)
+
+
+def test_frozen_weights_that_are_refused_take_no_room_and_those_of_another_run_stay(tmp_path: Path) -> None:
+    made, other = begun(tmp_path), begun(tmp_path, run_of().model_copy(update={"seed": 2}))
+    assert made.base is not None
+    assert other.base is not None
+    made.base.path.unlink()
+    for seed in (3, 2):  # the second are those of the other run
+        given = GivenWeights(tmp_path, lambda model, seed=seed: flat_of(first_model(model, seed)))
+        with pytest.raises(ConfigError, match=r"adapt.base: these weights are others than those that the run adapts"):
+            begun(tmp_path, made.run, given)
+        assert [*(tmp_path / "bases").iterdir()] == [other.base.path]
 
 
 def test_an_export_merges_or_has_the_adapters_alone(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer as LibraryTokenizer
 
+from p2ptrain.config import ModelConfig, RunConfig
 from p2ptrain.data.tokenizer import BytesTokenizer, JsonTokenizer
 from p2ptrain.digest import digest, leaf_digests
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.root import covered_pieces, octets, root_of_leaves, state_root
 from p2ptrain.models.export import Weights, bytes_tokenizer, export, load_model, model_card, model_config
+from p2ptrain.models.kinds import named_shapes, shapes_digest
 from tests.helpers.export import BRANCH, HEAD, NodeDirectory, model_of, run_of, shapes_of, state_of, weights_of
 from tests.helpers.tokenizers import END, tokenizer_json
 
@@ -145,6 +147,25 @@ def test_the_card_says_where_the_model_comes_from(weights: Weights) -> None:
     adopted = model_card(Weights(weights.path, 1, "", run, 8, b"", b"", weights.root), None)
     assert "| branch | not known here |\n| last manifest | not known here |\n| members | 3 when it began |" in adopted
     assert card.startswith("---\nlibrary_name: transformers\n")
+
+
+def test_a_model_of_scripts_is_described_as_no_other_and_loads_as_its_card_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig(kind="own", parameters=("one.bias 40", "one.weight 40 30"))
+    names = {"manifest": "1" * 64, "initial_root": "2" * 64, "shapes": shapes_digest(named_shapes(config))}
+    run = RunConfig(name="x", model=config).sealed(founders=["ab" * 32], **names)
+    state = torch.arange(1_240.0)
+    export(tmp_path / "out", weights_of(NodeDirectory(tmp_path / "node", run).save(8, state), run), BYTES, None)
+    assert list(content_of(tmp_path / "out")) == ["README.md", "model.safetensors", "run.json", "tokenizer.json"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("# x, after 8 rounds")
+    assert "| model | a model of scripts, 1,240 parameters, 256 tokens, sequences of 256 |" in card
+    assert "transformers" not in card
+    model = torch.nn.ModuleDict({"one": torch.nn.Linear(30, 40)})
+    monkeypatch.chdir(tmp_path / "out")
+    exec(card.partition("```python\n")[2].partition("```")[0], {"model": model})
+    assert torch.equal(model["one"].weight, state[40:].view(40, 30))
 
 
 # ---------------------------------------------------------------------------------------------------

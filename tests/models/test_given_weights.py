@@ -16,7 +16,7 @@ from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.root import state_root
 from p2ptrain.models.export import export, model_config
 from p2ptrain.models.given_weights import read_checkpoint, read_weights
-from p2ptrain.models.kinds import exported_shapes, first_model, parameter_count
+from p2ptrain.models.kinds import exported_shapes, first_model, named_shapes, parameter_count, shapes_digest
 from p2ptrain.node.home import Home
 from p2ptrain.node.saved import open_weights
 from p2ptrain.train.begin import GivenWeights, begin
@@ -143,12 +143,15 @@ def test_a_place_without_weights_says_what_to_name(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("model_type", "mistral"), ("num_attention_heads", 4), ("rms_norm_eps", 1e-6), ("rope_theta", 500_000),
-    ("rope_parameters", {"rope_theta": 500.0}),
+@pytest.mark.parametrize(("key", "value", "named"), [
+    ("model_type", "mistral", "model_type"), ("num_attention_heads", 4, "num_attention_heads"),
+    ("rms_norm_eps", 1e-6, "rms_norm_eps"), ("rope_theta", 500_000, "rope_theta"),
+    ("rope_parameters", {"rope_theta": 500.0}, "rope_theta"), ("rope_parameters", {"rope_type": "yarn"}, "rope_type"),
+    ("rope_scaling", {"rope_type": "llama3", "factor": 32.0}, "rope_type"),
+    ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type"),
 ])  # fmt: skip
 def test_other_arithmetic_than_the_runs_is_refused_though_every_shape_fits(
-    key: str, value: Any, tmp_path: Path
+    key: str, value: Any, named: str, tmp_path: Path
 ) -> None:
     saved(tmp_path / "model.safetensors", tensors())
     said = model_config(MODEL, 0)
@@ -157,8 +160,14 @@ def test_other_arithmetic_than_the_runs_is_refused_though_every_shape_fits(
     if key == "rope_parameters":
         del said["rope_theta"]
     (tmp_path / "config.json").write_text(json.dumps(said | {key: value}))
-    named = "rope_theta" if key == "rope_parameters" else key
     assert refusal(tmp_path).startswith(f"model: its config.json has {named} = ")
+
+
+@pytest.mark.parametrize("said", [{}, {"rope_theta": 10_000.0, "rope_scaling": None}, {"rope_parameters": None}])
+def test_what_a_config_json_leaves_out_is_as_in_the_run(said: dict[str, Any], tmp_path: Path) -> None:
+    saved(tmp_path / "model.safetensors", tensors())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | said))
+    assert torch.equal(read_weights(tmp_path, MODEL), flat(tensors()))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -195,6 +204,23 @@ def test_a_checkpoint_and_an_export_of_another_run_are_first_weights(tmp_path: P
         read_checkpoint(weights_of(checkpoint, other, blake3="0" * 64), other.model)
 
 
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"heads": 3, "kv_heads": 3, "dim": 24}, "num_attention_heads = 6, and the run 3"),
+    ({"rope_theta": 500_000}, "rope_theta = 10000.0, and the run 500000.0"),
+])  # fmt: skip
+def test_a_checkpoint_of_other_arithmetic_is_refused_though_every_shape_fits(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    sizes = {"dim": 24, "heads": 6, "kv_heads": 6, "layers": 2, "ffn_dim": 40, "sequence_length": 33}
+    other = run_of(model=sizes)
+    weights = weights_of(NodeDirectory(tmp_path / "node", other).save(8, state_of(other)), other)
+    longer = ModelConfig(**(sizes | {"sequence_length": 64}))  # which changes no number
+    assert torch.equal(read_checkpoint(weights, longer), state_of(other))
+    with pytest.raises(ConfigError) as caught:
+        read_checkpoint(weights, ModelConfig(**(sizes | changes)))
+    assert str(caught.value).startswith(f"{weights.path}: model: its run has {named}. ")
+
+
 def test_the_weights_own_tokenizer_is_suggested(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = saved(tmp_path / "hf" / "model.safetensors", tensors())
     given = GivenWeights(path.parent, lambda model: flat(tensors()))
@@ -228,6 +254,20 @@ def test_what_transformers_saves_is_read(kind: str, tmp_path: Path) -> None:
     assert torch.equal(found, flat(dict(theirs.named_parameters())))
     eps = "layer_norm_epsilon" if kind == "gpt2" else "layer_norm_eps" if kind == "phi" else "rms_norm_eps"
     assert refusal(tmp_path, hf_model(kind, **{eps: 1e-3})).startswith(f"model: its config.json has {eps} = 1e-0")
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("default")
+def test_a_checkpoint_of_a_model_of_transformers_is_refused_if_its_arithmetic_is_other(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: make test-hf installs it")
+    model = hf_model("llama")
+    names = {"manifest": "1" * 64, "initial_root": "2" * 64, "shapes": shapes_digest(named_shapes(model))}
+    run = RunConfig(name="x", model=model).sealed(founders=[ME], **names)
+    state = torch.ones(parameter_count(run.model))
+    weights = weights_of(NodeDirectory(tmp_path / "node", run).save(8, state), run)
+    assert torch.equal(read_checkpoint(weights, hf_model("llama", max_position_embeddings=99)), state)
+    with pytest.raises(ConfigError, match=r"model: its run has hidden_act = \"silu\", and the run \"gelu\""):
+        read_checkpoint(weights, hf_model("llama", hidden_act="gelu"))
 
 
 GPT2 = """{

@@ -374,6 +374,18 @@ def test_a_contribution_that_breaks_the_format_never_leaves_the_node(place: Path
         trainer.contribute(0)
 
 
+@pytest.mark.parametrize("call", ["begin", "end"])
+def test_a_recipe_plugin_that_fails_before_or_after_the_steps_is_told_in_a_line(
+    call: str, place: Path, dataset: TokenDataset
+) -> None:
+    code = "from p2ptrain.train.recipes import LocalRecipe\nclass Theirs(LocalRecipe):\n"
+    code += "    def __init__(self, config, live, layout, settings):\n        super().__init__(config, live, layout)\n"
+    written(place, code + f"    def {call}(self, *arguments):\n        {{}}['missing']\n")
+    trainer = Trainer(run_of(ModelConfig(**TINY), plugin=THEIRS), ONE_THREAD, dataset)
+    with pytest.raises(ConfigError, match=r"recipe\.plugin: a-plugin 1\.0 failed when it trained: KeyError: 'missing'"):
+        trainer.train(Share(0, 0, 1))
+
+
 # ---------------------------------------------------------------------------------------------------
 # What is written about them
 

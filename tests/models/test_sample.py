@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from p2ptrain.config import ModelConfig, RecipeConfig, RunConfig, TokenizerConfig
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.data.tokenizer import BytesTokenizer, JsonTokenizer
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.models.sample import SampleRequest, sample
 from p2ptrain.share import Share
@@ -79,6 +80,23 @@ def test_what_cannot_be_drawn_is_the_users_mistake(model: Transformer, wanted: d
 def test_the_extremes_can_be_drawn(model: Transformer) -> None:
     for temperature in (0.01, 100.0):
         assert sample(model, BYTES, SampleRequest("a", 3, 2**63 - 1, temperature)).startswith("a")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("weight", [math.nan, math.inf, 3e38])
+def test_weights_that_diverged_write_nothing_and_it_is_said(weight: float, temperature: float) -> None:
+    model = Transformer(ModelConfig(**TINY))
+    initialise(model, 1)
+    model.norm.weight.data.fill_(weight)
+    with pytest.raises(DataError, match=r"a score of a next token is not finite: the run has diverged\. Begin another"):
+        sample(model, BYTES, SampleRequest("a", 3, 1, temperature))
+
+
+def test_a_model_may_rule_tokens_out(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ruled = torch.full((256,), -math.inf)
+    ruled[[*b"xy"]] = 0.0
+    monkeypatch.setattr(model, "forward", lambda tokens: ruled.expand(*tokens.shape, 256))
+    assert set(sample(model, BYTES, SampleRequest("", 20, 1))) == {"x", "y"}
 
 
 def test_a_sample_ends_with_its_document(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,10 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     return embedded(tmp_path_factory.mktemp("corpus") / "data")
 
 
+def full(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 @pytest.mark.parametrize("name", [*RECIPES, *FAMILY])
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("killed_in", [3, 4, 6])
@@ -208,11 +212,7 @@ async def test_what_is_agreed_on_is_applied_while_a_step_takes_long(dataset: Tok
 async def test_an_error_of_a_step_costs_a_contribution_and_no_vote(dataset: TokenDataset) -> None:
     life, other = Life(dataset, "local"), Life(dataset, "local")
     await other.train(1)
-
-    def loss(batch: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    life.trainer.live.model.loss = loss  # type: ignore[method-assign]
+    life.trainer.live.model.loss = full  # type: ignore[assignment, method-assign]
     with pytest.raises(MemoryShortError, match="one sequence"):
         await life.train(1)
     assert (life.diary, life.trainer.live.sequences_per_pass) == ([], 1)
@@ -221,6 +221,33 @@ async def test_an_error_of_a_step_costs_a_contribution_and_no_vote(dataset: Toke
     assert life.trainer.root() == other.trainer.root()
     life.close()
     other.close()
+
+
+async def test_agreed_weights_that_find_no_memory_cost_a_contribution_and_no_vote(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    life, again = LateLife(dataset, {2: 1, 4: 2}), Life(dataset, "local")
+    await life.train_and_apply_the_last(1)
+    with monkeypatch.context() as here:
+        here.setattr(life.trainer.recipe.residual, "forget", full)
+        with pytest.raises(MemoryShortError, match="taking over the agreed weights"):
+            await life.train_and_apply_the_last(2)  # between two of its steps
+        del life.trainer.recipe.local_step
+        assert [(each.payload == FAILED, each.steps, each.applied_after) for each in life.diary[1:]] == [(True, 1, 1)]
+        with pytest.raises(MemoryShortError, match="taking over the agreed weights"):
+            await life.worker.train(Task(Share(3, 0, 1)))  # before the first
+    assert (life.replica.replica.round, life.trainer.kept_rounds) == (1, (1,))
+    await life.worker.train(Task(Share(3, 0, 1)))
+    assert life.trainer.kept_rounds == (3,)
+
+    again.worker.repeat_all([each for each in life.diary if not each.applied_after], 3)
+    again.payloads = life.payloads
+    await again.apply(1)
+    monkeypatch.setattr(again.trainer.recipe.residual, "forget", full)
+    await again.worker.repeat(fetch)
+    assert "the training of round 3 cannot be repeated: out of memory while taking over" in caplog.text
+    for each in (life, again):
+        each.close()
 
 
 async def test_rounds_beyond_the_next_one_are_not_taken_in_between_two_steps(dataset: TokenDataset) -> None:
@@ -341,6 +368,28 @@ async def test_a_training_that_failed_midway_is_repeated_as_far_as_it_went(
     assert (caplog.text, again.diary) == ("", [])
     for life in (whole, again):
         life.close()
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+async def test_after_a_contribution_that_found_no_memory_nothing_is_repeated(
+    steps: int, dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps lie on the residual; a training that is repeated as one that failed midway would leave them out."""
+    life = Life(dataset, "local", local_steps_min=2)
+    if steps == 2:
+        life.worker.keep_pace(1, 0.0, 0.0)
+    with monkeypatch.context() as here:
+        here.setattr(life.trainer.outer, "pack", full)
+        with pytest.raises(MemoryShortError, match="making a contribution"):
+            await life.train(1)
+    assert (await life.worker.capture()).trained == 1, "what is saved has its steps"
+    await life.apply(1, {})
+    await life.train(2)
+    for each in life.diary:
+        Diary(tmp_path / "diary.jsonl").note(each)
+    assert [each.number for each in life.diary] == [2]
+    assert Diary(tmp_path / "diary.jsonl").after(0) == []
+    life.close()
 
 
 async def test_a_training_that_failed_in_its_first_step_has_moved_nothing_and_is_not_noted(

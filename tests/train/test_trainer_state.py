@@ -15,7 +15,7 @@ from p2ptrain.config.run import DataConfig
 from p2ptrain.data.assignment import WINDOW_PIECES, shard, shard_in_window, shard_of_slots
 from p2ptrain.data.dataset import TokenDataset, manifest_digest, store_manifest
 from p2ptrain.digest import leaf_digests, merkle_root
-from p2ptrain.errors import DataError, RemoteProtocolError
+from p2ptrain.errors import DataError, MemoryShortError, RemoteProtocolError
 from p2ptrain.exact import replica
 from p2ptrain.share import PassSlots, Share
 from p2ptrain.train import learner
@@ -162,6 +162,48 @@ def test_two_rounds_that_are_agreed_on_while_ranks_bring_back_what_they_have_are
     learner.elsewhere = SlowRanks()  # type: ignore[assignment]
     assert not learner.rebase()
     assert (learner.round, learner.replica.round) == (0, 2)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_audits_weights_are_no_measure_of_how_far_a_round_has_moved_them(dataset: TokenDataset, name: str) -> None:
+    trainer, other, first_weights = make(dataset, name), make(dataset, name), make(dataset, name).replica.weights
+    sequences, drifts = np.arange(64), []
+    for number in (0, 1, 2):
+        payloads = [contribution(each, number) for each in (trainer, other)]
+        if number == 1:
+            trainer.audit(0, first_weights, payloads, sequences, sequences)
+        for each, own in zip((trainer, other), payloads, strict=True):
+            each.apply(number, [own], {number: own})
+        drifts.append((trainer.drift, other.drift))
+    measured = [drift for _, drift in drifts]
+    assert None not in measured
+    assert [drift for drift, _ in drifts] == [measured[0], measured[1] if name == "local" else None, measured[2]]
+
+
+def test_agreed_weights_that_find_no_memory_are_taken_over_later_with_all_that_was_settled(
+    dataset: TokenDataset,
+) -> None:
+    trainer, other = make(dataset, "local"), make(dataset, "local")
+    for each in (trainer, other):
+        own = contribution(each, 0)
+        each.replica.apply(1, [own])
+    asked: list[int] = []
+
+    def uncounted(removed: Any) -> Any:
+        asked.append(len(asked))
+        if len(asked) == 1:
+            raise MemoryError
+        return removed
+
+    trainer.settle(0, uncounted)
+    other.settle(0, lambda removed: removed)
+    with pytest.raises(MemoryShortError, match="out of memory while taking over the agreed weights: "):
+        trainer.catch_up()
+    assert trainer.kept_rounds == (0,)
+    for each in (trainer, other):
+        each.catch_up()
+        assert (each.round, each.kept_rounds) == (1, ())
+    assert torch.equal(trainer.recipe.residual.coefficients, other.recipe.residual.coefficients)
 
 
 def test_without_initial_weights_nothing_is_drawn(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
