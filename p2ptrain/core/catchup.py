@@ -5,7 +5,7 @@ wait a moment before asking for history; the same goes for a peer on another bra
 step, each step proved by the roster before it; the chain's rules decide whether another branch is preferred to ours.
 Nothing unverified changes any state here.
 
-Only one request is open at a time, and any connected peer can claim to be ahead. So admitted keys are asked first.
+Only one answer is awaited at a time, and any connected peer can claim to be ahead. So admitted keys are asked first.
 Strangers, whose keys cost nothing, are asked only while no admitted key claims to be ahead, and give way once if one
 does. A request leads to at most one follow-up, and a peer that was asked in vain is left alone (exponential backoff).
 
@@ -40,7 +40,7 @@ from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
 
 PATIENCE_SECONDS = 0.5  # how long the certificate may take to arrive by itself when a peer is ahead
-ANSWER_SECONDS = 10.0  # timeout of a request; then another peer is asked
+ANSWER_SECONDS = 10.0  # until another peer is asked as well; what comes later still counts
 AHEAD_MAX = 64  # peers known to be ahead or on another branch; the oldest are forgotten, strangers first
 NEAR_ROUNDS = 32  # half of those that a join request may be old
 LOST_SECONDS = 60.0  # until a branch that lost is checked again: there may be more signatures for it
@@ -88,6 +88,7 @@ class CatchingUp:
         self.regrouping = regrouping  # that of the current round
         self.ahead: dict[bytes, tuple[bytes, int]] = {}  # by peer: the branch and round it was seen in
         self.asked: HistoryRequest | None = None
+        self.late: dict[bytes, HistoryRequest] = {}  # by peer: the request that we gave up and it may still answer
         self.ask_at: float | None = None
         self.retries: dict[bytes, tuple[int, float]] = {}  # by peer: failures, and when to ask again
         self.was_in_vain = False  # the last request failed, and no peer has since proved that it is ahead
@@ -176,7 +177,7 @@ class CatchingUp:
     def tick(self) -> None:
         now = self.context.now
         if self.asked is not None and now >= self.asked.until:
-            self.failed(self.asked.peer)
+            self._in_vain(self._give_up(self.asked), Reason.SILENT)
         if self.asked is not None and self.asked.cut_at is not None and now >= self.asked.cut_at:
             self._cut_short(self.asked)
         if self.asked is None and self.ahead and self.ask_at is not None and now >= self.ask_at:
@@ -193,7 +194,7 @@ class CatchingUp:
         """
         asked.cut_at = None
         if any(peer in self.chain.state.place for peer in self.ahead):
-            self.asked, self.cut_short = None, asked.peer
+            self.cut_short = self._give_up(asked)
 
     def _ask(self, peer: bytes, branch: bytes, number: int, is_second: bool = False) -> None:
         until = self.context.now + ANSWER_SECONDS
@@ -201,9 +202,18 @@ class CatchingUp:
         self.context.emit(AskHistory(peer, branch, number))
 
     def failed(self, peer: bytes) -> None:
+        """Ends all requests to a peer: no answer will come."""
+        self.late.pop(peer, None)
         if self.asked is not None and self.asked.peer == peer:
             self._close()
             self._in_vain(peer, Reason.SILENT)
+
+    def _give_up(self, asked: HistoryRequest) -> bytes:
+        """Closes a request, to whose peer the edge sends no other while it waits for the answer; returns the peer."""
+        if asked.peer not in self.late:
+            self._keep(self.late, asked.peer, asked, RETRIES_MAX)
+        self._close()
+        return asked.peer
 
     def _close(self) -> None:
         if self.asked is not None and self.asked.peer == self.cut_short:
@@ -224,12 +234,15 @@ class CatchingUp:
 
     def answered(self, peer: bytes, history: History) -> Verified | None:
         """Returns the steps of an answer that we should follow, or None if there are none or a follow-up was sent."""
-        asked = self.asked
-        if asked is None or asked.peer != peer or self.context.is_out(self.chain.state):
+        asked, late = self.asked, self.late.pop(peer, None)
+        answers = late or (asked if asked is not None and asked.peer == peer else None)
+        if answers is None or self.context.is_out(self.chain.state):
             return None
+        if asked is not None and asked.peer != peer:
+            self._give_up(asked)
         self._close()
         try:
-            verified = self._weigh(asked, history)
+            verified = self._weigh(answers, history)
         except RemoteProtocolError:
             self.context.counters["histories refused"] += 1
             self._in_vain(peer, Reason.MALFORMED)
@@ -404,7 +417,7 @@ class CatchingUp:
     def limits(self) -> dict[str, tuple[int, int]]:
         return {
             "peers ahead": (len(self.ahead), AHEAD_MAX),
-            "peers asked in vain": (len(self.retries), RETRIES_MAX),
+            "peers asked in vain": (max(len(self.retries), len(self.late)), RETRIES_MAX),
             "branches that lost": (len(self.lost), LOST_MAX),
             "splits": (len(self.splits), SPLITS_MAX),
         }
