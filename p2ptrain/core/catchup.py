@@ -88,7 +88,7 @@ class CatchingUp:
         self.regrouping = regrouping  # that of the current round
         self.ahead: dict[bytes, tuple[bytes, int]] = {}  # by peer: the branch and round it was seen in
         self.asked: HistoryRequest | None = None
-        self.late: dict[bytes, HistoryRequest] = {}  # by peer: the request that we gave up and it may still answer
+        self.late: dict[bytes, HistoryRequest] = {}  # by peer: the first request that we gave up
         self.ask_at: float | None = None
         self.retries: dict[bytes, tuple[int, float]] = {}  # by peer: failures, and when to ask again
         self.was_in_vain = False  # the last request failed, and no peer has since proved that it is ahead
@@ -177,7 +177,7 @@ class CatchingUp:
     def tick(self) -> None:
         now = self.context.now
         if self.asked is not None and now >= self.asked.until:
-            self._in_vain(self._give_up(self.asked), Reason.SILENT)
+            self.failed(self.asked.peer)
         if self.asked is not None and self.asked.cut_at is not None and now >= self.asked.cut_at:
             self._cut_short(self.asked)
         if self.asked is None and self.ahead and self.ask_at is not None and now >= self.ask_at:
@@ -194,7 +194,8 @@ class CatchingUp:
         """
         asked.cut_at = None
         if any(peer in self.chain.state.place for peer in self.ahead):
-            self.cut_short = self._give_up(asked)
+            self._give_up(asked)
+            self.cut_short = asked.peer
 
     def _ask(self, peer: bytes, branch: bytes, number: int, is_second: bool = False) -> None:
         until = self.context.now + ANSWER_SECONDS
@@ -202,18 +203,15 @@ class CatchingUp:
         self.context.emit(AskHistory(peer, branch, number))
 
     def failed(self, peer: bytes) -> None:
-        """Ends all requests to a peer: no answer will come."""
-        self.late.pop(peer, None)
         if self.asked is not None and self.asked.peer == peer:
-            self._close()
+            self._give_up(self.asked)
             self._in_vain(peer, Reason.SILENT)
 
-    def _give_up(self, asked: HistoryRequest) -> bytes:
-        """Closes a request, to whose peer the edge sends no other while it waits for the answer; returns the peer."""
+    def _give_up(self, asked: HistoryRequest) -> None:
+        """Waits no longer for an answer. The next one of that peer, which answers in order, is to its first request."""
         if asked.peer not in self.late:
-            self._keep(self.late, asked.peer, asked, RETRIES_MAX)
+            self._keep(self.late, asked.peer, asked, AHEAD_MAX)
         self._close()
-        return asked.peer
 
     def _close(self) -> None:
         if self.asked is not None and self.asked.peer == self.cut_short:
@@ -416,8 +414,8 @@ class CatchingUp:
 
     def limits(self) -> dict[str, tuple[int, int]]:
         return {
-            "peers ahead": (len(self.ahead), AHEAD_MAX),
-            "peers asked in vain": (max(len(self.retries), len(self.late)), RETRIES_MAX),
+            "peers ahead": (max(len(self.ahead), len(self.late)), AHEAD_MAX),
+            "peers asked in vain": (len(self.retries), RETRIES_MAX),
             "branches that lost": (len(self.lost), LOST_MAX),
             "splits": (len(self.splits), SPLITS_MAX),
         }

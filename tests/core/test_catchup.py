@@ -4,6 +4,7 @@ histories."""
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.catchup import AHEAD_MAX, ANSWER_SECONDS, LOST_SECONDS, PATIENCE_SECONDS, RETRY_SECONDS
@@ -156,14 +157,17 @@ def test_an_answer_that_comes_after_a_late_one_is_not_lost() -> None:
     assert followed(bench.do(ev.HistoryArrived(second, line.answer(RUN, 0)))) == steps(line)
 
 
-def test_a_peer_that_is_asked_again_is_not_to_blame_for_its_answer_to_the_first_request() -> None:
-    """The mailbox sends no second request while the first is open."""
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_peer_that_is_asked_again_is_not_to_blame_for_its_answer_to_the_first_request(has_failed: bool) -> None:
+    """The mailbox sends no second request while the first is open, and takes the late answer for that to the second."""
     bench = Bench(4, me=1)
     line = other_line(bench, 4)
     late, other = late_and_another_asked(bench)
     old = line.answer(RUN, 0)
     bench.do(ev.HistoryArrived(other, replace(old, round=2, steps=old.steps[:2])))
     score = bench.node.context.reputation.score(late, bench.now)
+    if has_failed:
+        bench.do(ev.HistoryFailed(late, "no answer at all"))
     bench.wait(RETRY_SECONDS)
     bench.hear(bench.hello(late, round=5))
     question = ev.AskHistory(late, RUN, 2)
@@ -172,19 +176,6 @@ def test_a_peer_that_is_asked_again_is_not_to_blame_for_its_answer_to_the_first_
     assert followed(bench.do(ev.HistoryArrived(late, line.answer(RUN, 2)))) == steps(line, 2)
     assert bench.node.context.reputation.score(late, bench.now) <= score
     assert bench.node.context.counters["histories refused"] == 0
-
-
-def test_after_a_request_that_has_failed_the_next_answer_is_to_the_next_one() -> None:
-    bench = Bench(4, me=1)
-    line = other_line(bench, 2)
-    late, second = late_and_another_asked(bench)
-    bench.do(ev.HistoryArrived(second, line.answer(RUN, 0)))
-    extend(bench, line, 2)
-    bench.do(ev.HistoryFailed(late, "no answer after 1 of 2 bytes"))
-    bench.wait(RETRY_SECONDS)
-    effects = meet(bench, line, late)
-    assert of_kind(effects, ev.AskHistory) == [], "one request is enough"
-    assert followed(effects) == steps(line, 2)
 
 
 def test_a_crowd_that_claims_to_be_ahead_stays_within_its_bounds() -> None:
