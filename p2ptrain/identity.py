@@ -71,6 +71,8 @@ class Identity:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_new(path, PRIVATE_PREFIX + seed + identity.key)
         except FileExistsError as error:
+            if not path.parent.is_dir():
+                raise _problem(path, f"{path.parent} is no directory", "Choose another path") from error
             raise _problem(path, "already exists", "Use it, or choose another path for a new key") from error
         except OSError as error:
             raise _problem(path, f"cannot be written: {error.strerror}", "Choose another path") from error
