@@ -122,6 +122,9 @@ class Transport(Protocol):
     async def serve(self, protocol: str, handler: Handler) -> None:
         """Sets the handler for the streams that peers open for this protocol, in place of an earlier one."""
 
+    def end_run(self) -> None:
+        """Leaves all topics and serves no protocol from now on: a transport serves one run at a time."""
+
     def prefer(self, is_admitted: IsAdmitted) -> None:
         """Sets which peers' incoming streams take the slots of all others. Until then, no peer's."""
 

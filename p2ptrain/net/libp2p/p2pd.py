@@ -292,6 +292,10 @@ class P2pd:
         if self.supervisor.is_up:  # otherwise registered when p2pd is up
             await self._register(protocol)
 
+    def end_run(self) -> None:
+        self._streams.handlers.clear()
+        self._gossip.end()
+
     async def _register(self, protocol: str) -> None:
         async with self._registering:
             if protocol not in self._registered:

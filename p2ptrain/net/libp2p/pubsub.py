@@ -184,6 +184,7 @@ class Gossip:
         self._tasks, self._session = tasks, session
         self._queues: dict[str, TopicQueue] = {}
         self._listening: dict[str, asyncio.Task[None]] = {}
+        self._delivering: list[asyncio.Task[None]] = []
         self._left: set[str] = set()
         self._publishing = asyncio.Semaphore(PUBLISHING_MAX)
 
@@ -191,7 +192,7 @@ class Gossip:
         """Subscribes; when p2pd is down, once it is up again."""
         assert topic not in self._queues, f"{topic} already has a listener"
         queue = self._queues[topic] = TopicQueue(topic, self._me, hear, is_heard, self._counters, self._boundary)
-        self._tasks.spawn(queue.deliver())
+        self._delivering.append(self._tasks.spawn(queue.deliver()))
         if session := self._session():
             self._listen_to(queue, session)
         try:
@@ -216,6 +217,12 @@ class Gossip:
         self._left.remove(topic)
         if session := self._session():
             self._listen_to(self._queues[topic], session)
+
+    def end(self) -> None:
+        """Leaves all topics for good."""
+        for task in (*self._listening.values(), *self._delivering):
+            task.cancel()
+        self._queues, self._listening, self._delivering, self._left = {}, {}, [], set()
 
     def _listen_to(self, queue: TopicQueue, session: Tasks) -> None:
         self._listening[queue.topic] = session.spawn(self._listen(queue))
