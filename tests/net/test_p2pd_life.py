@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -297,6 +297,19 @@ async def test_a_dht_that_cannot_be_started_leaves_no_connection_behind(
     assert waits[-1] - waits[0] > 0.4 + 0.8  # it is tried ever less often
     await until(lambda: node.dht is not first)
     assert caplog.text.count("not now") >= 3
+
+
+async def test_a_protocol_that_is_served_just_as_p2pd_ends_is_there_once_it_is_back(make: Make) -> None:
+    nodes = await connected(make, 2)
+    pid = nodes[0].supervisor.process.pid
+    os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):  # asyncio's thread was quicker
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert nodes[0].supervisor.is_up
+    await nodes[0].serve("/echo/1", echo)
+    await until(lambda: nodes[0].counters()["p2pd restarts"] == 1)
+    await nodes[0].connect(nodes[1].addresses()[0])
+    assert await echoed_at_last(nodes[1], nodes[0].me, b"frame") == b"frame"
 
 
 async def test_what_is_asked_of_the_dht_just_as_p2pd_ends_fails(make: Make) -> None:
