@@ -39,9 +39,7 @@ SMALL_ORDER = frozenset(
         "01" + "00" * 31,
         "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
         "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
-        "ec" + "ff" * 30 + "7f",
-        "ed" + "ff" * 30 + "7f",
-        "ee" + "ff" * 30 + "7f",
+        *(first + "ff" * 30 + "7f" for first in ("ec", "ed", "ee")),
     )
 )
 VERIFIED_MAX = 65_536  # signatures that a signer remembers: 100 rounds of votes from 256 seats; 8 MB
@@ -71,6 +69,8 @@ class Identity:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_new(path, PRIVATE_PREFIX + seed + identity.key)
         except FileExistsError as error:
+            if not path.parent.is_dir():
+                raise _problem(path, f"{path.parent} is no directory", "Choose another path") from error
             raise _problem(path, "already exists", "Use it, or choose another path for a new key") from error
         except OSError as error:
             raise _problem(path, f"cannot be written: {error.strerror}", "Choose another path") from error

@@ -61,6 +61,12 @@ def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
     assert path.read_bytes() == FILE
 
 
+def test_a_key_whose_directory_is_a_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"identity.file: .*file is no directory"):
+        Identity.make(tmp_path / "file" / "node.key")
+
+
 def test_half_a_key_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")

@@ -2,10 +2,9 @@
 
 A message of a later round says that its author is ahead. Usually the certificate is already on its way to us, so we
 wait a moment before asking for history; the same goes for a peer on another branch. The answer is followed step by
-step, each step proved by the roster before it; the chain's rules decide whether another branch is preferred to ours.
-Nothing unverified changes any state here.
+step, each proved by the roster before it; the chain's rules decide whether a branch is preferred to ours.
 
-Only one request is open at a time, and any connected peer can claim to be ahead. So admitted keys are asked first.
+Only one answer is awaited at a time, and any connected peer can claim to be ahead. So admitted keys are asked first.
 Strangers, whose keys cost nothing, are asked only while no admitted key claims to be ahead, and give way once if one
 does. A request leads to at most one follow-up, and a peer that was asked in vain is left alone (exponential backoff).
 
@@ -40,7 +39,7 @@ from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import RemoteProtocolError
 
 PATIENCE_SECONDS = 0.5  # how long the certificate may take to arrive by itself when a peer is ahead
-ANSWER_SECONDS = 10.0  # timeout of a request; then another peer is asked
+ANSWER_SECONDS = 10.0  # until another peer is asked as well; what comes later still counts
 AHEAD_MAX = 64  # peers known to be ahead or on another branch; the oldest are forgotten, strangers first
 NEAR_ROUNDS = 32  # half of those that a join request may be old
 LOST_SECONDS = 60.0  # until a branch that lost is checked again: there may be more signatures for it
@@ -88,6 +87,7 @@ class CatchingUp:
         self.regrouping = regrouping  # that of the current round
         self.ahead: dict[bytes, tuple[bytes, int]] = {}  # by peer: the branch and round it was seen in
         self.asked: HistoryRequest | None = None
+        self.late: dict[bytes, HistoryRequest] = {}  # by peer: the first request that we gave up
         self.ask_at: float | None = None
         self.retries: dict[bytes, tuple[int, float]] = {}  # by peer: failures, and when to ask again
         self.was_in_vain = False  # the last request failed, and no peer has since proved that it is ahead
@@ -193,7 +193,8 @@ class CatchingUp:
         """
         asked.cut_at = None
         if any(peer in self.chain.state.place for peer in self.ahead):
-            self.asked, self.cut_short = None, asked.peer
+            self._give_up(asked)
+            self.cut_short = asked.peer
 
     def _ask(self, peer: bytes, branch: bytes, number: int, is_second: bool = False) -> None:
         until = self.context.now + ANSWER_SECONDS
@@ -202,8 +203,14 @@ class CatchingUp:
 
     def failed(self, peer: bytes) -> None:
         if self.asked is not None and self.asked.peer == peer:
-            self._close()
+            self._give_up(self.asked)
             self._in_vain(peer, Reason.SILENT)
+
+    def _give_up(self, asked: HistoryRequest) -> None:
+        """Waits no longer for an answer. The next one of that peer, which answers in order, is to its first request."""
+        if asked.peer not in self.late:
+            self._keep(self.late, asked.peer, asked, AHEAD_MAX)
+        self._close()
 
     def _close(self) -> None:
         if self.asked is not None and self.asked.peer == self.cut_short:
@@ -224,12 +231,15 @@ class CatchingUp:
 
     def answered(self, peer: bytes, history: History) -> Verified | None:
         """Returns the steps of an answer that we should follow, or None if there are none or a follow-up was sent."""
-        asked = self.asked
-        if asked is None or asked.peer != peer or self.context.is_out(self.chain.state):
+        asked, late = self.asked, self.late.pop(peer, None)
+        answers = late or (asked if asked is not None and asked.peer == peer else None)
+        if answers is None or self.context.is_out(self.chain.state):
             return None
+        if asked is not None and asked.peer != peer:
+            self._give_up(asked)
         self._close()
         try:
-            verified = self._weigh(asked, history)
+            verified = self._weigh(answers, history)
         except RemoteProtocolError:
             self.context.counters["histories refused"] += 1
             self._in_vain(peer, Reason.MALFORMED)
@@ -308,8 +318,7 @@ class CatchingUp:
         return None
 
     def _weigh_shorter(self, asked: HistoryRequest, history: History, branch: bytes, their_next: BranchStart) -> None:
-        """Handles a branch that forked before ours: the old roster's quorum stayed with us, so it has lost if it began
-        where the peer says."""
+        """Handles a branch that forked before ours: it has lost, as the quorum stayed with us, if it began there."""
         state = self.chain.state_at(branch, their_next.start)
         if state is None:
             return
@@ -405,7 +414,7 @@ class CatchingUp:
 
     def limits(self) -> dict[str, tuple[int, int]]:
         return {
-            "peers ahead": (len(self.ahead), AHEAD_MAX),
+            "peers ahead": (max(len(self.ahead), len(self.late)), AHEAD_MAX),
             "peers asked in vain": (len(self.retries), RETRIES_MAX),
             "branches that lost": (len(self.lost), LOST_MAX),
             "splits": (len(self.splits), SPLITS_MAX),

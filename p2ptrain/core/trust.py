@@ -36,6 +36,7 @@ from p2ptrain.errors import RemoteProtocolError
 
 PEER_SECONDS = 30.0  # per peer, if others wait: 256 rounds take a home connection ten; a guess, doubled each turn
 PEER_SECONDS_MAX = 960.0
+ANSWER_DOUBLINGS_MAX = 3  # of the seconds for an answer, one a turn: no edge waits for more than a minute
 RETRY_SECONDS = 10.0  # until a peer without the head is asked again: the head's round may come later
 ROUNDS_SPARE = 4 * ENTRIES_MAX  # that a peer may advance while we follow it; one whose history never ends is lying
 
@@ -73,6 +74,7 @@ class Trust:
         now, peers = self.context.now, self.context.peers
         if self.asked is not None and (now >= self.until or self.asked not in peers):
             self.late[self.asked] = None
+            self.turns_lost[self.asked] = self.turns_lost.get(self.asked, 0) + 1
             self.failed(self.asked)
         self.rests = {peer: at for peer, at in self.rests.items() if peer in peers}
         self.others = {peer: None for peer in self.others if peer in peers}
@@ -96,7 +98,8 @@ class Trust:
 
     def _ask(self, peer: bytes) -> None:
         state = self.trial.state
-        self.asked, self.until = peer, self.context.now + ANSWER_SECONDS
+        longer = 2.0 ** min(self.turns_lost.get(peer, 0), ANSWER_DOUBLINGS_MAX)
+        self.asked, self.until = peer, self.context.now + ANSWER_SECONDS * longer
         self.context.emit(AskHistory(peer, state.branch, state.round))
 
     def failed(self, peer: bytes, reason: Reason | None = Reason.SILENT) -> None:

@@ -7,6 +7,7 @@ at once. A crash of any task ends it with an error; the next start continues fro
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -18,6 +19,8 @@ from random import SystemRandom
 from time import monotonic
 from typing import Any
 
+import torch
+
 from p2ptrain import __version__
 from p2ptrain.core import events as ev
 from p2ptrain.core.complaints import Code
@@ -27,6 +30,7 @@ from p2ptrain.errors import INTERRUPTED, ConfigError, DataError, StoppedError
 from p2ptrain.models.sample import SampleRequest, read_request
 from p2ptrain.net import questions
 from p2ptrain.net.connections import topic_of
+from p2ptrain.net.transport import Transport
 from p2ptrain.node.agenda import Agenda
 from p2ptrain.node.clock import ClockWatch, Lag
 from p2ptrain.node.driver import Driver
@@ -88,6 +92,7 @@ class Daemon:
         hears: Sequence[Callable[[RoundRecord], None]] = (),
     ) -> Daemon:
         """Builds a daemon that is about to start; closing `stack` closes it. `hears` are called with each new round."""
+        stack.callback(_free, launch.transport)  # last, when nothing else holds the run's parts
         daemon = cls(launch, *await assemble(stack, launch, opened, hears), http)
         edges = daemon.edges
         # Questions first: a peer that sees us speak the run's protocol asks at once for our peers' addresses.
@@ -164,8 +169,7 @@ class Daemon:
         return view.state.branch != self.edges.run_id or bool(LEFT_ALONE & codes) or since >= quiet
 
     async def look_for_heir(self) -> None:
-        """Looks whether the run has ended without this node, where it gets no further, and goes on with its successor:
-        the others answer there, and nobody here."""
+        """Looks whether the run has ended without this node, where it gets no further; goes on with its successor."""
         transport, home, edges = self.edges.transport, self.launch.home, self.edges
         await self.driver.has_begun.wait()
         pause = HEIR_SECONDS
@@ -247,6 +251,13 @@ def end_soon() -> None:
     threading.Thread(target=end, name="end soon", daemon=True).start()
 
 
+def _free(transport: Transport) -> None:
+    """Takes a run from the network, and frees what it held, on a card as well, for the run that follows."""
+    transport.end_run()
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where no card is in use
+
+
 async def live(daemon: Daemon, progress: ProgressLine) -> str:
     """Runs all tasks of the node while it takes part, and returns why it ended."""
     loop, edges = asyncio.get_running_loop(), daemon.edges
@@ -281,7 +292,6 @@ async def live(daemon: Daemon, progress: ProgressLine) -> str:
         why = await daemon.driver.run(daemon.started)
         for task in rest:
             task.cancel()
-    edges.transport.leave(topic_of(edges.run_id))
     return why
 
 

@@ -2,8 +2,7 @@
 
 Messages deliver envelopes, ask for messages by name, and ask for histories by branch and round. `Mailboxes.post` never
 waits: the queue of each peer is bounded, and what does not fit is dropped and counted, since the core asks again for
-whatever it still lacks. A broken stream is reopened after a pause and the message in flight is sent again, so a
-receiver has to cope with duplicates.
+what it lacks. A broken stream is reopened after a pause and the message in flight is sent again: it may come twice.
 
 A history may be longer than a frame. It travels in parts, between which other messages may pass, so that no vote waits
 for it. Its length comes first, and it is accepted only from a peer that was asked, while that request is open.
@@ -49,7 +48,7 @@ PEERS_MAX = 1_024  # with queued messages, half of them strangers; also the most
 ENVELOPES_AT_ONCE = 8  # handed on without a pause: verifying their signatures takes a millisecond
 INCOMING_MAX = 2  # streams from one peer: an old one may not have noticed yet that it is dead
 QUESTIONS_MAX = 8  # histories requested at once: half a gigabyte if all have the maximum length
-QUESTION_SECONDS = 8.0  # until an answer begins, and between its parts; the core waits for 10 s
+QUESTION_SECONDS = 8.0  # until an answer begins, and between its parts; the core asks another peer after 10 s
 ANSWER_SECONDS = 60.0  # from the request to the complete answer
 OPEN_SECONDS = 10.0
 SEND_SECONDS = 30.0  # per frame; slower than 17 KB/s counts as broken
@@ -264,7 +263,7 @@ class Mailboxes:
     def ask_history(self, peer: bytes, branch: bytes, number: int) -> None:
         """Asks for a history. Always calls back: with the history, or with the reason why there is none."""
         if peer in self._questions:
-            return  # the answer to the open request is as good
+            return  # its answer is on the way; core/catchup.py knows that it may be to an earlier request
         if len(self._questions) >= QUESTIONS_MAX:
             asyncio.get_running_loop().call_soon(self._no_history, peer, "too many requests are open already")
             return

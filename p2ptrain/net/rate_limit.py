@@ -53,8 +53,9 @@ class TokenBucket:
         if rate == self._rate:
             return
         self._fill()
-        was_unlimited, self._rate = not self._rate, rate
-        self._level = float(self.burst) if was_unlimited else min(self._level, float(self.burst))
+        was_unlimited, self._rate, debt = not self._rate, rate, DEBT_SECONDS * rate
+        self._level = float(self.burst) if was_unlimited else max(-debt, min(self._level, float(self.burst)))
+        self._debt = min(self._debt, debt)
         self._changed.set()
 
     async def take(self, size: int) -> None:

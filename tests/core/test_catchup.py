@@ -4,9 +4,10 @@ histories."""
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.catchup import AHEAD_MAX, ANSWER_SECONDS, LOST_SECONDS, PATIENCE_SECONDS
+from p2ptrain.core.catchup import AHEAD_MAX, ANSWER_SECONDS, LOST_SECONDS, PATIENCE_SECONDS, RETRY_SECONDS
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.history import Beginning, BranchStart, Entry, History
 from p2ptrain.core.messages import Ballot, Hello, JoinRequest
@@ -128,6 +129,53 @@ def test_an_answer_that_nobody_asked_for_is_ignored() -> None:
     bench.tick()
     assert followed(bench.do(ev.HistoryArrived(KEYS[2], line.answer(RUN, 0)))) == []
     assert bench.state.round == 0
+
+
+def late_and_another_asked(bench: Bench) -> tuple[bytes, bytes]:
+    """Returns a peer that has not answered in time, and the one that is asked instead."""
+    bench.hear_all(bench.hello(KEYS[0], round=3), bench.hello(KEYS[2], round=3))
+    (first,) = bench.tick()
+    assert isinstance(first, ev.AskHistory)
+    (second,) = of_kind(bench.wait(ANSWER_SECONDS), ev.AskHistory)
+    assert isinstance(second, ev.AskHistory)
+    return first.peer, second.peer
+
+
+def test_an_answer_that_comes_late_is_followed() -> None:
+    bench = Bench(4, me=1)
+    line = other_line(bench, 2)
+    late, _ = late_and_another_asked(bench)
+    assert followed(bench.do(ev.HistoryArrived(late, line.answer(RUN, 0)))) == steps(line)
+    assert bench.node.context.counters["histories refused"] == 0
+
+
+def test_an_answer_that_comes_after_a_late_one_is_not_lost() -> None:
+    bench = Bench(4, me=1)
+    line = other_line(bench, 2)
+    late, second = late_and_another_asked(bench)
+    assert followed(bench.do(ev.HistoryArrived(late, replace(line.answer(RUN, 0), steps=())))) == []
+    assert followed(bench.do(ev.HistoryArrived(second, line.answer(RUN, 0)))) == steps(line)
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_peer_that_is_asked_again_is_not_to_blame_for_its_answer_to_the_first_request(has_failed: bool) -> None:
+    """The mailbox sends no second request while the first is open, and takes the late answer for that to the second."""
+    bench = Bench(4, me=1)
+    line = other_line(bench, 4)
+    late, other = late_and_another_asked(bench)
+    old = line.answer(RUN, 0)
+    bench.do(ev.HistoryArrived(other, replace(old, round=2, steps=old.steps[:2])))
+    score = bench.node.context.reputation.score(late, bench.now)
+    if has_failed:
+        bench.do(ev.HistoryFailed(late, "no answer at all"))
+    bench.wait(RETRY_SECONDS)
+    bench.hear(bench.hello(late, round=5))
+    question = ev.AskHistory(late, RUN, 2)
+    assert of_kind(bench.wait(1.0), ev.AskHistory) == [question]
+    assert of_kind(bench.do(ev.HistoryArrived(late, old)), ev.AskHistory) == [question]
+    assert followed(bench.do(ev.HistoryArrived(late, line.answer(RUN, 2)))) == steps(line, 2)
+    assert bench.node.context.reputation.score(late, bench.now) <= score
+    assert bench.node.context.counters["histories refused"] == 0
 
 
 def test_a_crowd_that_claims_to_be_ahead_stays_within_its_bounds() -> None:

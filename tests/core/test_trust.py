@@ -344,7 +344,7 @@ def until_trusted(bench: Bench, lines: dict[bytes, Chain], seconds_of: dict[byte
     return bench.now - began
 
 
-@pytest.mark.parametrize("honest_seconds", [[9.0], [15.0, 1.0]], ids=["slow", "late once"])
+@pytest.mark.parametrize("honest_seconds", [[9.0], [15.0, 1.0], [15.0]], ids=["slow", "late once", "always late"])
 def test_liars_who_keep_to_the_limits_keep_no_honest_peer_out(honest_seconds: list[float]) -> None:
     honest, forged = honest_line(after=4 * ENTRIES_MAX - 12), forged_line(4 * ENTRIES_MAX - 4)
     bench = newcomer(honest.state.head)

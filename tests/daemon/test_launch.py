@@ -8,6 +8,8 @@ import os
 import signal
 import stat
 import sys
+import weakref
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +17,20 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import NodeConfig, RunConfig, load_node_config, with_options
+from p2ptrain.config.node import StorageConfig
 from p2ptrain.daemon import launch
+from p2ptrain.daemon.assembly import Launch, Workshop
+from p2ptrain.daemon.life import Daemon
 from p2ptrain.daemon.order import JoinOrder
+from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError
-from p2ptrain.identity import peer_id_of
+from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash
 from p2ptrain.node.home import Home
-from tests.helpers.net import key
+from p2ptrain.node.local_worker import Note
+from tests.helpers.driver import STATE, ChainTrainer, a_dataset, loop_workshop, root_of
+from tests.helpers.memory_network import Network
+from tests.helpers.net import key, skipping_time
 
 
 def test_a_crash_in_the_network_ends_the_daemon_with_its_error() -> None:
@@ -94,6 +103,29 @@ def test_a_signal_before_there_is_anything_to_leave_ends_as_ctrl_c_does(number: 
             launch._run(life())
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@skipping_time
+async def test_a_daemon_that_has_ended_leaves_no_trainer_in_memory_though_its_transport_stays(tmp_path: Path) -> None:
+    """The run that follows needs the room."""
+    me = Identity(bytes(31) + b"\1")
+    dataset = a_dataset(tmp_path / "data")
+    run = RunConfig(name="x").sealed(
+        manifest=manifest_digest(dataset.manifest_bytes()), initial_root=root_of(STATE).hex(), founders=[me.key.hex()]
+    )
+    home = Home(NodeConfig(storage=StorageConfig(directory=str(tmp_path / "node"))))
+    transport, trainers = Network().transport(me.key), list[weakref.ref[ChainTrainer]]()
+
+    async def opened(order: Launch, note: Note) -> Workshop:
+        trainer = ChainTrainer(dataset)
+        trainers.append(weakref.ref(trainer))
+        return loop_workshop(trainer, note, me.key)
+
+    async with AsyncExitStack() as stack:
+        await Daemon.open(stack, Launch(run, home, me, transport, dataset, state=STATE), opened)
+        assert trainers[0]() is not None
+    assert trainers[0]() is None
+    await transport.close()
 
 
 class Taker(io.StringIO):

@@ -185,6 +185,10 @@ class MemoryTransport:
         self._alive()
         self.handlers[protocol] = handler
 
+    def end_run(self) -> None:
+        for each in (self.handlers, self.heard, self._is_heard, self.left):
+            each.clear()
+
     def prefer(self, is_admitted: IsAdmitted) -> None:
         """There are slots for everyone."""
 

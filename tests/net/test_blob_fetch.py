@@ -466,3 +466,31 @@ async def test_a_sink_that_takes_nothing_is_our_own_trouble() -> None:
         with pytest.raises(DataError, match="the disk is full"):
             await me.fetcher.fetch_into(Full(), NAME, BLOB.size, [other.key], failed=me.fail)
         assert (me.failed, me.blamed) == ([], [])
+
+
+async def insisted(request: Request) -> Reply:
+    """Gives a piece only to who insists on it."""
+    if isinstance(request, BlobRequest):
+        return account(BLOB)
+    return given(BLOB, request.index) if request.insist else Later(request.index)
+
+
+@skipping_time
+async def test_a_piece_that_was_put_off_is_not_paid_for() -> None:
+    async with swarm(1, download=PIECE) as (network, (node,)):
+        source = await lie(network, 1, [node], insisted)
+        assert await node.fetch(NAME, BLOB.size, source) == BLOB.data()
+        assert now() < 6 + 1, "a second for each piece but the first, and one before it insists"
+
+
+@skipping_time
+async def test_a_piece_that_another_source_has_sent_meanwhile_is_not_paid_for() -> None:
+    async with swarm(3, download=PIECE) as (_, (node, *sources)):
+        for seed in range(8):
+            name, blob = tree(3 * PIECE, seed=seed)
+            await node.download.take(PIECE)
+            start = now()
+            for each in sources:
+                each.blobs[name] = blob
+            await node.fetch(name, blob.size, *(each.key for each in sources))
+            assert now() - start < 3.5

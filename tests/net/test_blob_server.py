@@ -12,7 +12,9 @@ import pytest
 from p2ptrain.core.wire import encode
 from p2ptrain.net.blobs import server as protocol
 from p2ptrain.net.blobs.server import BlobRequest, FetchError, Given, Have, Later, Nothing, Piece
+from p2ptrain.net.blobs.turns import PEERS_AT_ONCE
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError
+from tests.helpers import memory_network
 from tests.helpers.blobs import BLOB, NAME, PIECE, RUN, crowd, download, now, read_nothing, said, swarm, tree
 from tests.helpers.net import at, skipping_time, until
 
@@ -78,6 +80,12 @@ async def ask_and_go(stream: Stream) -> None:
     await at(now() + 0.2)
 
 
+async def read_no_words(stream: Stream) -> None:
+    for _ in range(10):
+        await stream.send(encode(BlobRequest("payload", NAME.name, False)))
+    await at(now() + 1_000)
+
+
 async def ask_and_ask(stream: Stream) -> None:
     while True:
         await said(stream, BlobRequest("payload", NAME.name, True))
@@ -141,6 +149,15 @@ async def test_words_take_no_more_than_their_part_beyond_the_upload_limit() -> N
     async with swarm(1, upload=rate) as (network, (server,)), crowd(network, server, 8, ask_and_ask):
         await at(now() + 6)
         assert server.server.counters["bytes"] < PIECE + 7 * rate / protocol.WORD_SHARE + 1_000
+
+
+@skipping_time
+async def test_peers_that_read_no_replies_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_network, "WINDOW_FRAMES", 4)
+    async with swarm(2) as (network, (server, me)), crowd(network, server, PEERS_AT_ONCE, read_no_words):
+        start = now()
+        assert await me.fetch(NAME, BLOB.size, server.key) == BLOB.data()
+        assert now() - start < 1
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -13,8 +14,9 @@ import stat
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -145,6 +147,42 @@ async def test_a_topic_that_was_left_is_not_heard_until_the_node_comes_back(make
     await of_stays.until(stays, "a", b"last")
 
 
+class HeardRun(HeardGossip):
+    """A run whose node hears a topic and serves a protocol."""
+
+    async def serve(self, stream: Stream) -> None:
+        await echo(stream)
+
+
+async def test_a_transport_keeps_nothing_of_a_run_that_has_ended_and_serves_the_next(make: Make) -> None:
+    """Also across a restart of p2pd."""
+    node, other = await connected(make, 2)
+    await other.subscribe("a", HeardGossip())
+    ended: list[weakref.ref[HeardRun]] = []
+    for _ in range(2):
+        heard = HeardRun()
+        await node.serve("/echo/1", heard.serve)
+        await node.subscribe("a", heard)
+        await heard.until(other, "a", b"gossip")
+        assert await echoed(other, node.me, b"frame") == b"frame"
+        ended.append(weakref.ref(heard))
+        del heard
+        node.end_run()
+        await _no_echo(other, node.me)
+        gc.collect()
+        assert [run() for run in ended] == [None] * len(ended)
+    assert node.boundary.counts == {}
+    os.kill(node.supervisor.process.pid, signal.SIGKILL)
+    await until(lambda: node.counters()["p2pd restarts"] == 1)
+    await node.connect(other.addresses()[0])
+    await _no_echo(other, node.me)
+
+
+async def _no_echo(node: P2pd, peer: bytes) -> None:
+    with pytest.raises(TransportError):
+        await echoed(node, peer, b"frame")
+
+
 async def test_a_p2pd_that_cannot_be_started_again_is_tried_until_it_can(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,6 +297,19 @@ async def test_a_dht_that_cannot_be_started_leaves_no_connection_behind(
     assert waits[-1] - waits[0] > 0.4 + 0.8  # it is tried ever less often
     await until(lambda: node.dht is not first)
     assert caplog.text.count("not now") >= 3
+
+
+async def test_a_protocol_that_is_served_just_as_p2pd_ends_is_there_once_it_is_back(make: Make) -> None:
+    nodes = await connected(make, 2)
+    pid = nodes[0].supervisor.process.pid
+    os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):  # asyncio's thread was quicker
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  # our loop must not notice
+    assert nodes[0].supervisor.is_up
+    await nodes[0].serve("/echo/1", echo)
+    await until(lambda: nodes[0].counters()["p2pd restarts"] == 1)
+    await nodes[0].connect(nodes[1].addresses()[0])
+    assert await echoed_at_last(nodes[1], nodes[0].me, b"frame") == b"frame"
 
 
 async def test_what_is_asked_of_the_dht_just_as_p2pd_ends_fails(make: Make) -> None:

@@ -134,6 +134,21 @@ async def test_whatever_is_spent_later_ones_wait_for_a_minute_at_most() -> None:
     assert limit.seconds_until(1_000) == pytest.approx(DEBT_SECONDS + 1)
 
 
+@skipping_time
+async def test_a_lowered_limit_keeps_no_more_debt_than_it_may_have() -> None:
+    spent, charged = TokenBucket(10**6, burst=1_000), TokenBucket(10**6, burst=1_000)
+    spent.spend(10**9)
+    charged.spend(10**6)
+    charged.charge(10**9)
+    for limit in (spent, charged):
+        limit.set_rate(1_000)
+    assert spent.seconds_until(1_000) == pytest.approx(DEBT_SECONDS + 1)
+    await charged.take(1_000)
+    for _ in range(2 * int(DEBT_SECONDS)):
+        await charged.take(1_000)
+    assert now() == pytest.approx(3 * DEBT_SECONDS, rel=0.05), "half as fast until it is paid for"
+
+
 MEMBER = b"a member"
 
 

@@ -346,7 +346,8 @@ class Server:
             return
         self._word_limit.set_rate(self._upload.rate // WORD_SHARE)  # the owner may have changed the limit
         async with self._word_turns.turn(stream.peer, len(data)):
-            await self._send(stream, data)
+            pass  # or who does not read would hold its place
+        await self._send(stream, data)
         await asyncio.sleep(WORD_SECONDS)
 
     async def _send(self, stream: Stream, data: bytes) -> None:

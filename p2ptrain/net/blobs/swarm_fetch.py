@@ -333,8 +333,9 @@ class SwarmFetch:
             index, insist = choice
             if not await self.sources.may_ask(source, piece_bytes(self.size, index)):
                 return
-            if not self.missing >> index & 1:
-                continue  # another source has sent it meanwhile
+            if not self.missing >> index & 1:  # another source has sent it meanwhile
+                self.sources.download.spend(-piece_bytes(self.size, index))
+                continue
             self.flying.setdefault(index, []).append(source)
             self.flying_since.setdefault(index, asyncio.get_running_loop().time())
             if insist:
@@ -364,6 +365,7 @@ class SwarmFetch:
                     self.sources.counters["duplicates"] += 1
                 self._arrive(source, index)
             case server.Later(index):
+                self.sources.download.spend(-piece_bytes(self.size, index))
                 self._arrive(source, index)
                 if source.insisted >> index & 1:
                     raise SourceError("withholds pieces that it has")

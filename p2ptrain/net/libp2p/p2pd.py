@@ -42,6 +42,7 @@ MEETING_MAX = 8  # peers that are pinged in the DHT at a time
 MEET_SECONDS = 5.0  # for pings in flight before the DHT is used; an answer takes 3 s at most
 FOUND_MAX = 256  # announcements returned by one search
 SEARCH_SECONDS = 20.0
+END_SECONDS = 5.0  # for a p2pd that fails a request to end
 
 logger = logging.getLogger("p2ptrain.net")
 
@@ -290,7 +291,16 @@ class P2pd:
     async def serve(self, protocol: str, handler: Handler) -> None:
         self._streams.handlers[protocol] = handler
         if self.supervisor.is_up:  # otherwise registered when p2pd is up
-            await self._register(protocol)
+            process = self.supervisor.process
+            try:
+                await self._register(protocol)
+            except TransportError as error:
+                async with in_time(END_SECONDS, str(error)):  # if p2pd has just ended, the next one gets it
+                    await process.wait()
+
+    def end_run(self) -> None:
+        self._streams.handlers.clear()
+        self._gossip.end()
 
     async def _register(self, protocol: str) -> None:
         async with self._registering:

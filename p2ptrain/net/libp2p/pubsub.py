@@ -6,8 +6,7 @@ delivers them one at a time; what does not fit into the queue meanwhile is dropp
 gossipsub delivers what anyone publishes, and does not say over which connection it came. So a message begins with its
 publisher, whose signature p2pd has checked, and the look-up of that key comes before everything else: a message of a
 publisher that is not heard is skipped as its bytes arrive, undecoded and never whole in memory. Waking up costs ten
-times what that takes, so after such a message the next are left to pile up in the socket for a moment. The socket
-holds hundreds of small ones.
+times what that takes, so after such a message the next pile up in the socket for a moment: it holds hundreds.
 """
 
 from __future__ import annotations
@@ -184,6 +183,7 @@ class Gossip:
         self._tasks, self._session = tasks, session
         self._queues: dict[str, TopicQueue] = {}
         self._listening: dict[str, asyncio.Task[None]] = {}
+        self._delivering: list[asyncio.Task[None]] = []
         self._left: set[str] = set()
         self._publishing = asyncio.Semaphore(PUBLISHING_MAX)
 
@@ -191,7 +191,7 @@ class Gossip:
         """Subscribes; when p2pd is down, once it is up again."""
         assert topic not in self._queues, f"{topic} already has a listener"
         queue = self._queues[topic] = TopicQueue(topic, self._me, hear, is_heard, self._counters, self._boundary)
-        self._tasks.spawn(queue.deliver())
+        self._delivering.append(self._tasks.spawn(queue.deliver()))
         if session := self._session():
             self._listen_to(queue, session)
         try:
@@ -216,6 +216,12 @@ class Gossip:
         self._left.remove(topic)
         if session := self._session():
             self._listen_to(self._queues[topic], session)
+
+    def end(self) -> None:
+        """Leaves all topics for good."""
+        for task in (*self._listening.values(), *self._delivering):
+            task.cancel()
+        self._queues, self._listening, self._delivering, self._left = {}, {}, [], set()
 
     def _listen_to(self, queue: TopicQueue, session: Tasks) -> None:
         self._listening[queue.topic] = session.spawn(self._listen(queue))

@@ -229,7 +229,7 @@ class Streams:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 peer_id, protocol = await self.read_opening(reader)
             peer = key_of_bytes(peer_id)
-            if why := self._make_room(peer):
+            if why := self._make_room(peer) if protocol in self.handlers else "its run has ended":
                 self._refuse(writer, why)
             else:
                 await self._handle(self.add(peer, protocol, reader, writer))
