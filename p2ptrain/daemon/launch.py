@@ -47,8 +47,9 @@ from p2ptrain.observe.http import STARTING, HttpFace
 from p2ptrain.observe.logs import set_up
 from p2ptrain.observe.progress import ProgressLine
 from p2ptrain.observe.tracking import TensorBoard, Tracker, Tracking, WandbRun
+from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.lock import Lock
-from p2ptrain.store.store import origin_in
+from p2ptrain.store.store import CHECKPOINTS_NAME, origin_in
 from p2ptrain.system import allow_open_files
 from p2ptrain.train.begin import begin, begin_again
 from p2ptrain.train.own_data import PREPARE_FIX, OwnData, open_own
@@ -218,8 +219,9 @@ async def _start(order: StartOrder, opened: Opened) -> After:
         named = before if before is not None and run.data.source == "own" else run  # its shared part has a digest
         place = home.usual_dataset(named.data.manifest)
         await asyncio.to_thread(make_it_fit, before or run, home)
-        if loop is not None and before is not None:  # the script's model has other weights by now
-            begun = await asyncio.to_thread(begin_again, before, place, dataset)
+        # The script's model has other weights by now, and another machine makes others from the seed.
+        if before is not None and (loop is not None or await asyncio.to_thread(_has_state, before, home)):
+            begun = await asyncio.to_thread(begin_again, before, place, dataset, order.given, home.bases)
         else:
             begun = await asyncio.to_thread(begin, before or run, place, [me], dataset, order.given, home.bases)
         note_begun(begun.run, run, order.said, home)
@@ -228,6 +230,12 @@ async def _start(order: StartOrder, opened: Opened) -> After:
         transport = await opened.network(begun.run.run_id)
         launch = Launch(begun.run, home, opened.identity, transport, data, begun.base, state=begun.state, own=own)
         return await _serve(stack, launch, opened)
+
+
+def _has_state(run: RunConfig, home: Home) -> bool:
+    """Whether a state of the run is saved here, undamaged."""
+    saved = Checkpoints(home.of_run(run.id) / CHECKPOINTS_NAME, run.id)
+    return any(saved.verify(each) is None for each in reversed(saved.present()))
 
 
 def make_it_fit(run: RunConfig, home: Home) -> None:
