@@ -29,6 +29,7 @@ from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError, RemoteProtocolError, UnusableError
 from p2ptrain.exact.cards import failure_of, why_unusable
+from p2ptrain.files import write_atomically
 from p2ptrain.identity import Identity
 from p2ptrain.models.kinds import check_base_bytes
 from p2ptrain.net.tasks import IS_CRASH
@@ -37,7 +38,7 @@ from p2ptrain.node import find
 from p2ptrain.node.consent import takes_part
 from p2ptrain.node.control import Answer, Control
 from p2ptrain.node.heirs import go_over
-from p2ptrain.node.home import Home, begun_here, note_begun
+from p2ptrain.node.home import REFUSED_NAME, Home, begun_here, note_begun
 from p2ptrain.node.limits import be_nice, choose_settings, keep_data_within, refuse_too_large
 from p2ptrain.node.notify import GOING_OVER_SECONDS, notify, watchdog
 from p2ptrain.node.saved import keep_tokenizer
@@ -259,7 +260,7 @@ async def _join(order: JoinOrder, opened: Opened, wanted: str | None, known: Run
                 run, sources = known, find.RunSources([*home.config.network.bootstrap, *home.peers_of(known)], [])
             else:
                 run, sources = await find.find_run(transport, home, wanted)
-            if sources.origins and home.config.succession.accept == "never":
+            if sources.origins and _stays_behind(sources.origins[0], home):
                 raise UnusableError(_not_agreed(sources.origins[0], run))
             if sources.origins or home.is_going_over(run):
                 await asyncio.to_thread(go_over, home, sources.origins or [_origin_of(home, run)], opened.identity)
@@ -485,7 +486,15 @@ def after_the_end(daemon: Daemon) -> Sequence[Descent]:
         raise UnusableError(what, fix="Install a newer release, and start this node again") from error
     if daemon.agenda.accept != "never" and (decided is None or daemon.agenda.goes_along(decided)):
         return daemon.origins
+    refused = daemon.launch.home.of_run(daemon.run.id) / REFUSED_NAME  # or the next start would go along
+    write_atomically(refused, heir.run_id.encode() + b"\n")
     raise UnusableError(_not_agreed(daemon.origins[0], heir))
+
+
+def _stays_behind(origin: Descent, home: Home) -> bool:
+    """Whether this node's owner has not agreed to what follows a run, at its end or by a standing rule."""
+    accept, ended = home.config.succession.accept, RunConfig.from_canonical(origin.config)
+    return accept == "never" or (accept != "all" and (home.of_run(ended.id) / REFUSED_NAME).exists())
 
 
 def _not_agreed(origin: Descent, heir: RunConfig) -> str:

@@ -19,7 +19,7 @@ from p2ptrain.config import NodeConfig, RunConfig
 from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
 from p2ptrain.files import make_directory, read, trouble, write_atomically
 
-RUN_NAME, SUCCESSOR_NAME, SAID_NAME = "run.json", "successor", "said.json"  # in a run's directory
+RUN_NAME, SUCCESSOR_NAME, REFUSED_NAME, SAID_NAME = "run.json", "successor", "refused", "said.json"  # of one run
 # Filled in when a run begins, and what a run file has there until then.
 SEALED = {"data.manifest", "state.initial_root", "admission.founders", "model.shapes", "adapt.base", "adapt.base_bytes"}
 UNFILLED: tuple[object, ...] = ("", [], "embedded", 0)

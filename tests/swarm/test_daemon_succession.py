@@ -199,6 +199,8 @@ def test_who_does_not_agree_ends_with_a_line_and_a_way_to_go_along(tmp_path: Pat
         assert stubborn.until_ended() == ExitStatus.OWNER_NEEDED
         new = until_over(nodes[0], old)
         assert f"p2ptrain join --run {new}" in stubborn.text
+        assert stubborn.start().until_ended() == ExitStatus.OWNER_NEEDED  # by a supervisor, with the command of before
+        assert stubborn.text.count(f"p2ptrain join --run {new}") == 2
         again = swarm.add(
             "again", "join", "--bootstrap", nodes[0].address, "--run", new, "--data-dir", stubborn.directory
         )
