@@ -12,9 +12,10 @@ import os
 import re
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext
+from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError, RemoteProtocolError, UnusableError
 from p2ptrain.exact.cards import failure_of, why_unusable
-from p2ptrain.files import write_atomically
+from p2ptrain.files import write_all, write_atomically
 from p2ptrain.identity import Identity
 from p2ptrain.models.kinds import check_base_bytes
 from p2ptrain.net.tasks import IS_CRASH
@@ -529,5 +530,6 @@ def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
         log.warning(what, ENDING[run.protocol], run.protocol, max(PROTOCOLS))
     if not addresses:
         log.warning("no address that others could use yet; `p2ptrain status` shows it once there is one")
-    for address in addresses:  # in one write, since the log may go to the same file
-        print(f"p2ptrain join --bootstrap {address} --run {run.run_id}\n", end="", flush=True)  # noqa: T201
+    for address in addresses if sys.stdout else ():  # each in one write, since the log may go to the same file
+        with suppress(OSError):  # a closed terminal, or a reader that has ended
+            write_all(sys.stdout.fileno(), f"p2ptrain join --bootstrap {address} --run {run.run_id}\n".encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import stat
@@ -96,27 +95,31 @@ def test_a_signal_before_there_is_anything_to_leave_ends_as_ctrl_c_does(number: 
         signal.signal(signal.SIGINT, before)
 
 
-class Taker(io.StringIO):
-    """A standard output that records each write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: list[str] = []
-
-    def write(self, text: str) -> int:
-        self.written.append(text)
-        return super().write(text)
-
-
-def test_the_line_for_others_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PYTHONUNBUFFERED, a log line used to get between it and its newline in the shared file."""
-    monkeypatch.setattr(sys, "stdout", taker := Taker())
+def tell_how_to_join() -> list[str]:
+    """Returns the lines that others join by, once they are written."""
     addresses = [f"/ip4/192.0.2.{n}/tcp/4001/p2p/{peer_id_of(key(1))}" for n in (1, 2)]
     transport: Any = SimpleNamespace(addresses=lambda: addresses)
     run = RunConfig(name="x").sealed(manifest="1" * 64, initial_root="2" * 64, founders=["3" * 64])
     launch._tell_how_to_join(transport, run)
-    lines = [f"p2ptrain join --bootstrap {each} --run {run.run_id}\n" for each in addresses]
-    assert [each for each in taker.written if each] == lines
+    return [f"p2ptrain join --bootstrap {each} --run {run.run_id}\n" for each in addresses]
+
+
+def test_the_line_for_others_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PYTHONUNBUFFERED, a log line used to get between it and its newline in the shared file."""
+    written: list[bytes] = []
+    monkeypatch.setattr(launch, "write_all", lambda descriptor, content: written.append(content))
+    assert [each.encode() for each in tell_how_to_join()] == written
+
+
+def test_a_node_whose_output_goes_nowhere_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that was closed, or a reader that has ended; nothing stays in a buffer that ends the process later."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        tell_how_to_join()
+    monkeypatch.setattr(sys, "stdout", None)  # was closed before the start
+    tell_how_to_join()
 
 
 def test_the_run_of_the_nodes_file_is_the_only_one_to_join(tmp_path: Path) -> None:
