@@ -150,7 +150,10 @@ class Learner:
         self.trained_on = own.dataset if own else dataset
         check_tokens(run, self.trained_on)
         self.device, autocast = open_device(device)
-        for each in {self.device, torch.device("cpu")}:  # the exact path goes on in main memory where a card has no room
+        for each in {
+            self.device,
+            torch.device("cpu"),
+        }:  # the exact path goes on in main memory where a card has no room
             check_exactness(run.recipe, each)
         if device.is_checkpointed:
             return_large_blocks()

@@ -179,7 +179,9 @@ def test_a_round_that_tensorboard_cannot_write_costs_that_one_alone(
     assert "not tracked: another release" in caplog.text
     made.note(a_round(3).model_copy(update={"applied_at": 1.8e9}))
     made.close()
-    assert (made.lost, len([*the_file_directory(tmp_path).iterdir()])) == (1, 2), "a file that may end amid an event is left"
+    assert (made.lost, len([*the_file_directory(tmp_path).iterdir()])) == (1, 2), (
+        "a file that may end amid an event is left"
+    )
 
 
 @with_tensorboard

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from p2ptrain.config import AdaptConfig, AdmissionConfig, DataConfig, ModelConfig, RunConfig, StateConfig, TokenizerConfig
+from p2ptrain.config import (
+    AdaptConfig,
+    AdmissionConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    StateConfig,
+    TokenizerConfig,
+)
 from p2ptrain.data.dataset import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.data.tokenizer import JsonTokenizer
 from p2ptrain.digest import leaf_digests, merkle_root
