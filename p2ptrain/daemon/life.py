@@ -208,6 +208,7 @@ class Daemon:
         log.info("%s; signal again to end at once", what)
         notify(STOPPING="1", STATUS=what)
         self.driver.intake.give(ev.StopRequested(keeps_place))
+        self.driver.effects.hurry()
 
     def ask_by_peer(self, peer: bytes, question: questions.Question) -> questions.Answer:
         edges, view = self.edges, self.driver.node.view()
