@@ -16,7 +16,7 @@ from pathlib import Path
 import platformdirs
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError, UnusableError
 from p2ptrain.files import make_directory, read, trouble, write_atomically
 
 RUN_NAME, SUCCESSOR_NAME, REFUSED_NAME, SAID_NAME = "run.json", "successor", "refused", "said.json"  # of one run
@@ -41,19 +41,22 @@ class Home:
     def of_run(self, run_id: bytes) -> Path:
         return self.directory / "runs" / run_id.hex()[:16]
 
-    def runs(self, wanted: str | None = None) -> list[RunConfig]:
-        """Returns the runs that this node has taken part in, whose ids begin with `wanted`."""
-        stored = []
+    def stored(self) -> tuple[list[RunConfig], dict[Path, str]]:
+        """Returns the runs that this node has taken part in, and of those that it cannot read the directories and why."""
+        runs, unreadable = list[RunConfig](), dict[Path, str]()
         with trouble(self.directory, "cannot be read"):
             paths = sorted((self.directory / "runs").glob(f"*/{RUN_NAME}"))
         for path in paths:
             try:
-                run = RunConfig.from_canonical(path.read_bytes())
+                runs.append(RunConfig.from_canonical(path.read_bytes()))
             except (OSError, RemoteProtocolError) as error:
                 log.warning("%s: skipped: %s", path, error)
-            else:
-                stored.append(run)
-        return [run for run in stored if run.run_id.startswith(wanted or "")]
+                unreadable[path.parent] = str(error)
+        return runs, unreadable
+
+    def runs(self, wanted: str | None = None) -> list[RunConfig]:
+        """Returns the runs that this node has taken part in, whose ids begin with `wanted`."""
+        return [run for run in self.stored()[0] if run.run_id.startswith(wanted or "")]
 
     def current(self, wanted: str | None = None) -> list[RunConfig]:
         """Returns the runs to choose from: those whose ids begin with `wanted`, but without it none that this node has
@@ -140,16 +143,20 @@ class Home:
 
 
 def begun_here(run: RunConfig, said: Mapping[str, object], home: Home, me: str) -> RunConfig | None:
-    """Returns the run that this node began from the file, even if defaults have changed since, if there is one.
+    """Returns the run that this node began from the file, even if defaults have changed since, if there is one. Raises
+    UnusableError if this release cannot read it.
 
     run: what the file means with today's defaults; said: what is in it
     """
-    encoded = _encoded(said)
-    begun = [
-        each
-        for each in home.runs()
-        if each.admission.founders == (me,) and read(home.of_run(each.id) / SAID_NAME) == encoded
-    ]
+    encoded, (runs, unreadable) = _encoded(said), home.stored()
+    ours = [each for each in runs if each.admission.founders == (me,)]
+    begun = [each for each in ours if read(home.of_run(each.id) / SAID_NAME) == encoded]
+    for place, why in unreadable.items():
+        if not begun and read(place / SAID_NAME) == encoded:
+            heir = (read(place / SUCCESSOR_NAME) or b"").decode("ascii", "replace").strip()
+            on = f"It has gone on: `p2ptrain join --run {heir}`"
+            fix = on if heir else "Start it with the release that spoke its protocol, or move it away if it is damaged"
+            raise UnusableError(f"begun from this file, and not readable here: {why}", path=place, fix=fix)
     return max(begun, key=lambda each: _is_of(each, run), default=None)
 
 
