@@ -467,13 +467,12 @@ async def _serve(stack: AsyncExitStack, launch: Launch, opened: Opened) -> After
     progress.start()
     stack.callback(progress.stop)
     why = await live(daemon, progress)
+    if daemon.origins and not daemon.is_leaving:
+        _end_on_signals()  # until there is a daemon again
     notify(**(watchdog(GOING_OVER_SECONDS) if daemon.origins else {"STOPPING": "1"}), STATUS=f"{why}: saving the state")
     await save_last(daemon)
     log.info("%s: ended", why)
-    if daemon.origins and not daemon.is_leaving:
-        _end_on_signals()  # until there is a daemon again
-        return after_the_end(daemon)
-    return ()
+    return after_the_end(daemon) if daemon.origins and not daemon.is_leaving else ()
 
 
 def after_the_end(daemon: Daemon) -> Sequence[Descent]:

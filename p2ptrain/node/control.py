@@ -1,8 +1,8 @@
 """The control socket: the owner's commands reach the daemon as one JSON object per line, over a Unix socket.
 
-Only the owner can open the socket. It is in the data directory, as a logout removes the user's runtime directory. If the
-file system there has no sockets, or its path has more than a socket's 107 bytes, it is in a private directory
-elsewhere; `daemon.json` in the data directory names the path.
+Only the owner can open the socket. It is in the data directory, as a logout removes the user's runtime directory. Where
+the file system has no sockets, or the path is longer than a socket's 107 bytes, it is in a private directory elsewhere.
+`daemon.json` in the data directory names its path.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Home:
         return self.directory / "runs" / run_id.hex()[:16]
 
     def stored(self) -> tuple[list[RunConfig], dict[Path, str]]:
-        """Returns the runs that this node has taken part in, and of those that it cannot read the directories and why."""
+        """Returns the runs that this node has taken part in, and why others cannot be read, by their directories."""
         runs, unreadable = list[RunConfig](), dict[Path, str]()
         with trouble(self.directory, "cannot be read"):
             paths = sorted((self.directory / "runs").glob(f"*/{RUN_NAME}"))

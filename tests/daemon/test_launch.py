@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,39 @@ def test_a_signal_before_there_is_anything_to_leave_ends_as_ctrl_c_does(number: 
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_signal_while_the_last_state_is_saved_before_going_over_ends_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[str] = []
+    daemon = SimpleNamespace(origins=("how the run ended",), is_leaving=False, edges=None)
+
+    async def opened(*_: object) -> Any:
+        return daemon
+
+    async def live(*_: object) -> str:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, heard.append, "leaving the run")
+        return "the run has ended"
+
+    async def save(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        async with asyncio.timeout(20.0):
+            await asyncio.Event().wait()
+
+    async def serve() -> None:
+        async with AsyncExitStack() as stack:
+            run = RunConfig(name="x").sealed(manifest="1" * 64, initial_root="2" * 64, founders=["3" * 64])
+            made: Any = SimpleNamespace(config=NodeConfig(), run=run, transport=SimpleNamespace(addresses=list))
+            faces: Any = SimpleNamespace(http=None, loop=None, note=lambda daemon: None)
+            await launch._serve(stack, made, faces)
+
+    monkeypatch.setattr(launch.Daemon, "open", opened)
+    monkeypatch.setattr(launch, "live", live)
+    monkeypatch.setattr(launch, "save_last", save)
+    with pytest.raises(KeyboardInterrupt):
+        launch._run(serve())
+    assert heard == []
+
+
 def tell_how_to_join() -> list[str]:
     """Returns the lines that others join by, once they are written."""
     addresses = [f"/ip4/192.0.2.{n}/tcp/4001/p2p/{peer_id_of(key(1))}" for n in (1, 2)]
@@ -115,7 +149,7 @@ def test_a_node_whose_output_goes_nowhere_goes_on(monkeypatch: pytest.MonkeyPatc
     """A terminal that was closed, or a reader that has ended; nothing stays in a buffer that ends the process later."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as gone:
+    with os.fdopen(writer, "w") as gone:
         monkeypatch.setattr(sys, "stdout", gone)
         tell_how_to_join()
     monkeypatch.setattr(sys, "stdout", None)  # was closed before the start
