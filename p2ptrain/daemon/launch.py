@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import shlex
 import signal
 import stat
 import sys
@@ -262,7 +263,7 @@ async def _join(order: JoinOrder, opened: Opened, wanted: str | None, known: Run
             else:
                 run, sources = await find.find_run(transport, home, wanted)
             if sources.origins and _stays_behind(sources.origins[0], home):
-                raise UnusableError(_not_agreed(sources.origins[0], run))
+                raise UnusableError(_not_agreed(sources.origins[0], run, home))
             if sources.origins or home.is_going_over(run):
                 await asyncio.to_thread(go_over, home, sources.origins or [_origin_of(home, run)], opened.identity)
             await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
@@ -486,9 +487,10 @@ def after_the_end(daemon: Daemon) -> Sequence[Descent]:
         raise UnusableError(what, fix="Install a newer release, and start this node again") from error
     if daemon.agenda.accept != "never" and (decided is None or daemon.agenda.goes_along(decided)):
         return daemon.origins
-    refused = daemon.launch.home.of_run(daemon.run.id) / REFUSED_NAME  # or the next start would go along
+    home = daemon.launch.home
+    refused = home.of_run(daemon.run.id) / REFUSED_NAME  # or the next start would go along
     write_atomically(refused, heir.run_id.encode() + b"\n")
-    raise UnusableError(_not_agreed(daemon.origins[0], heir))
+    raise UnusableError(_not_agreed(daemon.origins[0], heir, home))
 
 
 def _stays_behind(origin: Descent, home: Home) -> bool:
@@ -497,10 +499,13 @@ def _stays_behind(origin: Descent, home: Home) -> bool:
     return accept == "never" or (accept != "all" and (home.of_run(ended.id) / REFUSED_NAME).exists())
 
 
-def _not_agreed(origin: Descent, heir: RunConfig) -> str:
-    run = RunConfig.from_canonical(origin.config)
+def _not_agreed(origin: Descent, heir: RunConfig, home: Home) -> str:
+    run, directory = RunConfig.from_canonical(origin.config), home.config.storage.directory
+    address = next(iter([*home.config.network.bootstrap, *home.peers_of(run)]), "ADDR")
+    command = f"p2ptrain join --run {heir.run_id} --bootstrap {address}"
+    command += f" --data-dir {shlex.quote(directory)}" if directory else ""
     what = f"run {run.run_id[:16]} has ended with round {origin.last.manifest.round}, as its members decided, and this"
-    return f"{what} node's owner has not agreed to what follows. To go along: `p2ptrain join --run {heir.run_id}`"
+    return f"{what} node's owner has not agreed to what follows. To go along: `{command}`"
 
 
 def _origin_of(home: Home, run: RunConfig) -> Descent:
