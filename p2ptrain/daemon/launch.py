@@ -124,8 +124,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine as the main task of this process, and unwraps errors of task groups.
 
     Until `live` installs its own signal handlers there is no run to leave, so SIGTERM acts like Ctrl-C. A crash in a
-    task of the network ends the process with that error: otherwise the node would look healthy but hear nothing.
-    """
+    task of the network ends the process with that error: otherwise the node would look healthy but hear nothing."""
 
     async def life() -> T:
         loop, me = asyncio.get_running_loop(), asyncio.current_task()
@@ -158,7 +157,9 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         known, others = group.split((P2ptrainError, MemoryError))
         if known is None or others is not None:  # a mistake of ours keeps its traceback
             raise
-        first = _first(known)
+        first: BaseException = known
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
         raise (first if isinstance(first, P2ptrainError) else MemoryShortError(NO_MEMORY)) from group
     finally:
         for handler in logging.getLogger().handlers:
@@ -188,12 +189,6 @@ def _card_is_named() -> Iterator[None]:
         if (failed := failure_of(error)) is None:
             raise
         raise failed from error
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _loop_factory() -> Any:
@@ -318,8 +313,7 @@ def _check_model(run: RunConfig, loop: ScriptLoop | None) -> None:
 
 
 def _wanted(order: JoinOrder, home: Home) -> str | None:
-    """Returns the run to join, or the one that this node has gone on with from it; ConfigError if the command names
-    another one than the config."""
+    """Returns the run to join, or the one gone on with from it; ConfigError if command and config name two."""
     pin = home.config.network.run
     if pin and not pin.startswith(order.wanted or ""):
         raise ConfigError(f"the config names run {pin}", key="--run", fix="Leave it out, or change network.run")
@@ -478,8 +472,7 @@ async def _serve(stack: AsyncExitStack, launch: Launch, opened: Opened) -> After
 
 def after_the_end(daemon: Daemon) -> Sequence[Descent]:
     """Returns how the run has ended, if this node goes along; raises UnusableError if its owner has not agreed."""
-    state, (*_, last) = daemon.driver.node.view().state, daemon.origins
-    decided = state.succession.decided
+    decided, (*_, last) = daemon.driver.node.view().state.succession.decided, daemon.origins
     try:
         heir = succeed(last)[0]
     except RemoteProtocolError as error:

@@ -135,9 +135,7 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_answer_seconds(request) + SLACK_SECONDS if seconds is None else seconds)
             client.connect(path)
-            with suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # beyond the limit, the daemon answers without reading
+            with suppress(ConnectionError):  # beyond the limit, the daemon answers without reading
                 client.sendall(line)
             while not reply.endswith(b"\n"):
                 part = client.recv(65_536)
@@ -149,9 +147,8 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
     except PermissionError as error:
         raise _refused(data_dir, error) from error
     except OSError as error:
-        raise NoDaemonError(
-            f"no daemon is running in {data_dir}; the last one (pid {pid}) did not shut down cleanly"
-        ) from error
+        what = f"no daemon is running in {data_dir}; the last one (pid {pid}) did not shut down cleanly"
+        raise NoDaemonError(what) from error
     try:
         answer = json.loads(reply)
     except ValueError as error:

@@ -110,10 +110,8 @@ class PayloadFetches:
         )
 
     async def fetch_lost(self, name: bytes, payload_bytes: int = 0) -> bool:
-        """Fetches a payload that was stored here but has been lost, and returns whether a connected peer had it.
-
-        payload_bytes: its size; 0: one of those that there are
-        """
+        """Fetches a payload that was stored here but has been lost, of this size or, if that is 0, of one that there
+        is. Returns whether a connected peer had it."""
         sources = list(self._edges.connections.linked)
         for size in (payload_bytes,) if payload_bytes else sorted(self._replica.payload_sizes):
             try:
@@ -128,10 +126,8 @@ class PayloadFetches:
         return False
 
     async def agreed(self, taken: Taken, adopted: int) -> bytes | None:
-        """Returns a payload of an agreed round, and fetches it again if the disk has lost it.
-
-        None if another state has been adopted meanwhile, and the payload is no longer needed.
-        """
+        """Returns a payload of an agreed round, and fetches it again if the disk has lost it; None if another state has
+        been adopted meanwhile, and it is no longer needed."""
         store, held = self._edges.persistence, self._replica.replica
         while (payload := await store.payload(taken.payload)) is None and held.adopted == adopted:
             log.warning("payload %s of an agreed round is lost; fetching it again", taken.payload.hex()[:16])

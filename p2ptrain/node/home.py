@@ -59,8 +59,7 @@ class Home:
         return [run for run in self.stored()[0] if run.run_id.startswith(wanted or "")]
 
     def current(self, wanted: str | None = None) -> list[RunConfig]:
-        """Returns the runs to choose from: those whose ids begin with `wanted`, but without it none that this node has
-        gone on from."""
+        """Returns the runs to choose from: those whose ids begin with `wanted`; without it those not gone on from."""
         stored = self.runs(wanted)
         left = {run.predecessor.run for run in stored}  # also while this node is still going over
         return [run for run in stored if wanted or not (run.run_id in left or self.heir_of(run.id))]
@@ -144,10 +143,7 @@ class Home:
 
 def begun_here(run: RunConfig, said: Mapping[str, object], home: Home, me: str) -> RunConfig | None:
     """Returns the run that this node began from the file, even if defaults have changed since, if there is one. Raises
-    UnusableError if this release cannot read it.
-
-    run: what the file means with today's defaults; said: what is in it
-    """
+    UnusableError if this release cannot read it. run: what the file means with today's defaults; said: what is in it"""
     encoded, (runs, unreadable) = _encoded(said), home.stored()
     ours = [each for each in runs if each.admission.founders == (me,)]
     begun = [each for each in ours if read(home.of_run(each.id) / SAID_NAME) == encoded]
@@ -161,10 +157,8 @@ def begun_here(run: RunConfig, said: Mapping[str, object], home: Home, me: str) 
 
 
 def note_begun(run: RunConfig, wanted: RunConfig, said: Mapping[str, object], home: Home) -> None:
-    """Stores what the file said beside the run that it has begun, unless only its defaults have made it another.
-
-    wanted: what the file means with today's defaults
-    """
+    """Stores what the file said beside the run that it has begun, unless only its defaults have made it another than
+    `wanted`, which the file means with those of today."""
     directory = home.of_run(run.id)
     path, encoded = directory / SAID_NAME, _encoded(said)
     if read(path) != encoded and _is_of(run, wanted):
@@ -186,8 +180,5 @@ def _is_of(run: RunConfig, wanted: RunConfig) -> bool:
 def _flat(run: RunConfig) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, part in run.model_dump(mode="json").items():
-        if isinstance(part, dict):
-            found |= {f"{name}.{key}": value for key, value in part.items()}
-        else:
-            found[name] = part
+        found |= {f"{name}.{key}": value for key, value in part.items()} if isinstance(part, dict) else {name: part}
     return found

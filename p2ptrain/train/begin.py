@@ -109,11 +109,7 @@ def begin(
 
 
 def begin_again(
-    run: RunConfig,
-    directory: Path,
-    dataset: Path | None = None,
-    given: GivenWeights | None = None,
-    bases: Path | None = None,
+    run: RunConfig, directory: Path, dataset: Path | None, given: GivenWeights | None, bases: Path
 ) -> NewRun:
     """Returns a run that was begun here before and whose state is kept elsewhere, with its data, of which peers have
     what is missing, and its frozen weights. Its first weights are not made again: another machine would make others."""
