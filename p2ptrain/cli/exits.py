@@ -40,8 +40,8 @@ MEANINGS: dict[ExitStatus, tuple[str, str]] = {
         "does not start",
     ),
     ExitStatus.OWNER_NEEDED: (
-        "for `start` and `join`: the node's data is damaged or from a later release, or this machine has too little "
-        "memory for the run",
+        "for `start` and `join`: the node's data is damaged or from a later release, this machine has too little "
+        "memory for the run, or the run went on as another without its owner's assent",
         "do what the message says; a retry would fail in the same way, so a supervisor should not restart it",
     ),
     ExitStatus.INTERRUPTED: (

@@ -10,11 +10,13 @@ import asyncio
 import logging
 import os
 import re
+import shlex
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext
+from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError, RemoteProtocolError, UnusableError
 from p2ptrain.exact.cards import failure_of, why_unusable
+from p2ptrain.files import write_all, write_atomically
 from p2ptrain.identity import Identity
 from p2ptrain.models.kinds import check_base_bytes
 from p2ptrain.net.tasks import IS_CRASH
@@ -37,7 +40,7 @@ from p2ptrain.node import find
 from p2ptrain.node.consent import takes_part
 from p2ptrain.node.control import Answer, Control
 from p2ptrain.node.heirs import go_over
-from p2ptrain.node.home import Home, begun_here, note_begun
+from p2ptrain.node.home import REFUSED_NAME, Home, begun_here, note_begun
 from p2ptrain.node.limits import be_nice, choose_settings, keep_data_within, refuse_too_large
 from p2ptrain.node.notify import GOING_OVER_SECONDS, notify, watchdog
 from p2ptrain.node.saved import keep_tokenizer
@@ -47,8 +50,9 @@ from p2ptrain.observe.http import STARTING, HttpFace
 from p2ptrain.observe.logs import set_up
 from p2ptrain.observe.progress import ProgressLine
 from p2ptrain.observe.tracking import TensorBoard, Tracker, Tracking, WandbRun
+from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.lock import Lock
-from p2ptrain.store.store import origin_in
+from p2ptrain.store.store import CHECKPOINTS_NAME, origin_in
 from p2ptrain.system import allow_open_files
 from p2ptrain.train.begin import begin, begin_again
 from p2ptrain.train.own_data import PREPARE_FIX, OwnData, open_own
@@ -120,8 +124,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine as the main task of this process, and unwraps errors of task groups.
 
     Until `live` installs its own signal handlers there is no run to leave, so SIGTERM acts like Ctrl-C. A crash in a
-    task of the network ends the process with that error: otherwise the node would look healthy but hear nothing.
-    """
+    task of the network ends the process with that error: otherwise the node would look healthy but hear nothing."""
 
     async def life() -> T:
         loop, me = asyncio.get_running_loop(), asyncio.current_task()
@@ -154,7 +157,9 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         known, others = group.split((P2ptrainError, MemoryError))
         if known is None or others is not None:  # a mistake of ours keeps its traceback
             raise
-        first = _first(known)
+        first: BaseException = known
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
         raise (first if isinstance(first, P2ptrainError) else MemoryShortError(NO_MEMORY)) from group
     finally:
         for handler in logging.getLogger().handlers:
@@ -186,12 +191,6 @@ def _card_is_named() -> Iterator[None]:
         raise failed from error
 
 
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def _loop_factory() -> Any:
     try:
         import uvloop  # noqa: PLC0415  # optional: on Linux, hivemind depends on it
@@ -218,8 +217,9 @@ async def _start(order: StartOrder, opened: Opened) -> After:
         named = before if before is not None and run.data.source == "own" else run  # its shared part has a digest
         place = home.usual_dataset(named.data.manifest)
         await asyncio.to_thread(make_it_fit, before or run, home)
-        if loop is not None and before is not None:  # the script's model has other weights by now
-            begun = await asyncio.to_thread(begin_again, before, place, dataset)
+        # The script's model has other weights by now, and another machine makes others from the seed.
+        if before is not None and (loop is not None or await asyncio.to_thread(_has_state, before, home)):
+            begun = await asyncio.to_thread(begin_again, before, place, dataset, order.given, home.bases)
         else:
             begun = await asyncio.to_thread(begin, before or run, place, [me], dataset, order.given, home.bases)
         note_begun(begun.run, run, order.said, home)
@@ -228,6 +228,12 @@ async def _start(order: StartOrder, opened: Opened) -> After:
         transport = await opened.network(begun.run.run_id)
         launch = Launch(begun.run, home, opened.identity, transport, data, begun.base, state=begun.state, own=own)
         return await _serve(stack, launch, opened)
+
+
+def _has_state(run: RunConfig, home: Home) -> bool:
+    """Whether a state of the run is saved here, undamaged."""
+    saved = Checkpoints(home.of_run(run.id) / CHECKPOINTS_NAME, run.id)
+    return any(saved.verify(each) is None for each in reversed(saved.present()))
 
 
 def make_it_fit(run: RunConfig, home: Home) -> None:
@@ -251,8 +257,8 @@ async def _join(order: JoinOrder, opened: Opened, wanted: str | None, known: Run
                 run, sources = known, find.RunSources([*home.config.network.bootstrap, *home.peers_of(known)], [])
             else:
                 run, sources = await find.find_run(transport, home, wanted)
-            if sources.origins and home.config.succession.accept == "never":
-                raise UnusableError(_not_agreed(sources.origins[0], run))
+            if sources.origins and _stays_behind(sources.origins[0], home):
+                raise UnusableError(_not_agreed(sources.origins[0], run, home))
             if sources.origins or home.is_going_over(run):
                 await asyncio.to_thread(go_over, home, sources.origins or [_origin_of(home, run)], opened.identity)
             await asyncio.to_thread(_check_model, run, loop)  # a stranger's model takes seconds to lay out
@@ -307,8 +313,7 @@ def _check_model(run: RunConfig, loop: ScriptLoop | None) -> None:
 
 
 def _wanted(order: JoinOrder, home: Home) -> str | None:
-    """Returns the run to join, or the one that this node has gone on with from it; ConfigError if the command names
-    another one than the config."""
+    """Returns the run to join, or the one gone on with from it; ConfigError if command and config name two."""
     pin = home.config.network.run
     if pin and not pin.startswith(order.wanted or ""):
         raise ConfigError(f"the config names run {pin}", key="--run", fix="Leave it out, or change network.run")
@@ -457,19 +462,17 @@ async def _serve(stack: AsyncExitStack, launch: Launch, opened: Opened) -> After
     progress.start()
     stack.callback(progress.stop)
     why = await live(daemon, progress)
+    if daemon.origins and not daemon.is_leaving:
+        _end_on_signals()  # until there is a daemon again
     notify(**(watchdog(GOING_OVER_SECONDS) if daemon.origins else {"STOPPING": "1"}), STATUS=f"{why}: saving the state")
     await save_last(daemon)
     log.info("%s: ended", why)
-    if daemon.origins and not daemon.is_leaving:
-        _end_on_signals()  # until there is a daemon again
-        return after_the_end(daemon)
-    return ()
+    return after_the_end(daemon) if daemon.origins and not daemon.is_leaving else ()
 
 
 def after_the_end(daemon: Daemon) -> Sequence[Descent]:
     """Returns how the run has ended, if this node goes along; raises UnusableError if its owner has not agreed."""
-    state, (*_, last) = daemon.driver.node.view().state, daemon.origins
-    decided = state.succession.decided
+    decided, (*_, last) = daemon.driver.node.view().state.succession.decided, daemon.origins
     try:
         heir = succeed(last)[0]
     except RemoteProtocolError as error:
@@ -477,13 +480,25 @@ def after_the_end(daemon: Daemon) -> Sequence[Descent]:
         raise UnusableError(what, fix="Install a newer release, and start this node again") from error
     if daemon.agenda.accept != "never" and (decided is None or daemon.agenda.goes_along(decided)):
         return daemon.origins
-    raise UnusableError(_not_agreed(daemon.origins[0], heir))
+    home = daemon.launch.home
+    refused = home.of_run(daemon.run.id) / REFUSED_NAME  # or the next start would go along
+    write_atomically(refused, heir.run_id.encode() + b"\n")
+    raise UnusableError(_not_agreed(daemon.origins[0], heir, home))
 
 
-def _not_agreed(origin: Descent, heir: RunConfig) -> str:
-    run = RunConfig.from_canonical(origin.config)
+def _stays_behind(origin: Descent, home: Home) -> bool:
+    """Whether this node's owner has not agreed to what follows a run, at its end or by a standing rule."""
+    accept, ended = home.config.succession.accept, RunConfig.from_canonical(origin.config)
+    return accept == "never" or (accept != "all" and (home.of_run(ended.id) / REFUSED_NAME).exists())
+
+
+def _not_agreed(origin: Descent, heir: RunConfig, home: Home) -> str:
+    run, directory = RunConfig.from_canonical(origin.config), home.config.storage.directory
+    address = next(iter([*home.config.network.bootstrap, *home.peers_of(run)]), "ADDR")
+    command = f"p2ptrain join --run {heir.run_id} --bootstrap {address}"
+    command += f" --data-dir {shlex.quote(directory)}" if directory else ""
     what = f"run {run.run_id[:16]} has ended with round {origin.last.manifest.round}, as its members decided, and this"
-    return f"{what} node's owner has not agreed to what follows. To go along: `p2ptrain join --run {heir.run_id}`"
+    return f"{what} node's owner has not agreed to what follows. To go along: `{command}`"
 
 
 def _origin_of(home: Home, run: RunConfig) -> Descent:
@@ -512,5 +527,6 @@ def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
         log.warning(what, ENDING[run.protocol], run.protocol, max(PROTOCOLS))
     if not addresses:
         log.warning("no address that others could use yet; `p2ptrain status` shows it once there is one")
-    for address in addresses:  # in one write, since the log may go to the same file
-        print(f"p2ptrain join --bootstrap {address} --run {run.run_id}\n", end="", flush=True)  # noqa: T201
+    for address in addresses if sys.stdout else ():  # each in one write, since the log may go to the same file
+        with suppress(OSError):  # a closed terminal, or a reader that has ended
+            write_all(sys.stdout.fileno(), f"p2ptrain join --bootstrap {address} --run {run.run_id}\n".encode())

@@ -194,10 +194,8 @@ class Daemon:
         self._stop("leaving the run, with the manifest of this round or the next", keeps_place=False)
 
     def stop(self) -> None:
-        """Handles a signal: leaves the run, or in a run by invitation, goes away but stays admitted.
-
-        A node that leaves such a run needs a new invitation to return, which a reboot should not cost.
-        """
+        """Handles a signal: leaves the run, or in a run by invitation, goes away but stays admitted: to return, a node
+        that has left needs a new invitation, which a reboot should not cost."""
         if self.run.admission.policy != "invite":
             self.leave()
         elif self.driver.has_begun.is_set() and self.driver.node.view().is_admitted:
@@ -212,6 +210,7 @@ class Daemon:
         log.info("%s; signal again to end at once", what)
         notify(STOPPING="1", STATUS=what)
         self.driver.intake.give(ev.StopRequested(keeps_place))
+        self.driver.effects.hurry()
 
     def ask_by_peer(self, peer: bytes, question: questions.Question) -> questions.Answer:
         edges, view = self.edges, self.driver.node.view()
@@ -239,10 +238,8 @@ class Daemon:
 
 
 def end_soon() -> None:
-    """Makes sure that this process ends soon, even if a thread is writing a checkpoint or the disk hangs.
-
-    The disk is consistent at any moment, as after a kill.
-    """
+    """Makes sure that this process ends soon, even if a thread is writing a checkpoint or the disk hangs, which is
+    consistent at any moment, as after a kill."""
 
     def end() -> None:
         time.sleep(END_SECONDS)

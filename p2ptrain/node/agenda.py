@@ -336,9 +336,7 @@ class Agenda:
         self, settings: Mapping[str, object], last: int | None, back_to: int | None, data: str = ""
     ) -> Motion:
         """Moves that the run go on with these settings, as in a run file; those that it has already change nothing.
-
-        last: its last round; back_to: the round whose weights the successor begins with; data: a prepared data set
-        """
+        last: its last round; back_to: the round whose weights the successor begins with; data: a prepared data set"""
         self._refuse_if_never()
         if data:
             settings = {**settings, "data.manifest": await asyncio.to_thread(self._take_in, Path(data))}

@@ -49,10 +49,8 @@ class RoundsSeen:
 
 
 async def takes_part(transport: Transport, run: RunConfig, sources: RunSources, home: Home, asks: bool) -> bool:
-    """Tells what the run asks of this machine, unless it is known here. Returns False if the owner declines.
-
-    asks: ask, if there is a terminal
-    """
+    """Tells what the run asks of this machine, unless it is known here. Returns False if the owner declines, who is
+    asked if `asks` and there is a terminal."""
     if any(each.id == run.id for each in home.runs()):
         return True
     asks = asks and is_at_terminal()
@@ -113,10 +111,8 @@ def exchanged_bytes(need: Need, nodes: int) -> int:
 
 
 def messages_bytes(run: RunConfig, nodes: int) -> int:
-    """Estimates the bytes of a round's votes and other messages that reach each of so many nodes.
-
-    The simulator's count, which daemons that are all connected come close to; larger swarms gossip as well.
-    """
+    """Estimates the bytes of a round's votes and other messages that reach each of so many nodes, by the simulator's
+    count, which daemons that are all connected come close to; larger swarms gossip as well."""
     voters = min(nodes, run.admission.seats_max)
     return (942 * voters - 123 * nodes + 22 * nodes * voters) * (1 if nodes <= LINKS_MAX + 1 else COPIES)
 

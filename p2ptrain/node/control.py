@@ -1,7 +1,8 @@
 """The control socket: the owner's commands reach the daemon as one JSON object per line, over a Unix socket.
 
-Only the owner can open the socket. `daemon.json` in the data directory names its path: it is in a private directory
-elsewhere, because the path of a Unix socket may have only 107 bytes.
+Only the owner can open the socket. It is in the data directory, as a logout removes the user's runtime directory. Where
+the file system has no sockets, or the path is longer than a socket's 107 bytes, it is in a private directory elsewhere.
+`daemon.json` in the data directory names its path.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
 from p2ptrain.files import replace_file
 
-NAME = "daemon.json"
+NAME, SOCKET_NAME = "daemon.json", "control.sock"
 REQUEST_BYTES_MAX = 65_536  # a prompt is the longest
 REPLY_BYTES_MAX = 2**24  # the status of a swarm of hundreds is below 1 MiB
 CONNECTIONS_MAX = 16
@@ -35,14 +36,18 @@ class Control:
     """The daemon's end of the control socket."""
 
     def __init__(self, data_dir: Path, runtime_dir: Path, answer: Answer) -> None:
-        self.note, self.socket, self.answer = data_dir / NAME, runtime_dir / "control.sock", answer
+        self.note, self.socket, self.answer = data_dir / NAME, data_dir.absolute() / SOCKET_NAME, answer
+        self._elsewhere = runtime_dir / SOCKET_NAME
         self._server: asyncio.Server | None = None
         self._open = 0
 
     async def start(self) -> None:
-        self.socket.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, self.socket, limit=REQUEST_BYTES_MAX)
-        self.socket.chmod(0o600)
+        try:
+            bound = _bound(self.socket)
+        except OSError:
+            self.socket = self._elsewhere
+            bound = _bound(self.socket)
+        self._server = await asyncio.start_unix_server(self._serve, sock=bound, limit=REQUEST_BYTES_MAX)
         note = json.dumps({"pid": os.getpid(), "socket": str(self.socket)}) + "\n"
         replace_file(self.note, note.encode(), is_synced=False)
 
@@ -86,6 +91,19 @@ class Control:
             return {"error": str(error)}
 
 
+def _bound(path: Path) -> socket.socket:
+    """Makes a socket at a path. Nobody can connect before it listens, and then it is its owner's alone."""
+    path.unlink(missing_ok=True)
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        bound.bind(str(path))
+        path.chmod(0o600)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
 def _answer_seconds(request: dict[str, Any]) -> float:
     match request.get("do"):
         case "sample" | "checkpoint" | "audit":
@@ -117,9 +135,7 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_answer_seconds(request) + SLACK_SECONDS if seconds is None else seconds)
             client.connect(path)
-            with suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # beyond the limit, the daemon answers without reading
+            with suppress(ConnectionError):  # beyond the limit, the daemon answers without reading
                 client.sendall(line)
             while not reply.endswith(b"\n"):
                 part = client.recv(65_536)
@@ -131,9 +147,8 @@ def ask(data_dir: Path, request: dict[str, Any], seconds: float | None = None) -
     except PermissionError as error:
         raise _refused(data_dir, error) from error
     except OSError as error:
-        raise NoDaemonError(
-            f"no daemon is running in {data_dir}; the last one (pid {pid}) did not shut down cleanly"
-        ) from error
+        what = f"no daemon is running in {data_dir}; the last one (pid {pid}) did not shut down cleanly"
+        raise NoDaemonError(what) from error
     try:
         answer = json.loads(reply)
     except ValueError as error:

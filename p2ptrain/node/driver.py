@@ -109,11 +109,9 @@ class PayloadFetches:
             ev.PayloadArrived(effect.payload, why is None, author_of(payload), len(payload), content_name(payload))
         )
 
-    async def fetch_lost(self, name: bytes, payload_bytes: int = 0) -> None:
-        """Fetches a payload that was stored here but has been lost. Any connected peer may still have it.
-
-        payload_bytes: its size; 0: one of those that there are
-        """
+    async def fetch_lost(self, name: bytes, payload_bytes: int = 0) -> bool:
+        """Fetches a payload that was stored here but has been lost, of this size or, if that is 0, of one that there
+        is. Returns whether a connected peer had it."""
         sources = list(self._edges.connections.linked)
         for size in (payload_bytes,) if payload_bytes else sorted(self._replica.payload_sizes):
             try:
@@ -123,14 +121,13 @@ class PayloadFetches:
                 log.warning("%s; trying again", error)
             else:
                 self._edges.persistence.put(name, payload)
-                return
+                return True
         await asyncio.sleep(DISK_SECONDS)
+        return False
 
     async def agreed(self, taken: Taken, adopted: int) -> bytes | None:
-        """Returns a payload of an agreed round, and fetches it again if the disk has lost it.
-
-        None if another state has been adopted meanwhile, and the payload is no longer needed.
-        """
+        """Returns a payload of an agreed round, and fetches it again if the disk has lost it; None if another state has
+        been adopted meanwhile, and it is no longer needed."""
         store, held = self._edges.persistence, self._replica.replica
         while (payload := await store.payload(taken.payload)) is None and held.adopted == adopted:
             log.warning("payload %s of an agreed round is lost; fetching it again", taken.payload.hex()[:16])
@@ -160,13 +157,14 @@ class EffectLoop:
     """Carries out effects in their order, and writes the records among them before what follows. `stopped` gets the
     reason once the core says `Stop`; `fetch_lost` fetches a payload that a record needs and the disk has lost."""
 
-    def __init__(self, actions: Actions, edges: Edges, fetch_lost: Callable[[bytes], Awaitable[None]]) -> None:
+    def __init__(self, actions: Actions, edges: Edges, fetch_lost: Callable[[bytes], Awaitable[bool]]) -> None:
         self.actions: Actions = {**actions, ev.Stop: lambda effect: self._stop(effect.why)}
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.disk_trouble = ""  # the error, while the disk cannot be written
         self._edges, self._fetch_lost = edges, fetch_lost
         self._queue: EffectQueue[ev.Effect] = EffectQueue()
         self._has_any = asyncio.Event()
+        self._is_hurried = False
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -174,6 +172,10 @@ class EffectLoop:
     def add(self, effects: Sequence[ev.Effect]) -> None:
         self._queue.add(effects)
         self._has_any.set()
+
+    def hurry(self) -> None:
+        """Lets the node end without what it cannot write, though the core may not come to hear that it is to stop."""
+        self._is_hurried = True
 
     async def run(self) -> None:
         while True:
@@ -197,11 +199,12 @@ class EffectLoop:
                 await self._edges.persistence.on_disk(self._edges.persistence.store.write, records)
             except PayloadLostError as error:
                 log.warning("%s; fetching it again", error)
-                await self._fetch_lost(error.name)
+                if not await self._fetch_lost(error.name) and self._is_ending:
+                    self._stop(str(error))
             except DataError as error:
                 if not self.disk_trouble:
                     log.error("%s; the node sends and applies nothing until this can be written", error)
-                elif self._edges.view.is_stopping:  # it cannot even announce that it leaves
+                elif self._is_ending:  # it cannot even announce that it leaves
                     self._stop(f"the disk cannot be written: {error}")
                 self.disk_trouble = str(error)
                 await asyncio.sleep(DISK_SECONDS)
@@ -210,6 +213,10 @@ class EffectLoop:
                     log.warning("the disk can be written again")
                 self.disk_trouble = ""
                 return
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._is_hurried or self._edges.view.is_stopping
 
     def _stop(self, why: str) -> None:
         if not self.stopped.done():

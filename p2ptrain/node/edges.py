@@ -85,10 +85,8 @@ class Edges:
 
 
 class Telling:
-    """Publishes messages, sends histories and parts from peers, as the core asks for it.
-
-    Messages are gossiped one after the other. When too many wait, the oldest is dropped; it will be sent again.
-    """
+    """Publishes messages, sends histories and parts from peers, as the core asks for it. Messages are gossiped one
+    after the other. When too many wait, the oldest is dropped; it will be sent again."""
 
     def __init__(self, edges: Edges, counters: Counter[str], spawn: Spawn) -> None:
         self._edges, self._counters, self._spawn = edges, counters, spawn

@@ -135,8 +135,7 @@ class Fetching:
     async def state(
         self, roots: Sequence[tuple[int, bytes]], sources: Sequence[bytes], size: int
     ) -> AsyncIterator[tuple[int, bytes, Blob]]:
-        """Fetches the newest of these states that a peer has, and yields its round, root and blob. The file is removed
-        afterwards."""
+        """Fetches the newest of these states that a peer has; yields its round, root and blob, whose file goes then."""
         wanted = {root: number for number, root in roots}
         holders: dict[bytes, list[bytes]] = {}
         answers = await asyncio.gather(*(self.states_of(source) for source in sources))

@@ -56,11 +56,9 @@ class OfferError(P2ptrainError):
 
 @contextmanager
 def as_offered(home: Home, wanted: str | None) -> Iterator[None]:
-    """Turns what the owner has to mend into an OfferError, unless the owner has named the run.
-
-    Otherwise a bootstrap chooses it, and with it the error: it could end a node for good, as no supervisor starts it
-    again after the exit status of a wrong config or of a run that is too large.
-    """
+    """Turns what the owner has to mend into an OfferError, unless the owner has named the run. Otherwise a bootstrap
+    chooses it, and with it the error: it could end a node for good, as no supervisor starts it again after the exit
+    status of a wrong config or of a run that is too large."""
     try:
         yield
     except (ConfigError, TooLargeError) as error:
@@ -124,11 +122,9 @@ async def ask_around(
 
 
 async def find_run(transport: Transport, home: Home, wanted: str | None) -> tuple[RunConfig, RunSources]:
-    """Returns the config of the run to join and the peers that reported it.
-
-    Keeps asking the bootstraps. A run on this disk comes before what they offer, or a bootstrap could move the nodes
-    that return to it to another run; a single one is taken if none of them answers.
-    """
+    """Returns the config of the run to join and the peers that reported it. Keeps asking the bootstraps. A run on this
+    disk comes before what they offer, or a bootstrap could move the nodes that return to it to another run; a single
+    one is taken if none of them answers."""
     addresses = home.config.network.bootstrap
     mine = home.current(wanted)
     stored = mine
@@ -217,8 +213,7 @@ def _without_wanted(found: Found, wanted: str | None, *, have_all_answered: bool
 
 
 def _keep_stored_run(offered: Found, mine: Sequence[RunConfig], stored: Sequence[RunConfig]) -> RunConfig:
-    """Returns the run of this disk to continue where the bootstraps offer only others, which nobody has named; raises
-    ConfigError if it is not clear that one is meant."""
+    """Returns the run of this disk to go on with where bootstraps offer others; ConfigError if none is clear."""
     others = ", ".join(f"{run_id.hex()} ({info.name})" for run_id, (info, _) in sorted(offered.items()))
     if len(stored) != 1:
         kept = ", ".join(f"{run.run_id} ({run.name})" for run in mine)
@@ -251,8 +246,7 @@ def check_addresses(network: NetworkConfig) -> None:
 def with_relays(home: Home, wanted: str | None) -> NetworkConfig:
     """Adds relays to the network config: the bootstraps, and remembered peers, so that a node behind a router still has
     relays if it restarts without a bootstrap or if that has gone for good. Public addresses come first, since private
-    ones are reachable only from the same network.
-    """
+    ones are reachable only from the same network."""
     network = home.config.network
     if network.trusted_relays:
         return network

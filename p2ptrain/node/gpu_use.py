@@ -8,8 +8,7 @@ secrets of other programs (Lipp et al. 2021, PLATYPUS).
 The driver says which processes have something on the card, and on most systems how busy each keeps it. Where it does
 not list this node's own process, as in WSL2 or in a container with process ids of its own, nothing can be told.
 
-Whether other programs use a card has not been tried on one yet: the thresholds are guesses, and the calls follow NVML's
-documentation.
+Whether other programs use a card has not been tried on one: the thresholds are guesses, the calls NVML's as documented.
 """
 
 from __future__ import annotations

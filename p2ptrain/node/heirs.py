@@ -81,8 +81,7 @@ def _copy(found: Checkpoint, target: Checkpoints, run: RunConfig, first: AgreedS
 
 
 def forget_saved_before(home: Home, run: RunConfig, store: Store) -> bool:
-    """Removes what the runs before this one have saved, once this one has a certified state of its own. Returns whether
-    it has."""
+    """Removes what the runs before have saved, once this one has a certified state of its own; returns whether."""
     if not (before := home.ancestors(run)):
         return True
     own = [each for each in store.checkpoints.present() if each.round > store.genesis.round]

@@ -16,10 +16,10 @@ from pathlib import Path
 import platformdirs
 
 from p2ptrain.config import NodeConfig, RunConfig
-from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError
+from p2ptrain.errors import ConfigError, DataError, RemoteProtocolError, UnusableError
 from p2ptrain.files import make_directory, read, trouble, write_atomically
 
-RUN_NAME, SUCCESSOR_NAME, SAID_NAME = "run.json", "successor", "said.json"  # in a run's directory
+RUN_NAME, SUCCESSOR_NAME, REFUSED_NAME, SAID_NAME = "run.json", "successor", "refused", "said.json"  # of one run
 # Filled in when a run begins, and what a run file has there until then.
 SEALED = {"data.manifest", "state.initial_root", "admission.founders", "model.shapes", "adapt.base", "adapt.base_bytes"}
 UNFILLED: tuple[object, ...] = ("", [], "embedded", 0)
@@ -41,23 +41,25 @@ class Home:
     def of_run(self, run_id: bytes) -> Path:
         return self.directory / "runs" / run_id.hex()[:16]
 
-    def runs(self, wanted: str | None = None) -> list[RunConfig]:
-        """Returns the runs that this node has taken part in, whose ids begin with `wanted`."""
-        stored = []
+    def stored(self) -> tuple[list[RunConfig], dict[Path, str]]:
+        """Returns the runs that this node has taken part in, and why others cannot be read, by their directories."""
+        runs, unreadable = list[RunConfig](), dict[Path, str]()
         with trouble(self.directory, "cannot be read"):
             paths = sorted((self.directory / "runs").glob(f"*/{RUN_NAME}"))
         for path in paths:
             try:
-                run = RunConfig.from_canonical(path.read_bytes())
+                runs.append(RunConfig.from_canonical(path.read_bytes()))
             except (OSError, RemoteProtocolError) as error:
                 log.warning("%s: skipped: %s", path, error)
-            else:
-                stored.append(run)
-        return [run for run in stored if run.run_id.startswith(wanted or "")]
+                unreadable[path.parent] = str(error)
+        return runs, unreadable
+
+    def runs(self, wanted: str | None = None) -> list[RunConfig]:
+        """Returns the runs that this node has taken part in, whose ids begin with `wanted`."""
+        return [run for run in self.stored()[0] if run.run_id.startswith(wanted or "")]
 
     def current(self, wanted: str | None = None) -> list[RunConfig]:
-        """Returns the runs to choose from: those whose ids begin with `wanted`, but without it none that this node has
-        gone on from."""
+        """Returns the runs to choose from: those whose ids begin with `wanted`; without it those not gone on from."""
         stored = self.runs(wanted)
         left = {run.predecessor.run for run in stored}  # also while this node is still going over
         return [run for run in stored if wanted or not (run.run_id in left or self.heir_of(run.id))]
@@ -140,24 +142,23 @@ class Home:
 
 
 def begun_here(run: RunConfig, said: Mapping[str, object], home: Home, me: str) -> RunConfig | None:
-    """Returns the run that this node began from the file, even if defaults have changed since, if there is one.
-
-    run: what the file means with today's defaults; said: what is in it
-    """
-    encoded = _encoded(said)
-    begun = [
-        each
-        for each in home.runs()
-        if each.admission.founders == (me,) and read(home.of_run(each.id) / SAID_NAME) == encoded
-    ]
+    """Returns the run that this node began from the file, even if defaults have changed since, if there is one. Raises
+    UnusableError if this release cannot read it. run: what the file means with today's defaults; said: what is in it"""
+    encoded, (runs, unreadable) = _encoded(said), home.stored()
+    ours = [each for each in runs if each.admission.founders == (me,)]
+    begun = [each for each in ours if read(home.of_run(each.id) / SAID_NAME) == encoded]
+    for place, why in unreadable.items():
+        if not begun and read(place / SAID_NAME) == encoded:
+            heir = (read(place / SUCCESSOR_NAME) or b"").decode("ascii", "replace").strip()
+            on = f"It has gone on: `p2ptrain join --run {heir}`"
+            fix = on if heir else "Start it with the release that spoke its protocol, or move it away if it is damaged"
+            raise UnusableError(f"begun from this file, and not readable here: {why}", path=place, fix=fix)
     return max(begun, key=lambda each: _is_of(each, run), default=None)
 
 
 def note_begun(run: RunConfig, wanted: RunConfig, said: Mapping[str, object], home: Home) -> None:
-    """Stores what the file said beside the run that it has begun, unless only its defaults have made it another.
-
-    wanted: what the file means with today's defaults
-    """
+    """Stores what the file said beside the run that it has begun, unless only its defaults have made it another than
+    `wanted`, which the file means with those of today."""
     directory = home.of_run(run.id)
     path, encoded = directory / SAID_NAME, _encoded(said)
     if read(path) != encoded and _is_of(run, wanted):
@@ -179,8 +180,5 @@ def _is_of(run: RunConfig, wanted: RunConfig) -> bool:
 def _flat(run: RunConfig) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, part in run.model_dump(mode="json").items():
-        if isinstance(part, dict):
-            found |= {f"{name}.{key}": value for key, value in part.items()}
-        else:
-            found[name] = part
+        found |= {f"{name}.{key}": value for key, value in part.items()} if isinstance(part, dict) else {name: part}
     return found

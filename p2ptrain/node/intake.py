@@ -39,8 +39,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]  # starts
 
 class Intake:
     """Queues events for the core. Peers for which `is_admitted` is true get a larger share of the queue, those that
-    `strangers` limits are heard less by stream; `keep` stores a payload that came with its announcement.
-    """
+    `strangers` limits are heard less by stream; `keep` stores a payload that came with its announcement."""
 
     def __init__(
         self,

@@ -4,8 +4,7 @@ config/node.py describes each of them. Memory and disk are checked at the start,
 again once it is known how much data a round needs.
 
 Outside its hours, on battery and beside a game, the node behaves as after `p2ptrain pause`: it finishes the current
-training and goes on voting and applying. These reasons and the owner's pause are independent: each holds until it is
-lifted.
+training and goes on voting and applying. These reasons and the owner's pause hold until each of them is lifted.
 
 Memory cannot be released on demand: it holds weights and gradients, and a limit on the address space would make torch
 fail in the middle of a round. So the need is estimated before anything is allocated (train/memory.py), and later usage
@@ -110,11 +109,8 @@ def choose_settings(run: RunConfig, home: Home) -> None:
 
 def refuse_too_large(run: RunConfig, home: Home) -> None:
     """Logs how much memory and disk space the run needs. Raises ConfigError if the config allows less, and
-    TooLargeError if this machine does not have that much.
-
-    If the memory is only taken by other programs, it only warns; also if a GPU would fit smaller passes, which training
-    then takes by itself. A process that takes more main memory than there is would be ended by the system.
-    """
+    TooLargeError if this machine has less: a process that takes more main memory would be ended by the system. Only
+    warns if other programs have the memory, or if a GPU would fit smaller passes, which training takes by itself."""
     from p2ptrain.exact.shortage import mega  # noqa: PLC0415
     from p2ptrain.train.memory import demands_of, need_of, passes_that_fit  # noqa: PLC0415  # imports torch
 
@@ -141,8 +137,7 @@ def refuse_too_large(run: RunConfig, home: Home) -> None:
 
 
 def keep_data_within(run: RunConfig, home: Home, data: TokenDataset) -> None:
-    """Limits the fetched data to the room that the run leaves on the disk. Raises ConfigError if the data of one round
-    does not fit."""
+    """Limits the fetched data to the room that the run leaves on the disk; ConfigError if not one round's fits."""
     from p2ptrain.train.learner import EVALUATED_SEQUENCES  # noqa: PLC0415
     from p2ptrain.train.memory import DISK_SHARE, need_of  # noqa: PLC0415
 
@@ -165,9 +160,7 @@ def disk_demand(
     run: RunConfig, home: Home, need: Need, data_bytes: int = 0, members: int = 0, of_data: Path | None = None
 ) -> DiskDemand:
     """Compares what a run takes of the disk with the room there is, for CONTRIBUTORS_USUAL contributors or more.
-
-    data_bytes: of its data, which lies in the directory `of_data`
-    """
+    data_bytes: of its data, which lies in the directory `of_data`"""
     from p2ptrain.exact.shortage import mega  # noqa: PLC0415
     from p2ptrain.train.memory import CONTRIBUTORS_USUAL, DiskDemand  # noqa: PLC0415
 

@@ -60,8 +60,7 @@ class Persistence:
         forget_before: Callable[[], bool] = lambda: True,
     ) -> None:
         """A checkpoint older than `history_rounds` is useless; `needed` returns the payloads that the core may still
-        ask for; `forget_before` removes what earlier runs have saved, and is called until it returns True.
-        """
+        ask for; `forget_before` removes what earlier runs have saved, and is called until it returns True."""
         self.store, self._states, self._needed = store, states, needed
         self._forget_before: Callable[[], bool] | None = forget_before
         self._checkpoint_rounds, self._history_rounds = checkpoint_rounds, history_rounds
@@ -158,10 +157,8 @@ class Persistence:
     async def checkpoint(self, worker: Worker, standings: Standings, number: int) -> None:
         """Saves the state if one is due after this round. Training waits for the copy in memory, not for the disk.
 
-        A checkpoint that is due while another is being written is skipped: there is memory for one copy only. But if
-        the last checkpoint is about to become older than the kept history, training waits until one is saved: without
-        it, a restart would have nothing to go on from.
-        """
+        A checkpoint that is due while another is being written is skipped: there is memory for one copy only. But if a
+        restart would soon find none within the kept history, training waits until one is saved."""
         if not self._holding and number - self._saved_round >= LAST_CHANCE * self._history_rounds:
             with self.training_waits():
                 while not worker.is_stopping and await self.save(worker, standings) is None:  # noqa: ASYNC110
@@ -254,8 +251,7 @@ class EventFile:
     """Records the daemon's events for `p2ptrain replay`; `round_now` tells where a file begins.
 
     Each start writes a new file, and goes on in another one when it is full; of all files the newest are kept, so that
-    nobody can end the log by making the node hear much. One that cannot be written is closed with a warning.
-    """
+    nobody can end the log by making the node hear much. One that cannot be written is closed with a warning."""
 
     def __init__(
         self, directory: Path, signer: NotingSigner, header: Header, round_now: Callable[[], int] = lambda: 0

@@ -73,9 +73,7 @@ class ReplicaThread:
         self, manifest: Manifest, payloads: Sequence[bytes], mine: Mapping[int, bytes], adopted: int
     ) -> bytes | None:
         """Applies a round; `mine` are this node's own payloads among these, by the rounds that they were made for.
-
-        Returns the new root, or None if another state has been adopted since `adopted` was read.
-        """
+        Returns the new root, or None if another state has been adopted since `adopted` was read."""
         return await self.run(self._apply, manifest, payloads, mine, adopted)
 
     def _apply(

@@ -156,10 +156,8 @@ def weights_in(home: Home, directory: Path) -> Weights:
 
 
 def open_weights(home: Home, place: Path) -> tuple[GivenWeights, Callable[[], str]]:
-    """Opens the first weights that `p2ptrain start` is given: files of a model, or a checkpoint of a run.
-
-    Returns them, and how to get the config.json that they come with. Both are read later.
-    """
+    """Opens the first weights that `p2ptrain start` is given: files of a model, or a checkpoint of a run. Returns them,
+    and how to get the config.json that they come with. Both are read later."""
     if not (place / STAMP_NAME).exists():
         return GivenWeights(place, partial(read_weights, place)), partial(config_beside, place)
     weights = weights_in(home, place)
@@ -167,8 +165,7 @@ def open_weights(home: Home, place: Path) -> tuple[GivenWeights, Callable[[], st
 
 
 def backed_up(home: Home, run: RunConfig, place: BackupPlace, every: int | None, kept: int) -> str | None:
-    """Backs the newest certified state up, and returns the folder's name; None if that is not `every` rounds, or one,
-    after the newest backup."""
+    """Backs up the newest certified state, and returns the folder; None until `every` rounds, or one, after the last."""
     directory = home.of_run(run.id)
     with place.trouble():
         last = newest_round(place, run.id)
@@ -192,9 +189,8 @@ def backed_up(home: Home, run: RunConfig, place: BackupPlace, every: int | None,
 
 
 def open_state(home: Home, backup: Path) -> tuple[RunConfig, GivenWeights]:
-    """Opens a backup for a run that goes on from it: returns its config and, read later, all of its state.
-
-    The frozen weights of a run that trains adapters are copied to where this node keeps such."""
+    """Opens a backup for a run that goes on from it: returns its config and, read later, all of its state. The frozen
+    weights of a run that trains adapters are copied to where this node keeps such."""
     weights = weights_in(home, backup)
     run, name = weights.run, weights.run.adapt.base
     if run.adapt.is_on and not (own := base_file(home.bases, name)).exists():
@@ -289,10 +285,8 @@ def keep_tokenizer(home: Home, run: RunConfig, data: TokenDataset) -> None:
 
 
 def beside(home: Home, run: RunConfig) -> dict[str, bytes]:
-    """Returns the files to export beside a checkpoint so that it can be read elsewhere: config and tokenizer.
-
-    A lost tokenizer is left out with a warning.
-    """
+    """Returns the files to export beside a checkpoint so that it can be read elsewhere: config and tokenizer. A lost
+    tokenizer is left out with a warning."""
     files = {RUN_NAME: run.canonical()}
     if run.tokenizer.kind == "json":
         try:
@@ -335,10 +329,8 @@ def _dataset(home: Home, run: RunConfig) -> TokenDataset:
 
 
 def held_out_of(home: Home, run: RunConfig, directory: Path | None, sequences: int) -> tuple[TokenDataset, int]:
-    """Opens the data set in `directory`, or without one the run's; returns it and how many sequences to measure.
-
-    sequences: how many are wanted; 0: as many as are here
-    """
+    """Opens the data set in `directory`, or without one the run's; returns it and how many sequences to measure: as
+    many as are wanted, or for 0 as are here."""
     if run.model.kind == "own":
         fix = "Call swarm.evaluate(loss) in the script"
         raise ConfigError("only the script that trains this model can compute its loss", key="model.kind", fix=fix)

@@ -1,5 +1,4 @@
-"""The blobs that this node serves to peers: payloads, states, frozen weights, training data, its manifest, the
-tokenizer, and where its runs come from."""
+"""The blobs that this node serves: payloads, states, frozen weights, data, its manifest and tokenizer, runs' origins."""
 
 from __future__ import annotations
 

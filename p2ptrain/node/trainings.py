@@ -183,10 +183,14 @@ class Trainings:
         self._worker, self._edges, self._give, self._spawn = worker, edges, give, spawn
 
     async def train(self, effect: ev.Train) -> None:
+        was_held = bool(self.pauses)
         await self.pauses.are_over()
         if self.ahead is not None:
             self.ahead.cancel()  # what is needed now comes first
         await self._edges.persistence.is_safe.wait()
+        if was_held and self._edges.view.state.round >= effect.round:
+            self._give(ev.TrainingFailed(effect.round, "it passed while the node was paused", has_passed=True))
+            return
         task = Task(effect.share, frozenset(effect.unsettled), k=effect.k)
         try:
             await self._worker.repeat(self.fetch_again)

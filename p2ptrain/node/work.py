@@ -37,8 +37,7 @@ class Shift(Protocol):
     """Lets a region add to a training. Both methods are called in the worker's thread."""
 
     def begin(self, number: int, weights: Tensor) -> Tensor | None:
-        """Returns what to add to the agreed weights before the first step of a round; None: nothing. The replica is
-        locked."""
+        """Returns what to add to the agreed weights before a round's first step, or None. The replica is locked."""
 
     def end(self, number: int) -> bytes:
         """Returns the end of the contribution, once its steps are taken."""
@@ -215,8 +214,7 @@ class Worker(Protocol):
         """Hears that the replica has changed, in the replica's thread."""
 
     async def capture(self) -> Capture:
-        """Copies the replica and all that the next round depends on, between two trainings. DataError if there is no
-        memory for a copy."""
+        """Copies replica and all that the next round depends on, between two trainings; DataError without memory."""
 
     async def evaluate(self, number: int, sequences: int) -> float | None:
         """Returns the held-out loss of the agreed weights; None if they are not those of this round any more."""
@@ -227,8 +225,7 @@ class Worker(Protocol):
     async def measure(
         self, number: int, weights: Tensor, payloads: Sequence[bytes], own: Positions, others: Positions
     ) -> Match:
-        """Measures the first of these contributions to round `number`, which were computed from these weights, between
-        two trainings (train/matched_filter.py)."""
+        """Measures the first of these contributions to a round, computed from these weights, between two trainings."""
 
     def stop(self) -> None:
         """Ends after the current step."""

@@ -74,6 +74,9 @@ def begin(
         fix = "Join the run if it was begun elsewhere; to begin another, remove the key"
         raise ConfigError("names different founders", key="admission.founders", fix=fix)
     data = _open_data(run, directory, dataset)
+    if missing := data.missing_anywhere():  # nobody else has them yet
+        fix = "Prepare it again, or copy the whole directory"
+        raise ConfigError(f"{data.directory} lacks {len(missing)} pieces", key="data.manifest", fix=fix)
     whole = given if given is not None and given.is_state else None
     base = _base(run, bases, None if whole else given) if run.adapt.is_on else None
     if run.model.hf is not None:
@@ -105,9 +108,14 @@ def begin(
     return NewRun(sealed, data.directory, bytes(octets(weights)), base)
 
 
-def begin_again(run: RunConfig, directory: Path, dataset: Path | None = None) -> NewRun:
-    """Returns a run that was begun here before and whose first weights are kept elsewhere, with its data."""
-    return NewRun(run, _open_data(run, directory, dataset).directory, b"")
+def begin_again(
+    run: RunConfig, directory: Path, dataset: Path | None, given: GivenWeights | None, bases: Path
+) -> NewRun:
+    """Returns a run that was begun here before and whose state is kept elsewhere, with its data, of which peers have
+    what is missing, and its frozen weights. Its first weights are not made again: another machine would make others."""
+    data = _open_data(run, directory, dataset)
+    base = _base(run, bases, None if given is not None and given.is_state else given) if run.adapt.is_on else None
+    return NewRun(run, data.directory, b"", base)
 
 
 def first_weights(run: RunConfig) -> Tensor:
@@ -154,7 +162,7 @@ def _suggest_tokenizer(place: Path, data: TokenDataset) -> None:
 
 
 def _open_data(run: RunConfig, directory: Path, dataset: Path | None) -> TokenDataset:
-    """Opens the run's data set, which has to be complete, because nobody else has it yet."""
+    """Opens the run's data set, of which pieces may be missing."""
     is_own = run.data.source == "own"
     path = _shared_of_own(run, directory, dataset) if is_own else _find_data(run, directory, dataset)
     try:
@@ -167,9 +175,6 @@ def _open_data(run: RunConfig, directory: Path, dataset: Path | None) -> TokenDa
         fix = "Give the directory that `p2ptrain data prepare` made with --data"
         raise ConfigError(str(error), key="data.manifest", fix=fix) from error
     check_data(run, data)
-    if missing := data.missing_anywhere():
-        fix = "Prepare it again, or copy the whole directory"
-        raise ConfigError(f"{path} lacks {len(missing)} pieces", key="data.manifest", fix=fix)
     if data.tokenizer.kind == "json" and data.tokenizer_bytes() is None:
         fix = f"Copy the tokenizer's file there as {TOKENIZER_NAME}"
         raise ConfigError(f"{path} lacks the tokenizer {data.tokenizer.digest}", key="tokenizer.digest", fix=fix)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import stat
@@ -128,27 +127,64 @@ async def test_a_daemon_that_has_ended_leaves_no_trainer_in_memory_though_its_tr
     await transport.close()
 
 
-class Taker(io.StringIO):
-    """A standard output that records each write."""
+def test_a_signal_while_the_last_state_is_saved_before_going_over_ends_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[str] = []
+    daemon = SimpleNamespace(origins=("how the run ended",), is_leaving=False, edges=None)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: list[str] = []
+    async def opened(*_: object) -> Any:
+        return daemon
 
-    def write(self, text: str) -> int:
-        self.written.append(text)
-        return super().write(text)
+    async def live(*_: object) -> str:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, heard.append, "leaving the run")
+        return "the run has ended"
+
+    async def save(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        async with asyncio.timeout(20.0):
+            await asyncio.Event().wait()
+
+    async def serve() -> None:
+        async with AsyncExitStack() as stack:
+            run = RunConfig(name="x").sealed(manifest="1" * 64, initial_root="2" * 64, founders=["3" * 64])
+            made: Any = SimpleNamespace(config=NodeConfig(), run=run, transport=SimpleNamespace(addresses=list))
+            faces: Any = SimpleNamespace(http=None, loop=None, note=lambda daemon: None)
+            await launch._serve(stack, made, faces)
+
+    monkeypatch.setattr(launch.Daemon, "open", opened)
+    monkeypatch.setattr(launch, "live", live)
+    monkeypatch.setattr(launch, "save_last", save)
+    with pytest.raises(KeyboardInterrupt):
+        launch._run(serve())
+    assert heard == []
 
 
-def test_the_line_for_others_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PYTHONUNBUFFERED, a log line used to get between it and its newline in the shared file."""
-    monkeypatch.setattr(sys, "stdout", taker := Taker())
+def tell_how_to_join() -> list[str]:
+    """Returns the lines that others join by, once they are written."""
     addresses = [f"/ip4/192.0.2.{n}/tcp/4001/p2p/{peer_id_of(key(1))}" for n in (1, 2)]
     transport: Any = SimpleNamespace(addresses=lambda: addresses)
     run = RunConfig(name="x").sealed(manifest="1" * 64, initial_root="2" * 64, founders=["3" * 64])
     launch._tell_how_to_join(transport, run)
-    lines = [f"p2ptrain join --bootstrap {each} --run {run.run_id}\n" for each in addresses]
-    assert [each for each in taker.written if each] == lines
+    return [f"p2ptrain join --bootstrap {each} --run {run.run_id}\n" for each in addresses]
+
+
+def test_the_line_for_others_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PYTHONUNBUFFERED, a log line used to get between it and its newline in the shared file."""
+    written: list[bytes] = []
+    monkeypatch.setattr(launch, "write_all", lambda descriptor, content: written.append(content))
+    assert [each.encode() for each in tell_how_to_join()] == written
+
+
+def test_a_node_whose_output_goes_nowhere_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that was closed, or a reader that has ended; nothing stays in a buffer that ends the process later."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        tell_how_to_join()
+    monkeypatch.setattr(sys, "stdout", None)  # was closed before the start
+    tell_how_to_join()
 
 
 def test_the_run_of_the_nodes_file_is_the_only_one_to_join(tmp_path: Path) -> None:

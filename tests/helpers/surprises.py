@@ -65,7 +65,7 @@ OWN = {
     *("FileSink.read", "_read", "verified", "all_pieces", "SavedStates.offer"),  # what is on this disk
     *("Intake.give", "Intake.take", "Intake.wait", "Intake.begin", "Intake.end", "Intake._free"),
     *("Driver.run", "Driver._handle_for_ever", "NodeTasks.spawn", "NodeTasks.cancel"),
-    *(f"EffectLoop.{name}" for name in ("add", "run", "_act", "_write", "_stop")),
+    *(f"EffectLoop.{name}" for name in ("add", "hurry", "run", "_act", "_write", "_stop")),
     *("Edges.tell", "Edges.reaches_all", "Intake.refusal"),  # around the boundary, for a word of the core
     *("Telling.publish", "PayloadFetches.fetch_payload"),  # likewise
     *("Gossip._listen", "P2pd._keep_dht"),  # loops with the boundary inside

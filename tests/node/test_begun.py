@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.config import NodeConfig, RunConfig
+from p2ptrain.errors import UnusableError
 from p2ptrain.node.home import Home, begun_here, note_begun
 
 ME = "3" * 64
@@ -80,3 +81,21 @@ def test_a_file_that_says_the_same_in_other_words_is_noted_anew(tmp_path: Path) 
     assert machine.found(other) is None, "then the run that it means is this one anyway"
     note_begun(run, meant(other), other, Home(machine.config))
     assert machine.found(other) == run
+
+
+def test_a_run_that_cannot_be_read_is_not_begun_a_second_time(tmp_path: Path) -> None:
+    machine = RunDirectories(tmp_path)
+    place = machine.directory(machine.begin(SAID))
+    later = (place / "run.json").read_bytes().replace(b'"protocol":2', b'"protocol":9')
+    (place / "run.json").write_bytes(later)
+    what = (
+        rf"^{place}: begun from this file, and not readable here: run config: protocol: .*\. Start it with the release"
+    )
+    with pytest.raises(UnusableError, match=what):
+        machine.found(SAID)
+    (place / "successor").write_text("5" * 64 + "\n")
+    with pytest.raises(UnusableError, match=rf"It has gone on: `p2ptrain join --run {'5' * 64}`$"):
+        machine.found(SAID)
+    assert machine.found({"name": "y"}) is None
+    again = machine.begin(SAID, chunk=16)
+    assert machine.found(SAID) == again

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import socket
 import tempfile
 from collections.abc import AsyncIterator
@@ -60,6 +61,34 @@ async def test_what_is_asked_is_answered_and_only_the_owner_can_ask(tmp_path: Pa
         assert made.socket.stat().st_mode & 0o777 == 0o600
     assert not made.socket.exists()
     assert not (tmp_path / NAME).exists()
+
+
+async def test_the_socket_is_in_the_data_directory_which_a_logout_leaves_alone(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="p2p-") as short:
+        data = Path(short)
+        async with running(data) as made:
+            assert made.socket == data / "control.sock"
+            assert made.socket.stat().st_mode & 0o777 == 0o600
+            assert await asked(data, {}) == {"asked": {}}
+        assert os.listdir(data) == []  # noqa: PTH208
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL])
+async def test_where_a_file_system_has_no_sockets_it_is_elsewhere(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="p2p-") as short:
+
+        class Bound(socket.socket):
+            def bind(self, address: str) -> None:  # type: ignore[override]
+                if address.startswith(short):
+                    raise OSError(code, os.strerror(code))
+                super().bind(address)
+
+        monkeypatch.setattr(socket, "socket", Bound)
+        async with running(Path(short)) as made:
+            assert made.socket.parent != Path(short)
+            assert await asked(Path(short), {}) == {"asked": {}}
 
 
 async def test_the_longest_request_is_answered_and_a_longer_one_is_refused_by_name(tmp_path: Path) -> None:

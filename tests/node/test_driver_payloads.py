@@ -174,6 +174,19 @@ async def test_a_payload_that_was_lost_before_we_could_rest_our_words_on_it_is_f
 
 
 @skipping_time
+async def test_who_wants_to_stop_does_not_wait_for_ever_for_a_payload_that_nobody_has(tmp_path: Path) -> None:
+    async with bench(tmp_path) as each, each.running() as life:
+        said = ev.Said(a_message(ME), (), (NAME,))
+        each.node.answer = lambda event: [ev.Persist(said)] if event == ev.PeerSeen(PEER) else []
+        each.driver.intake.give(ev.PeerSeen(PEER))
+        await at(2.5 * DISK_SECONDS)
+        assert not life.done()
+        each.node.seen.is_stopping = True
+        await at(5.0 * DISK_SECONDS)
+        assert life.result().startswith(f"payload {NAME.hex()} is no longer here")
+
+
+@skipping_time
 async def test_a_disk_that_cannot_be_read_or_is_full_does_not_end_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

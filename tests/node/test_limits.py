@@ -259,6 +259,10 @@ async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_insid
         await made.reach(3)
         node, machine = made.nodes[3], FakeMachine()
         daemon = node.daemon
+
+        def rounds_trained() -> list[int]:
+            return [done[1] for done in node.workshop.replica.chain.done if done[0] == "train"]
+
         daemon.machine_limits = machine_limits = machine.machine_limits(LimitsConfig(hours="22:00-07:00"), daemon)
         machine_limits.look()
         await made.reach(made.newest + 6)
@@ -271,10 +275,13 @@ async def test_a_node_outside_its_hours_votes_and_applies_and_trains_again_insid
         assert "22:00-07:00: training resumes at 22:00" in RESTING.text
         assert unreadiness_of(daemon) == []
         assert status["limits"]["hours"] == "22:00-07:00"
+        stood, trained = daemon.driver.node.view().state.round, rounds_trained()
         machine.now = at("22:00")
         machine_limits.look()
         assert not node.status["is_paused"]
         await until(lambda: node.status["counters"].get("contributions taken", 0) > before + 2)
+        fresh = rounds_trained()[len(trained) :]
+        assert fresh and min(fresh) > stood, "and not the round for which the pause has held it"
         made.compare(12)
 
 

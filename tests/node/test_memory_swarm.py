@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.errors import DataError
+from p2ptrain.node import driver
 from p2ptrain.observe.build import peers_of
 from p2ptrain.replay import replay
 from p2ptrain.store.store import Store
@@ -153,6 +154,24 @@ async def test_a_disk_in_trouble_is_told_in_the_status_and_stops_one_node_alone(
         await made.reach(made.newest + 3)
         await until(lambda: victim.status["health"] == [])
         made.compare(15)
+
+
+@skipping_time
+async def test_a_node_leaves_though_its_disk_takes_nothing_and_no_event_is_handled_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(records: Any) -> None:
+        raise DataError("the disk is full")
+
+    async with swarm(tmp_path) as made:
+        victim = made.nodes[-1]
+        await made.reach(4)
+        monkeypatch.setattr(driver, "EFFECTS_MAX", 8)
+        monkeypatch.setattr(victim.daemon.edges.persistence.store, "write", full)
+        await until(lambda: len(victim.daemon.driver.effects) > 8)
+        async with asyncio.timeout(60.0):
+            await victim.leave()
+        assert victim.why == "the disk cannot be written: the disk is full"
 
 
 @skipping_time

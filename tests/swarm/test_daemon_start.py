@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
+from p2ptrain.config import load_run_config
 from p2ptrain.identity import Identity
+from p2ptrain.models.kinds import exported_shapes, first_model
 from tests.helpers.daemons import TEST_SECONDS, DaemonSwarm, p2ptrain, swarm_in
 
 SECONDS_TO_END = 30.0  # of what ends at once, where twenty others want the cores
@@ -123,6 +126,21 @@ def test_a_first_start_may_be_killed_anywhere(swarm: DaemonSwarm) -> None:
     first.start().until_applied(3)
     assert first.is_member
     assert "warning" not in first.text
+
+
+def test_a_start_goes_on_without_the_weights_that_it_began_with_and_with_data_missing(swarm: DaemonSwarm) -> None:
+    run, weights = swarm.run_file(), swarm.directory / "weights"
+    weights.mkdir()
+    model = load_run_config(run).model
+    named = zip(exported_shapes(model), first_model(model, 7).parameters(), strict=True)
+    save_file({name: each.detach() for (name, _), each in named}, weights / "model.safetensors")
+    first = swarm.add("first", "start", run, "--weights", weights).start().until_up()
+    first.until_applied(2)
+    first.kill()
+    next(first.directory.glob("data/*/pieces/*")).unlink()
+    first.arguments = ["start", str(run)]
+    first.start().until_says("continuing from the checkpoint of round")
+    first.until_up()
 
 
 def test_what_a_killed_process_left_for_its_sockets_is_removed(swarm: DaemonSwarm) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -198,10 +200,10 @@ def test_who_does_not_agree_ends_with_a_line_and_a_way_to_go_along(tmp_path: Pat
         moves(nodes[0], "--set", RATE)
         assert stubborn.until_ended() == ExitStatus.OWNER_NEEDED
         new = until_over(nodes[0], old)
-        assert f"p2ptrain join --run {new}" in stubborn.text
-        again = swarm.add(
-            "again", "join", "--bootstrap", nodes[0].address, "--run", new, "--data-dir", stubborn.directory
-        )
+        assert stubborn.start().until_ended() == ExitStatus.OWNER_NEEDED  # by a supervisor, with the command of before
+        first, second = re.findall("To go along: `p2ptrain (.*)`", stubborn.text)
+        assert first == second and f"join --run {new} " in first
+        again = swarm.add("again", *shlex.split(first))
         again.directory = stubborn.directory
         again.start().until_member()
         assert run_of(again) == new

@@ -9,13 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from p2ptrain.config import AdmissionConfig, DataConfig, ModelConfig, RunConfig, StateConfig, TokenizerConfig
+from p2ptrain.config import (
+    AdaptConfig,
+    AdmissionConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    StateConfig,
+    TokenizerConfig,
+)
 from p2ptrain.data.dataset import TokenDataset, manifest_digest, read_manifest
 from p2ptrain.data.tokenizer import JsonTokenizer
 from p2ptrain.digest import leaf_digests, merkle_root
 from p2ptrain.errors import ConfigError
-from p2ptrain.train.begin import begin
+from p2ptrain.train.begin import GivenWeights, NewRun, begin, begin_again
 from tests.helpers.hf_models import hf_model
 from tests.helpers.tokenizers import json_lines, prepared, tokenizer_json, written
 from tests.helpers.trainer import ONE_THREAD, TINY, Trainer
@@ -160,6 +169,22 @@ def test_data_that_is_not_all_there_is_refused(tmp_path: Path) -> None:
         piece.unlink()
     with pytest.raises(ConfigError, match=r"^data\.manifest: .* lacks 1 pieces\. Prepare it again, or copy the whole"):
         begin(run_of(data=DataConfig(manifest=digest)), tmp_path / "unused", [ME], path)
+
+
+def test_a_run_goes_on_without_its_first_weights_and_with_a_piece_of_its_data_missing(tmp_path: Path) -> None:
+    """Another machine draws other weights, and a piece comes from peers."""
+
+    def refuse(model: ModelConfig) -> Tensor:
+        raise AssertionError("the weights of a run that goes on are kept elsewhere")
+
+    path, digest = text_set(tmp_path)
+    wanted = run_of(data=DataConfig(manifest=digest), adapt=AdaptConfig(kind="lora", rank=4))
+    run, _, _, base = begin(wanted, tmp_path / "unused", [ME], path, bases=tmp_path / "bases")
+    for piece in (path / "pieces").iterdir():
+        piece.unlink()
+    given = GivenWeights(tmp_path, refuse, is_state=True)
+    assert base is not None
+    assert begin_again(run, tmp_path / "unused", path, given, tmp_path / "bases") == NewRun(run, path, b"", base)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_carried_model_is_refused_before_it_is_built(tmp_path: Path) -> None:
