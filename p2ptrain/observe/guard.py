@@ -5,7 +5,8 @@ rebinding; Jackson et al. 2007). So a request must name one of our hosts. Beyond
 token: in a header or, for the dashboard, in a cookie set by `/?token=...`. The cookie is derived from the token,
 because a browser sends it to whatever else listens on this host. The server is read-only and never sends the CORS
 headers that would let other sites read the answers; requests that a browser makes for another site are refused, since
-they would still take connections. Browsers say so themselves (Origin; Fetch Metadata, W3C), whatever the page.
+they would still take connections, except to open the dashboard by a link. Browsers say so themselves (Origin; Fetch
+Metadata, W3C).
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class Guard:
         origins = request.headers.getall("Origin", [])
         if any(origin.lower() not in (f"http://{host}", f"https://{host}") for origin in origins):
             return True
-        return any(site.lower() not in OWN_SITES for site in request.headers.getall("Sec-Fetch-Site", []))
+        sites = request.headers.getall("Sec-Fetch-Site", [])
+        return any(site.lower() not in OWN_SITES for site in sites) and not _is_followed_link(request)
 
     def may_read(self, request: web.Request) -> bool:
         """True if the request has the token, or none is required."""
@@ -156,14 +158,18 @@ class Guard:
 
     def admit(self, request: web.Request) -> web.Response | None:
         """Answers /?token=... with a cookie and a redirect to a URL without the token; None for other requests."""
-        given = request.query.get("token", "").replace(
-            " ", "+"
-        )  # `+` means a space in a query, but tokens have no spaces
+        given = request.query.get("token", "").replace(" ", "+")  # a space in a query; tokens have none
         if not (self._token and request.path == "/" and _is_same(given, self._token)):
             return None
         response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
         response.set_cookie(COOKIE, self._cookie.decode(), httponly=True, samesite="Strict", path="/")
         return response
+
+
+def _is_followed_link(request: web.Request) -> bool:
+    """Whether the dashboard opens in a tab of its own, of which the page that has the link sees nothing."""
+    found = request.headers.getall("Sec-Fetch-Mode", []), request.headers.getall("Sec-Fetch-Dest", [])
+    return (request.method, request.path, *found) == ("GET", "/", ["navigate"], ["document"])
 
 
 def _is_same(given: str, secret: bytes) -> bool:
