@@ -70,7 +70,7 @@ def refusal(status: HTTPStatus, why: str, fix: str = "", headers: dict[str, str]
 
 
 def read_token(path: Path) -> bytes:
-    """Reads the token from a file; only the owner may have access to it."""
+    """Reads the token from a file; only the owner may have access to it, or a service whose credential it is."""
     fix = f"Make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
     refused = partial(ConfigError, source=str(path), key="http.token_file")
     try:
@@ -82,7 +82,9 @@ def read_token(path: Path) -> bytes:
         raise refused(f"cannot be read: {reason}", fix=fix) from error
     if found.st_uid not in (0, os.geteuid()):
         raise refused("belongs to another user", fix=fix)
-    if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
+    # systemd lets a service read its credentials by a list, whose mask stands where the group's mode does (acl(5)).
+    is_credential = str(path.parent) == os.environ.get("CREDENTIALS_DIRECTORY")
+    if (mode := stat.S_IMODE(found.st_mode)) & (0o037 if is_credential else 0o077):
         raise refused(f"other users can read it (mode {mode:04o})", fix=f"chmod 600 {path}")
     token = content.strip()
     if not TOKEN_BYTES_MIN <= len(token) <= TOKEN_BYTES_MAX or not re.fullmatch(rb"[!-~]+", token):
