@@ -4,9 +4,8 @@ Any web page can make a browser call 127.0.0.1, and can read the answer if its o
 rebinding; Jackson et al. 2007). So a request must name one of our hosts. Beyond loopback it also needs the owner's
 token: in a header or, for the dashboard, in a cookie set by `/?token=...`. The cookie is derived from the token,
 because a browser sends it to whatever else listens on this host. The server is read-only and never sends the CORS
-headers that would let other sites read the answers; requests that a browser makes for another site are refused, since
-they would still take connections, except to open the dashboard by a link. Browsers say so themselves (Origin; Fetch
-Metadata, W3C).
+headers that would let other sites read the answers; what else a browser asks for another site is refused, since it takes
+connections, except to open the dashboard by a link. Browsers tell (Origin; Fetch Metadata, W3C), whatever the page.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ TOKEN_BYTES_MIN, TOKEN_BYTES_MAX = 16, 1_024  # shorter ones could be guessed
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OWN_SITES = ("none", "same-origin")  # Sec-Fetch-Site of an address that was typed, and of our page
 HTTP_PORT = 80  # the default if the Host header has none
-# On loading, plotly adds one stylesheet to the page, for maps, which are not used. The policy allows exactly this text,
-# so that the browser reports no violation.
+# On loading, plotly adds one stylesheet, for maps, which are not used: allowed, so that browsers report no violation.
 STYLE_HASH = "'sha256-ji27qzEtxXZW+7dun6UwjHXJ18e6WAin1VvNtkzIE/o='"
 
 HEADERS = {
