@@ -4,8 +4,8 @@ Any web page can make a browser call 127.0.0.1, and can read the answer if its o
 rebinding; Jackson et al. 2007). So a request must name one of our hosts. Beyond loopback it also needs the owner's
 token: in a header or, for the dashboard, in a cookie set by `/?token=...`. The cookie is derived from the token,
 because a browser sends it to whatever else listens on this host. The server is read-only and never sends the CORS
-headers that would let other sites read the answers; what else a browser asks for another site is refused, since it takes
-connections, except to open the dashboard by a link. Browsers tell (Origin; Fetch Metadata, W3C), whatever the page.
+headers that would let other sites read the answers; what else a browser asks for another site is refused, since it
+takes connections, except to open the dashboard by a link. Browsers tell (Origin; Fetch Metadata, W3C).
 """
 
 from __future__ import annotations
