@@ -6,6 +6,7 @@ names and texts of the metrics, the models of the HTTP answers, and the docstrin
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -295,6 +296,18 @@ def _python() -> Iterator[str]:
                 yield f"\n### {name}.{method}\n\n{inspect.getdoc(value)}\n"
             elif inspect.isfunction(value) and not method.startswith("_"):
                 yield _told(f"{name}.{method}", value)
+    yield from _callback()
+
+
+def _callback() -> Iterator[str]:
+    """Reads the source, because the module imports transformers, which is not here unless the extra is."""
+    tree = ast.parse((Path(p2ptrain.__file__).parent / "hf.py").read_text(encoding="utf-8"))
+    for each in tree.body:
+        if isinstance(each, ast.ClassDef):
+            (begin,) = (part for part in each.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
+            signature = ast.unparse(begin.args).removeprefix("self, ")
+            yield f"\n## hf.{each.name}\n\nIn `p2ptrain.hf`, with the extra `[hf]`.\n\n"
+            yield f"```text\n{each.name}({signature})\n```\n\n{ast.get_docstring(each)}\n"
 
 
 def _told(name: str, function: Callable[..., object]) -> str:

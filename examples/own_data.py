@@ -41,14 +41,16 @@ if __name__ == "__main__":
         address, invitation = friend
         swarm = p2ptrain.join(address, model, optimizer, directory=directory, data=data, invitation=invitation)
     else:
-        command("identity", "new", "--data-dir", directory)
+        if not (Path(directory) / "identity.key").exists():
+            command("identity", "new", "--data-dir", directory)
         key = command("identity", "show", "--data-dir", directory).split()[-1]
         run = {"name": "own-data", "model": {"sequence_length": LENGTH}, "recipe": {"local_steps": 10, "k": 128}}
         run |= {"data": {"source": "own"}, "admission": {"policy": "invite", "keys": [key]}}
         swarm = p2ptrain.start(model, optimizer, directory=directory, data=data, run=run)
     with swarm:
-        if not friend:
+        if not friend and not Path(file).exists():
             command("invite", "--last-round", "100000", "--uses", "8", "--out", file, "--data-dir", directory)
+        if not friend:
             print("others join with", swarm.address, "and", file, flush=True)
         for batch in swarm.batches():  # of this node's own text
             loss = model(batch)

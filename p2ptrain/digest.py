@@ -5,8 +5,7 @@ state piece. Trees (Merkle 1987; in the shape of RFC 6962) let a receiver check 
 node moves up unchanged, leaves and inner nodes have domains of their own, and the root also covers the size in bytes,
 so that no tree is a prefix of another.
 
-This module imports nothing else of the package: the core names payloads with it, `exact` names the state, and the
-network checks pieces.
+It imports nothing else of the package: the core names payloads with it, `exact` the state, the network checks pieces.
 """
 
 from __future__ import annotations

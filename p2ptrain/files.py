@@ -235,8 +235,7 @@ def _kind(found: os.stat_result) -> str:
 
 
 def read_regular(path: Path, bytes_max: int) -> bytes | None:
-    """Returns the contents of a file, as long as it was when opened; None if it does not exist. `DataError` if it is
-    longer than `bytes_max`."""
+    """Returns a file's contents, as long as it was when opened, or None without one; `DataError` beyond `bytes_max`."""
     with trouble(path, "cannot be read"):
         try:
             file = open_regular(path)

@@ -166,7 +166,11 @@ def _plain(name: str) -> str:
 
 
 class Swarm:
-    """This script's place in a run. It is a context manager: leaving the block leaves the run."""
+    """This script's place in a run. It is a context manager: leaving the block leaves the run.
+
+    round: the one that is being trained; run_id: the run's id; addresses: the node's, for `join` on other machines;
+    directory: the node's own, with its log
+    """
 
     def __init__(self, begin: Begin, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.model, self.optimizer = model, optimizer

@@ -10,8 +10,7 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def one_line(text: str, most: int) -> str:
-    """Returns the text as one line of at most so many characters, without those that are not printed, such as control
-    characters and changes of direction."""
+    """Returns a line of at most so many characters, without control characters and changes of direction."""
     return "".join(each for each in " ".join(text.split()) if each.isprintable())[:most]
 
 

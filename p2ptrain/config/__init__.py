@@ -1,8 +1,7 @@
 """The two configurations: `RunConfig`, shared by all nodes of a run and hashed, and `NodeConfig`, private to each node.
 
 Both are TOML files, checked by pydantic. Unknown keys, values of the wrong type and impossible combinations are errors
-that name the file, the key and the fix: a run that ignores a typo is worse than one that does not start. All errors of
-a file are reported at once.
+that name file, key and fix, all at once: a run that ignores a typo is worse than one that does not start.
 
 Decimal numbers are kept as fractions, so that 0.1 means exactly one tenth everywhere.
 

@@ -144,8 +144,7 @@ class ModelConfig(Section):
 
     @property
     def has_known_layers(self) -> bool:
-        """Whether it can be trained with a loss mask, documents kept apart (data/packing.py), and small matrices beside
-        its own (models/adapters.py)."""
+        """Whether it trains with a loss mask, documents kept apart (data/packing.py), adapters (models/adapters.py)."""
         return self.kind in ("builtin", "transformers")
 
     @property

@@ -330,7 +330,7 @@ class StorageConfig(Section):
         8, ge=1, le=10**6, description="rounds between checkpoints, at most half of the run's history_rounds"
     )
     checkpoints_kept: int = Field(
-        4, ge=1, le=1_000, description="checkpoints to keep; each takes twice the size of the model"
+        4, ge=1, le=1_000, description="checkpoints to keep; each takes three to six times the weights in fp32"
     )
 
 

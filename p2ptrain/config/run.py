@@ -3,8 +3,7 @@
 It contains everything that affects the bits of the agreed state or how the swarm agrees on it. The canonical encoding
 is JSON with sorted keys, no white space and no floating-point numbers: fractions are written as "n/d", so that every
 machine reads the same value. The run's id is the BLAKE3 digest of that encoding, with its own domain. A run whose data
-or first weights are not known yet (because its file was just written) is unsealed and has no id; `sealed` adds both,
-and the founders.
+or first weights are not known yet (as in a new file) is unsealed and has no id; `sealed` adds both, and the founders.
 """
 
 from __future__ import annotations
@@ -254,8 +253,7 @@ class RunConfig(Section):
 
     @property
     def is_audited(self) -> bool:
-        """Whether members can measure each other's contributions: they have the data, know what was made of it, and it
-        is enough for a measurement."""
+        """Whether members can measure each other's contributions: they know the data and its use, and it is enough."""
         is_known = self.data.source == "shared" and not (
             self.recipe.plugin or self.world.run or self.model.kind == "own"
         )
@@ -377,8 +375,7 @@ class RunConfig(Section):
     ) -> RunConfig:
         """Returns this run with its data, first weights and founders filled in, so that it has an id.
 
-        shapes: the digest of the parameters, unless the model is the built-in one; base: digest and size of the frozen
-        weights
+        shapes: the parameters' digest, unless the model is the built-in one; base: digest and size of frozen weights
         """
         raw = self.model_dump()
         raw["model"]["shapes"] = shapes or self.model.shapes

@@ -51,6 +51,7 @@ PATHS = {
 REFUSALS = {
     400: "the request is malformed",
     401: "the node's token is required",
+    403: "another web page asks for more than to open the dashboard",
     404: "there is nothing at this address",
     405: "only GET and HEAD are allowed",
     413: "the request has a body",

@@ -4,8 +4,8 @@ Any web page can make a browser call 127.0.0.1, and can read the answer if its o
 rebinding; Jackson et al. 2007). So a request must name one of our hosts. Beyond loopback it also needs the owner's
 token: in a header or, for the dashboard, in a cookie set by `/?token=...`. The cookie is derived from the token,
 because a browser sends it to whatever else listens on this host. The server is read-only and never sends the CORS
-headers that would let other sites read the answers; requests that a browser makes for another site are refused, since
-they would still take connections. Browsers say so themselves (Origin; Fetch Metadata, W3C), whatever the page.
+headers that would let other sites read the answers; what else a browser asks for another site is refused, since it
+takes connections, except to open the dashboard by a link. Browsers tell (Origin; Fetch Metadata, W3C).
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ TOKEN_BYTES_MIN, TOKEN_BYTES_MAX = 16, 1_024  # shorter ones could be guessed
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OWN_SITES = ("none", "same-origin")  # Sec-Fetch-Site of an address that was typed, and of our page
 HTTP_PORT = 80  # the default if the Host header has none
-# On loading, plotly adds one stylesheet to the page, for maps, which are not used. The policy allows exactly this text,
-# so that the browser reports no violation.
+# On loading, plotly adds one stylesheet, for maps, which are not used: allowed, so that browsers report no violation.
 STYLE_HASH = "'sha256-ji27qzEtxXZW+7dun6UwjHXJ18e6WAin1VvNtkzIE/o='"
 
 HEADERS = {
@@ -69,7 +68,7 @@ def refusal(status: HTTPStatus, why: str, fix: str = "", headers: dict[str, str]
 
 
 def read_token(path: Path) -> bytes:
-    """Reads the token from a file; only the owner may have access to it."""
+    """Reads the token from a file; only the owner may have access to it, or a service whose credential it is."""
     fix = f"Make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
     refused = partial(ConfigError, source=str(path), key="http.token_file")
     try:
@@ -81,7 +80,9 @@ def read_token(path: Path) -> bytes:
         raise refused(f"cannot be read: {reason}", fix=fix) from error
     if found.st_uid not in (0, os.geteuid()):
         raise refused("belongs to another user", fix=fix)
-    if (mode := stat.S_IMODE(found.st_mode)) & 0o077:
+    # systemd lets a service read its credentials by a list, whose mask stands where the group's mode does (acl(5)).
+    is_credential = str(path.parent) == os.environ.get("CREDENTIALS_DIRECTORY")
+    if (mode := stat.S_IMODE(found.st_mode)) & (0o037 if is_credential else 0o077):
         raise refused(f"other users can read it (mode {mode:04o})", fix=f"chmod 600 {path}")
     token = content.strip()
     if not TOKEN_BYTES_MIN <= len(token) <= TOKEN_BYTES_MAX or not re.fullmatch(rb"[!-~]+", token):
@@ -143,7 +144,8 @@ class Guard:
         origins = request.headers.getall("Origin", [])
         if any(origin.lower() not in (f"http://{host}", f"https://{host}") for origin in origins):
             return True
-        return any(site.lower() not in OWN_SITES for site in request.headers.getall("Sec-Fetch-Site", []))
+        sites = request.headers.getall("Sec-Fetch-Site", [])
+        return any(site.lower() not in OWN_SITES for site in sites) and not _is_followed_link(request)
 
     def may_read(self, request: web.Request) -> bool:
         """True if the request has the token, or none is required."""
@@ -156,14 +158,18 @@ class Guard:
 
     def admit(self, request: web.Request) -> web.Response | None:
         """Answers /?token=... with a cookie and a redirect to a URL without the token; None for other requests."""
-        given = request.query.get("token", "").replace(
-            " ", "+"
-        )  # `+` means a space in a query, but tokens have no spaces
+        given = request.query.get("token", "").replace(" ", "+")  # a space in a query; tokens have none
         if not (self._token and request.path == "/" and _is_same(given, self._token)):
             return None
         response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
         response.set_cookie(COOKIE, self._cookie.decode(), httponly=True, samesite="Strict", path="/")
         return response
+
+
+def _is_followed_link(request: web.Request) -> bool:
+    """Whether the dashboard opens in a tab of its own, of which the page that has the link sees nothing."""
+    found = request.headers.getall("Sec-Fetch-Mode", []), request.headers.getall("Sec-Fetch-Dest", [])
+    return (request.method, request.path, *found) == ("GET", "/", ["navigate"], ["document"])
 
 
 def _is_same(given: str, secret: bytes) -> bool:

@@ -1,8 +1,7 @@
 """Tracking: the figures of each round for TensorBoard and Weights & Biases.
 
 Nothing waits for a tracker: a thread writes the records, and if the tracker is too slow or fails, figures are lost and
-a warning is logged. The node's own records (rounds.py) are unaffected, and `p2ptrain report --jsonl` prints the same
-figures from them.
+a warning is logged. The node's own records (rounds.py) are unaffected: `p2ptrain report --jsonl` prints them.
 
 Of the tensorboard package only its framing of events is used, not its writer, which has its own thread and ends for
 good on a disk error. The wandb package runs in a child process (wandb_child.py). Its run is written to a directory,

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ def instructions() -> list[tuple[str, str]]:
 
 def of(name: str) -> list[str]:
     return [rest for each, rest in instructions() if each == name]
+
+
+def what_a_build_takes() -> list[str]:
+    """Returns the files and folders that pyproject.toml names, itself, and the versions of the rest."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    named = {*wheel["packages"], *wheel["force-include"], *(hook["path"] for hook in wheel["hooks"].values())}
+    named |= {project["project"]["readme"], *project["project"]["license-files"]}
+    return sorted(named | {"pyproject.toml", "constraints.txt"})
 
 
 @pytest.fixture
@@ -71,7 +81,7 @@ def test_the_image_runs_as_nobody_in_particular_and_its_commands_need_no_shell()
 
 def test_what_the_image_is_made_of_is_there_and_pinned() -> None:
     copied = [name for each in of("COPY") if not each.startswith("--from") for name in each.split()[:-1]]
-    assert sorted(copied) == ["LICENSE", "README.md", "constraints.txt", "p2ptrain", "pyproject.toml"]
+    assert sorted(copied) == what_a_build_takes()
     assert all((ROOT / name).exists() for name in copied)
     environment = " ".join(of("ENV"))
     for name in ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"):
@@ -82,11 +92,34 @@ def test_what_the_image_is_made_of_is_there_and_pinned() -> None:
     assert ["--no-require-hashes" in each for each in others] == [False, True], "only the package itself has none"
 
 
+def test_the_image_is_built_with_a_compiler_that_stays_out_of_it() -> None:
+    (folder,) = re.findall(r"pip install --target (\S+) ziglang ", " ".join(of("RUN")))
+    (built,) = [each for each in of("RUN") if "pip install --no-require-hashes ." in each]
+    assert f'CC="{folder}/ziglang/zig cc -target $(uname -m)-linux-musl" ' in built
+    assert not folder.startswith("/usr/local/lib/p2ptrain"), "which is copied"
+
+
+def test_a_package_is_made_of_what_the_image_takes(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="the [deploy] extra brings it")
+    left_out = re.findall(r"^\*\*/(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    for *names, to in (each.split() for each in of("COPY") if not each.startswith("--from")):
+        for name in names:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, tmp_path / to, ignore=shutil.ignore_patterns(*left_out))
+            else:
+                (tmp_path / to).mkdir(exist_ok=True)
+                shutil.copy(ROOT / name, tmp_path / to)
+    status, said = run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", cwd=tmp_path)
+    assert status == 0, said
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert {"p2ptrain/examples/tiny.toml", "p2ptrain/examples/node.toml"} <= set(zipfile.ZipFile(wheel).namelist())
+
+
 def test_only_what_is_copied_goes_to_the_engine() -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     assert lines[0] == "*"
     let_in = sorted(line[1:] for line in lines if line.startswith("!"))
-    assert let_in == ["LICENSE", "README.md", "constraints.txt", "p2ptrain", "pyproject.toml"]
+    assert let_in == what_a_build_takes()
     assert all(any(fnmatch.fnmatch(name, line) for line in lines[1:]) for name in ("a/__pycache__", "a/b.pyc"))
 
 

@@ -50,6 +50,22 @@ def commands() -> list[str]:
     return [line for text in blocks("sh", False) for line in text.splitlines()]
 
 
+def drop_ins() -> list[str]:
+    found = re.findall(r"((?:^    .*\n)+)", GUIDE.read_text(), re.MULTILINE)
+    assert len(found) == 3
+    return [re.sub(r"^    ", "", each, flags=re.MULTILINE) for each in found]
+
+
+def verified(drop_in: str, directory: Path) -> tuple[int, str]:
+    """Returns systemd's verdict on the unit with a drop-in, and an existing program."""
+    analyze = tool("systemd-analyze", TOOLS["systemd-analyze"])
+    unit, more = directory / "p2ptrain.service", directory / "p2ptrain.service.d/more.conf"
+    more.parent.mkdir()
+    for path, content in ((unit, (DEPLOY / "systemd/p2ptrain.service").read_text()), (more, drop_in)):
+        path.write_text(content.replace("/usr/local/bin/p2ptrain", "/bin/true"))
+    return run(analyze, "verify", "--man=no", unit)
+
+
 def guides_config() -> str:
     (text,) = blocks("toml", True)
     return text
@@ -131,27 +147,31 @@ def test_every_command_of_a_node_has_the_options_that_the_guide_gives_it(line: s
 
 
 @pytest.mark.parametrize(
-    ("number", "begins"), [(0, "start "), (1, "join --invitation ${CREDENTIALS_DIRECTORY}/invitation ")]
+    ("number", "begins"), [(0, "start "), (2, "join --invitation ${CREDENTIALS_DIRECTORY}/invitation ")]
 )
 def test_the_drop_ins_that_begin_a_run_and_show_an_invitation_are_some_for_systemd(
     number: int, begins: str, tmp_path: Path
 ) -> None:
-    analyze = tool("systemd-analyze", TOOLS["systemd-analyze"])
-    found = re.findall(r"((?:^    .*\n)+)", GUIDE.read_text(), re.MULTILINE)
-    assert len(found) == 2
-    text = re.sub(r"^    ", "", found[number], flags=re.MULTILINE)
+    text = drop_ins()[number]
     _, command = settings(text)["ExecStart"]
     assert command.startswith(f"/usr/local/bin/p2ptrain {begins}") and command.endswith("--data-dir /var/lib/p2ptrain")
-    if number == 1:
+    if number == 2:
         assert settings(text)["LoadCredential"] == ["invitation:/etc/p2ptrain/node.invitation"]
         assert command.endswith(
             settings((DEPLOY / "systemd/p2ptrain.service").read_text())["ExecStart"][-1].partition("join ")[2]
         )
-    unit, drop_in = tmp_path / "p2ptrain.service", tmp_path / "p2ptrain.service.d/begin.conf"
-    drop_in.parent.mkdir()
-    for path, content in ((unit, (DEPLOY / "systemd/p2ptrain.service").read_text()), (drop_in, text)):
-        path.write_text(content.replace("/usr/local/bin/p2ptrain", "/bin/true"))
-    assert run(analyze, "verify", "--man=no", unit) == (0, "")
+    assert verified(text, tmp_path) == (0, "")
+
+
+def test_the_drop_in_with_a_token_sets_what_the_node_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = settings(drop_ins()[1])
+    (name, source), *_ = (each.split(":") for each in found["LoadCredential"])
+    assert f"> {source}'" in "\n".join(commands())
+    for each in found["Environment"]:
+        monkeypatch.setenv(*each.split("="))
+    http = load_node_config(None).http
+    assert (http.host, http.token_file) == ("0.0.0.0", f"/run/credentials/p2ptrain.service/{name}")
+    assert verified(drop_ins()[1], tmp_path) == (0, "")
 
 
 def test_a_copy_of_the_key_is_the_same_node(place: Path) -> None:

@@ -223,6 +223,25 @@ def test_a_token_is_read_from_a_file_of_its_owner_alone(tmp_path: Path) -> None:
             read_token(path)
 
 
+def test_a_token_that_systemd_passes_may_be_read_by_the_group_that_stands_for_its_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A credential is root's, and the service reads it by an access list, whose mask stands for the group's mode."""
+    path, elsewhere = tmp_path / "credentials/token", tmp_path / "token"
+    path.parent.mkdir()
+    for each in (path, elsewhere):
+        each.write_bytes(TOKEN)
+        each.chmod(0o440)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(path.parent))
+    assert read_token(path) == TOKEN
+    with pytest.raises(ConfigError, match=r"other users can read it \(mode 0440\)"):
+        read_token(elsewhere)
+    for mode in (0o444, 0o460, 0o450):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"other users can read it \(mode {mode:04o}\)"):
+            read_token(path)
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\n", b"x" * 15, b"two words, sixteen", b"\xff" * 32, b"x" * (TOKEN_BYTES_MAX + 1), b"x" * 10**6]
 )

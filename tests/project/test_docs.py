@@ -198,6 +198,17 @@ def test_every_exit_status_and_every_command_that_chooses_one_are_told(generate:
     assert sources.count("Exit(") == sources.count("Exit(ExitStatus.FAILED)"), "by their names"
 
 
+def test_the_reference_has_every_name_of_the_library_that_pages_and_examples_use() -> None:
+    reference = (DOCS / "reference" / "python.md").read_text()
+    swarm = reference.partition("\n## Swarm\n")[2].split("\n## ")[0]
+    texts = [path.read_text() for path in (*PAGES, *(ROOT / "examples").glob("*.py"))]
+    used = {name for text in texts for name in re.findall(r"\bswarm\.([a-z_]+)\b", text)} - {"md", "py"}
+    assert {"round", "step", "evaluate"} <= used
+    assert [name for name in sorted(used) if not re.search(rf"Swarm\.{name}\n|\b{name}: ", swarm)] == []
+    classes = {name for text in texts for name in re.findall(r"p2ptrain\.hf import (\w+)", text)}
+    assert [name for name in classes if f"\n## hf.{name}\n" not in reference] == []
+
+
 def test_writing_the_reference_twice_changes_nothing(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,9 @@ def test_the_example_trains_on_two_texts(swarm: DaemonSwarm) -> None:
         each.signal(signal.SIGINT)
         each.until_ended()
         assert "away: ended" in each.text.splitlines()[-1]  # it keeps its admission
+    for each in (first, second):
+        each.start()
+    first.until(lambda: first.log.read_text().count("others join with") == 2)
 
 
 def test_a_node_with_a_privacy_budget_tells_no_loss_and_ends_its_training_when_it_is_spent(swarm: DaemonSwarm) -> None:
