@@ -6,8 +6,7 @@ The package imports only itself, the standard library, msgspec, blake3, and thre
 and digest. A test enforces this.
 
 `events` has every event and effect on one screen, `effect_queue` the order in which effects are carried out. `node`
-hands events to its `participant`, which joins the parts below; they share a `context`, and `inbox` routes verified
-messages to them.
+hands events to its `participant`, which joins the parts below; they share a `context`, and `inbox` routes messages.
 
 - The agreed state: `messages` and `wire` decode, `roster`, `state` and `manifest` are what all members share,
   `agreement` is Tendermint for one round. `succession` is how members agree on the run that follows, `origin` how that

@@ -386,11 +386,9 @@ class CatchingUp:
         """Answers the same question as `Regrouping.may_follow`, for a branch that begins anywhere."""
         if state is self.chain.state:
             return self.regrouping().may_follow(beginning)
-        if self.context.run.agreement.on_quorum_loss == "halt":
-            return False
-        if len(set(beginning.signers)) > roster.tolerated or beginning.branch in self.chain.beginnings:
-            return True
-        return self.context.me not in roster.seat and self.regrouping().has_waited
+        is_bound = len(set(beginning.signers)) > roster.tolerated or beginning.branch in self.chain.beginnings
+        is_bound = is_bound or (self.context.me not in roster.seat and self.regrouping().has_waited)
+        return is_bound and self.context.run.agreement.on_quorum_loss != "halt"
 
     def _look_for_lies(self, state: AgreedState, history: History) -> None:
         """Looks for a round that our roster certified on top of a different parent: then more than f members lied."""

@@ -172,8 +172,8 @@ class Inbox:
     # -- Announcements ------------------------------------------------------------------------------
 
     def _announcement(self, event: MessageReceived) -> None:
-        is_needed = self.here.questions.needs(event.received.name)
-        self.announcement(event.sender, event.received, is_needed, event.payload_good)
+        received = event.received
+        self.announcement(event.sender, received, self.here.questions.needs(received.name), event.payload_good)
 
     def announcement(
         self, sender: bytes, received: msg.Received, is_needed: bool, payload_good: bool | None = None
@@ -304,11 +304,10 @@ class Inbox:
             is_new = self.pools.requests.add(event.received, self.chain.state, questions.needs(name))
         except RemoteProtocolError:
             is_new = False
-        if not is_new:
-            if not questions.give_up(name):
-                self._useless(event.sender)
-        elif asked_for:
+        if is_new and asked_for:
             self.here.advance()
+        elif not is_new and not questions.give_up(name):
+            self._useless(event.sender)
 
     def _of_regroup(self, event: MessageReceived) -> None:
         message = event.received.message

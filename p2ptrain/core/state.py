@@ -2,8 +2,7 @@
 
 It holds the roster, admitted keys with what audits have found of them, bans, the window of contributions taken,
 absences, spent invitations, and what members have moved. A manifest names the digest of the state before it, so that a
-certificate also proves the state. Everything here is a function of the state and the manifest alone, without lookups,
-randomness or time.
+certificate also proves the state. Everything here is a function of the state and the manifest alone.
 
 A contribution is taken at most once: the window remembers (author, round) for as long as a contribution of that round
 could be taken. Its base may be at most `staleness_rounds_max` non-empty manifests old, and is never later than its

@@ -120,8 +120,7 @@ class Voice:
         """Notes a member's round, to find out how long we have to stay silent after losing our log.
 
         Any quorum includes an honest member that voted in the last decided round, and we can have spoken in the next
-        one at most. Rounds far beyond the others (more than `kept`), which f liars may have made up, must not silence
-        us forever.
+        one at most. Rounds far beyond the others (more than `kept`), which f liars may have made up, must not mute us.
         """
         if self.recalled is None:
             return

@@ -38,8 +38,7 @@ Words = npt.NDArray[np.uint64]
 
 FEISTEL_ROUNDS = 8  # Luby and Rackoff (1988) need four; narrow halves mix worse, and eight take microseconds
 SEQUENCES_MAX = 2**62  # positions stay int64
-# Pieces of a window. They take little room on a disk, and a round draws its sequences from as many for each place; a
-# guess.
+# Pieces of a window. They take little room on a disk, and a round draws its sequences from as many a place; a guess.
 WINDOW_PIECES = 64
 
 

@@ -46,8 +46,7 @@ class Masking:
     ) -> npt.NDArray[np.int64]:
         """Returns inputs and targets [sequences, 2, length] of sequences [sequences, length + 1].
 
-        Targets are -1 where nothing is learned. A complement is read, and not learned. round_number: None
-        for held-out sequences
+        Targets are -1 where nothing is learned. A complement is read, and not learned. round_number: None: held out
         """
         kept, length = sequences[:, :-1], sequences.shape[1] - 1
         found = [self._words(int(position), round_number, length) for position in positions]

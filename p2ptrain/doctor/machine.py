@@ -136,8 +136,7 @@ def check_tracking(config: TrackingConfig) -> list[Diagnosis]:
 
 
 def check_device(config: DeviceConfig, found: Hardware, try_it: Callable[[str], str | None]) -> Diagnosis:
-    """Checks the configured device; `try_it` computes something on it, says what is slow, and raises DeviceError if the
-    result is wrong."""
+    """Checks the configured device; `try_it` computes something on it, says what is slow; DeviceError if wrong."""
     named = config.name.split(",")[0].removesuffix(":all")  # of several, the first
     name = "cpu" if named == "mps" else named if named != "auto" else "cuda" if found.gpus else "cpu"
     if name != "cpu":

@@ -43,8 +43,7 @@ def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
 
 @contextmanager
 def told(what: str, device: torch.device) -> Iterator[None]:
-    """Raises MemoryShortError, with the device's usage, if memory runs out inside the block, and DeviceError if the
-    card fails."""
+    """Raises MemoryShortError, with the device's usage, if memory runs out inside, DeviceError if the card fails."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

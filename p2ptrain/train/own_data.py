@@ -2,8 +2,7 @@
 
 What all nodes share is a held-out data set, which has no training split: a list of digests of the training pieces would
 let others test what they guess to be in them. The node that begins the run makes it of its own held-out split. Own data
-is an object of its own that only the trainer has: what serves data to peers and fetches it from them knows the shared
-set alone.
+is an object of its own that only the trainer has: what serves and fetches data knows the shared set alone.
 """
 
 from __future__ import annotations

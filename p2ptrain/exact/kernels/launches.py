@@ -338,15 +338,12 @@ class Launches:
                     HALF_LIMBS=half, warps=2 if layout.chunk == 32 else 4 if half <= INT32_LIMBS else 8,
                 )  # fmt: skip
 
-        def squares_of(number: int) -> int:
-            return summed[number]
-
         summed: list[int] = []
         if recipe.outer == "normalised":
             run(SQUARES, [0.0] * len(layout.groups))
             sums = torch.zeros(len(layout.groups), dtype=torch.int64, device=device).index_add_(0, self.groups, squares)
             summed = to_host(sums).tolist()
-        found = steps(squares_of)
+        found = steps(summed.__getitem__)
         run(SIGN if recipe.outer == "sign" else STEPS, found)
         return found, squares
 
