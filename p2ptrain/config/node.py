@@ -308,7 +308,7 @@ class Limits(ChangeableLimits):
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
     threads: Annotated[int, Option("threads"), WithJsonSchema({"type": "integer", "minimum": 0})] = Field(
-        0, ge=1, le=1_024, description="torch's threads for training; 0: unknown"
+        0, ge=1, le=1_024, description="torch's threads for training, at least 1; an answer says 0 if unknown"
     )
 
 

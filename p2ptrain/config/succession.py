@@ -75,7 +75,7 @@ def change_of(run: RunConfig, settings: Mapping[str, object]) -> bytes:
         if name not in MAY_CHANGE:
             known = name in raw or (isinstance(raw.get(section), dict) and key in raw[section])
             what = "a successor cannot change it" if known else "is no setting of a run"
-            raise ConfigError(what, key=name, fix=FIX if known else "`p2ptrain config` lists them")
+            raise ConfigError(what, key=name, fix=FIX if known else "`p2ptrain config schema` lists them")
         raw[section][key] = value
     try:
         return change_between(run, RunConfig.model_validate(raw))

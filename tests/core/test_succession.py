@@ -112,7 +112,7 @@ def test_a_change_has_one_spelling_and_says_what_it_means() -> None:
         ({"model.sequence_length": 64}, "a successor cannot change it"),
         ({"recipe.name": "demo"}, "a successor cannot change it"),
         ({"seed": 1}, "seed: a successor cannot change it"),
-        ({"recipe.speed": 1}, "no setting of a run"),
+        ({"recipe.speed": 1}, "no setting of a run. `p2ptrain config schema` lists them"),
         ({"recipe.momentum": "0.9"}, "part of the state"),
         ({"admission.seats_max": 30}, "only raise it"),
         ({"recipe.inner_learning_rate": "nan"}, "a number, or a fraction"),
