@@ -39,9 +39,7 @@ SMALL_ORDER = frozenset(
         "01" + "00" * 31,
         "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
         "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
-        "ec" + "ff" * 30 + "7f",
-        "ed" + "ff" * 30 + "7f",
-        "ee" + "ff" * 30 + "7f",
+        *(first + "ff" * 30 + "7f" for first in ("ec", "ed", "ee")),
     )
 )
 VERIFIED_MAX = 65_536  # signatures that a signer remembers: 100 rounds of votes from 256 seats; 8 MB

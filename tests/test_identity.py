@@ -63,7 +63,7 @@ def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_a_key_whose_directory_is_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ConfigError, match="identity.file: .*file is no directory"):
+    with pytest.raises(ConfigError, match=r"identity.file: .*file is no directory"):
         Identity.make(tmp_path / "file" / "node.key")
 
 

@@ -2,8 +2,7 @@
 
 A message of a later round says that its author is ahead. Usually the certificate is already on its way to us, so we
 wait a moment before asking for history; the same goes for a peer on another branch. The answer is followed step by
-step, each step proved by the roster before it; the chain's rules decide whether another branch is preferred to ours.
-Nothing unverified changes any state here.
+step, each proved by the roster before it; the chain's rules decide whether a branch is preferred to ours.
 
 Only one answer is awaited at a time, and any connected peer can claim to be ahead. So admitted keys are asked first.
 Strangers, whose keys cost nothing, are asked only while no admitted key claims to be ahead, and give way once if one
@@ -319,8 +318,7 @@ class CatchingUp:
         return None
 
     def _weigh_shorter(self, asked: HistoryRequest, history: History, branch: bytes, their_next: BranchStart) -> None:
-        """Handles a branch that forked before ours: the old roster's quorum stayed with us, so it has lost if it began
-        where the peer says."""
+        """Handles a branch that forked before ours: it has lost, as the quorum stayed with us, if it began there."""
         state = self.chain.state_at(branch, their_next.start)
         if state is None:
             return

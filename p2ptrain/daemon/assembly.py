@@ -125,8 +125,7 @@ def _ranks_of(launch: Launch) -> MakeElsewhere | None:
 async def assemble(
     stack: AsyncExitStack, launch: Launch, opened: OpenWorkshop, hears: Sequence[Callable[[RoundRecord], None]]
 ) -> tuple[Driver, Recorder, ev.Started]:
-    """Builds a node, what records its rounds for `hears`, and the event that it starts with; closing `stack` closes all
-    of its parts."""
+    """Builds a node, what records its rounds for `hears`, and the event that it starts with; `stack` closes it all."""
     run, run_id, config = launch.run, launch.run.id, launch.config
     me = launch.identity.key
     store = _open_store(stack, launch)
@@ -151,13 +150,9 @@ async def assemble(
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, workshop, persistence, launch.state)
     started = ev.Started(
-        saved,
-        store.is_forgetful,
-        launch.claim,
-        trust,
-        audit_share=float(config.audit.share),
-        can_overlap=worker.can_overlap,
-    )
+        saved, store.is_forgetful, launch.claim, trust,
+        audit_share=float(config.audit.share), can_overlap=worker.can_overlap,
+    )  # fmt: skip
     past = await persistence.on_disk(store.records.past, ROUNDS_KEPT)
     records = Recorder(node, worker, persistence, launch.transport.counters, past, hears=hears)
 
@@ -186,31 +181,20 @@ async def _connect(
         TokenBucket(rate) for rate in (limits.upload_bytes_per_second, limits.download_bytes_per_second)
     )
     mailboxes = Mailboxes(
-        transport,
-        run_id,
-        intake.hear_mail,
-        malformed=intake.blame,
-        history=intake.history_came,
-        no_history=intake.history_failed,
-        upload=upload,
-        download=download,
-        is_admitted=view.is_welcome,
-        strangers=strangers,
-    )
+        transport, run_id, intake.hear_mail,
+        malformed=intake.blame, history=intake.history_came, no_history=intake.history_failed,
+        upload=upload, download=download, is_admitted=view.is_welcome, strangers=strangers,
+    )  # fmt: skip
 
     def peer_lost(peer: bytes) -> None:
         mailboxes.forget(peer)
         intake.give(ev.PeerLost(peer))
 
     connections = Connections(
-        transport,
-        run_id,
-        mailboxes.is_spoken_by,
-        lambda peer: intake.give(ev.PeerSeen(peer, transport.range_of(peer))),
-        peer_lost,
-        SystemRandom(),
-        roster=lambda: view.state.members if view.has_started else (),
-    )
+        transport, run_id, mailboxes.is_spoken_by,
+        lambda peer: intake.give(ev.PeerSeen(peer, transport.range_of(peer))), peer_lost,
+        SystemRandom(), roster=lambda: view.state.members if view.has_started else (),
+    )  # fmt: skip
     remembered = store.records.addresses()
     for address in remembered:
         _add(connections, address, Origin.REMEMBERED)

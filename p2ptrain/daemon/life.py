@@ -169,8 +169,7 @@ class Daemon:
         return view.state.branch != self.edges.run_id or bool(LEFT_ALONE & codes) or since >= quiet
 
     async def look_for_heir(self) -> None:
-        """Looks whether the run has ended without this node, where it gets no further, and goes on with its successor:
-        the others answer there, and nobody here."""
+        """Looks whether the run has ended without this node, where it gets no further; goes on with its successor."""
         transport, home, edges = self.edges.transport, self.launch.home, self.edges
         await self.driver.has_begun.wait()
         pause = HEIR_SECONDS
@@ -256,8 +255,7 @@ def _free(transport: Transport) -> None:
     """Takes a run from the network, and frees what it held, on a card as well, for the run that follows."""
     transport.end_run()
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing where no card is in use
 
 
 async def live(daemon: Daemon, progress: ProgressLine) -> str:

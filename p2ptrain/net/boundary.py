@@ -64,8 +64,7 @@ class Boundary:
 
     @contextmanager
     def contain(self, place: str, peer: bytes = b"", failed: Failed = lambda why: None) -> Iterator[None]:
-        """Ends an exchange here, whatever it raises, and calls `failed` with the reason. An error that should have been
-        handled inside is a bug, too."""
+        """Ends an exchange here, whatever it raises, and calls `failed` with the reason: any error is a bug."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  # only this module catches all

@@ -18,8 +18,7 @@ connections when there are too many, is told to prune anchors, bootstraps and me
 Failed dials are retried forever, with backoff and jitter: an outage may last a weekend.
 
 Keys cost nothing, and neither do addresses at which nobody answers. So peers that we need, peers reached before, and
-peers known only by hearsay are dialled and met in separate slots (`Priority`), each within a time limit. The record of
-one peer is in address_book.py.
+peers known only by hearsay are dialled and met in separate slots (`Priority`), each within a time limit.
 """
 
 from __future__ import annotations
@@ -423,8 +422,7 @@ class Connections:
             await asyncio.sleep(wait)
 
     async def _ask_around(self, peer: bytes) -> bool:
-        """Asks a peer for its own addresses and those of others, which is faster and more certain than the DHT.
-        Returns whether it answered."""
+        """Asks a peer for addresses, which is faster and more certain than the DHT. Returns whether it answered."""
         took = self._of(peer).answered_in.append
         try:
             answer = await questions.ask_peers(self.transport, peer, self.run_id, took)

@@ -2,8 +2,7 @@
 
 Messages deliver envelopes, ask for messages by name, and ask for histories by branch and round. `Mailboxes.post` never
 waits: the queue of each peer is bounded, and what does not fit is dropped and counted, since the core asks again for
-whatever it still lacks. A broken stream is reopened after a pause and the message in flight is sent again, so a
-receiver has to cope with duplicates.
+what it lacks. A broken stream is reopened after a pause and the message in flight is sent again: it may come twice.
 
 A history may be longer than a frame. It travels in parts, between which other messages may pass, so that no vote waits
 for it. Its length comes first, and it is accepted only from a peer that was asked, while that request is open.

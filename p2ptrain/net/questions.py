@@ -1,8 +1,7 @@
 """Small questions to one peer, one per stream: its runs, a run's config, its states and peers, and how it sees us.
 
-A peer closes the stream when it does not know the question. Asking needs no run, only an address. Answers are bounded,
-and their claims are checked where they are used: a config by the run's id, a state by its root, an address by the key
-of the peer that answers there.
+A peer closes the stream of a question that it does not know. Asking needs no run, only an address. Answers are bounded,
+and checked where they are used: a config by the run's id, a state by its root, an address by its peer's key.
 """
 
 from __future__ import annotations

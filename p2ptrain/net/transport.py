@@ -54,8 +54,7 @@ class Stream(Protocol):
         """Sends a frame; returns when there is room for the next. TransportError if the stream is gone."""
 
     async def coming(self) -> int:
-        """Waits for the next frame and returns its size, which nothing is allocated for yet. TransportError if the
-        stream is gone or was closed by the peer."""
+        """Returns the size of the next frame once it comes, unread. TransportError if the stream is gone or closed."""
 
     async def skip(self) -> None:
         """Reads over the next frame, of which only a part is in memory at a time."""
@@ -107,8 +106,7 @@ class Transport(Protocol):
         """Sets the peers whose connections are pruned last when there are too many; replaces the previous set."""
 
     async def subscribe(self, topic: str, hear: Hear, is_heard: IsAdmitted = everyone) -> None:
-        """Subscribes to a topic, also across restarts of the network. Once per topic. Messages of publishers that are
-        not heard are dropped undecoded."""
+        """Subscribes to a topic, once, also across restarts of the network. Who is not heard is dropped undecoded."""
 
     def leave(self, topic: str) -> None:
         """Leaves a topic until `come_back`, also across restarts of the network. We can still publish in it."""
@@ -135,8 +133,7 @@ class Transport(Protocol):
         """Publishes a hint in the DHT under this key, signed by this node."""
 
     async def look_up(self, key: str) -> dict[bytes, bytes]:
-        """Returns the values that peers announced under this key. Their signatures are valid, but the contents are
-        hints."""
+        """Returns the values that peers announced under this key: hints, with valid signatures."""
 
     def counters(self) -> dict[str, int]:
         """Returns at least "bytes sent" and "bytes received", "gossip sent" and "gossip received"."""

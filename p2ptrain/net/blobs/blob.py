@@ -1,8 +1,7 @@
 """Blobs: large content-addressed objects, cut into pieces of 1 MiB.
 
 A payload, a state or a base (frozen weights) is a tree (digest.py): its name is a Merkle root, and each piece can be
-checked as it arrives and forwarded before the next one. The other kinds are checked as a whole by the peer that
-requested them.
+checked as it arrives and forwarded before the next one. The other kinds are checked as a whole by who requested them.
 
 Sets of pieces are integers: piece i is bit i. So a union or a difference of sixty thousand pieces takes microseconds.
 """

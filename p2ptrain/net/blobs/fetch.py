@@ -3,8 +3,7 @@
 A tree comes from several sources at once (swarm_fetch.py). Payloads of one piece and blobs that are checked as a whole
 are requested from one source after another, in the given order.
 
-A source that sends wrong data is blamed and dropped, but its correct pieces are kept. One that is slow, silent or
-withholds pieces is only dropped.
+A source that sends wrong data is blamed and dropped, but its correct pieces are kept. A slow one is only dropped.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class Fetcher(Sources):
     async def fetch(
         self, name: BlobName, size: int, sources: Sequence[bytes], *, check: Check | None = None, failed: Failed
     ) -> MemorySink:
-        """Fetches a blob into memory, as `fetch_into` does. After a cancellation or a FetchError the next call
-        resumes."""
+        """Fetches a blob into memory, as `fetch_into` does. The next call goes on where this one was broken off."""
         sink = self._left_of(name)
         try:
             await self.fetch_into(sink, name, size, sources, check=check, failed=failed)

@@ -1,7 +1,6 @@
 """Decides which peer gets the next piece.
 
-Turns are fair between peers, not between streams: nobody gains by holding many streams, and a stream that requests
-nothing takes nothing from others.
+Turns are fair between peers, not streams: nobody gains by many, and one that requests nothing takes nothing away.
 
 A round waits for payloads, while a newcomer can wait for its state. So states and training data are sent only when no
 payload is queued or being sent and the upload limit lets them go at once; a few at a time, and all together no faster

@@ -3,14 +3,12 @@
 go-libp2p reserves no slot until every relay it was given has proven to be one, or three minutes have passed
 (autorelay's minCandidates and bootDelay; p2pd has no option for either). A single relay that is down, or is listed
 under two addresses, would make a node behind a router unreachable through the others for that long. So p2pd gets only
-relays that answer, each once. We cannot tell from here whether a peer that answers is a relay; nodes of this network
-are, unless their owners switched it off.
+relays that answer, each once; whether they are relays shows only then, but nodes of this network are by default.
 
 After losing a relay, go-libp2p asks it again only an hour after the reservation was made (again no option in p2pd); a
 freshly started p2pd asks at once. So p2pd is restarted once a minute has passed without a relay and one answers.
 
-A QUIC address is probed with a packet of a version that does not exist; a server replies with the versions it supports
-(RFC 9000, section 6.1).
+A QUIC address is probed with a packet of a version that does not exist; servers reply with theirs (RFC 9000, 6.1).
 """
 
 from __future__ import annotations

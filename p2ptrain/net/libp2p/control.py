@@ -106,12 +106,9 @@ class Sockets:
         if self._server is not None:
             self._server.close()
         self._server = await asyncio.start_unix_server(
-            self._accept,
-            self.streams,
-            limit=BUFFER_BYTES,
-            backlog=STREAMS_MAX,
+            self._accept, self.streams, limit=BUFFER_BYTES, backlog=STREAMS_MAX,
             start_serving=False,  # serving can be cancelled, and would then leak the socket
-        )
+        )  # fmt: skip
         await self._server.start_serving()
 
     async def close(self) -> None:
@@ -123,8 +120,7 @@ class Sockets:
 
 
 def _is_or_becomes_ours(directory: Path) -> bool:
-    """Makes the directory, or checks that an existing one is ours alone: anyone who can enter it can act as this
-    node."""
+    """Makes the directory, or checks that an existing one is ours alone: who can enter it can act as this node."""
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:

@@ -4,8 +4,7 @@ The DHT is Kademlia: Maymounkov and Mazieres 2002. Anyone may send its requests,
 servicer reads, answers and stores as much as a request names. Our nodes ask for one key and store one record at a time,
 so that is all we answer: a request costs a fraction of a millisecond whatever is in it, and an answer that we get costs
 no more before others have their turn. A peer's place in the DHT follows from its key, as all nodes choose it: else one
-peer could take any number of places, and lead a search on for ever. A search asks only peers that are connected at that
-moment (`UnaryCalls`), so it dials nobody.
+peer could take any number of places, and lead a search on for ever. A search asks connected peers only.
 
 Two things of hivemind's are left out because strangers set them off: records are not handed to a node that has just
 come (it gets them within ANNOUNCE_SECONDS), and where there is no room for a newcomer, nobody is pinged to make some.
@@ -254,8 +253,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
             del self.routing_table[place]
 
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, Any]] | None:
-        """Asks a peer for the entries of a key and for the nearest peers, of which those that we know count. None if
-        there is no valid answer."""
+        """Asks a peer for the entries of a key and the nearest peers that we know. None without a valid answer."""
         [key] = keys
         try:
             with self._boundary.guard("an answer to a search in the DHT", key_of_bytes(peer.to_bytes())):
@@ -318,8 +316,7 @@ def _decoded(raw: bytes) -> list[_ENTRY]:
 
 
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Adapts `why_invalid` to hivemind's validator interface, with as many checks in a second as we can afford: anyone
-    can send megabytes of records."""
+    """Adapts `why_invalid` to hivemind's validator interface, with as many checks in a second as we can afford."""
 
     def __init__(self, identity: Identity, counters: Counter[str]) -> None:
         self._identity, self._counters = identity, counters
@@ -404,16 +401,12 @@ class Dht:
             stack.push_async_callback(calls.close)
             protocol = BoundedProtocol(calls, me, validator, storage, counters, boundary)
             node = await DHTNode.create(
-                p2p=SimpleNamespace(peer_id=PeerID(id_bytes_of(me))),
-                node_id=protocol.node_id,
+                p2p=SimpleNamespace(peer_id=PeerID(id_bytes_of(me))), node_id=protocol.node_id,
                 client_mode=True,  # `protocol` answers instead
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-                cache_refresh_before_expiry=0,
+                cache_locally=False, cache_nearest=0, cache_on_store=False, cache_refresh_before_expiry=0,
                 reuse_get_requests=False,
                 blacklist_time=0,  # it never forgets a peer; who does not answer leaves the routing table
-            )
+            )  # fmt: skip
             node.protocol = protocol
             await protocol.serve()
             stack.pop_all()

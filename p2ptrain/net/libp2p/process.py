@@ -3,9 +3,8 @@
 p2pd ends with its last persistent control connection. If we die, however early, the kernel kills it: its standard input
 is a socket of ours, and it gets SIGKILL as soon as our end closes. The child has to request that signal itself, and
 running Python in a fork of a process with threads may hang; so a small interpreter starts first, requests the signal,
-and then executes p2pd. The kernel closes a dead process' files from the highest descriptor down, and p2pd says goodbye
-to the meshes of topics whose subscriptions end; peers would then keep us out of these for a minute. So our end has a
-higher descriptor than any subscription.
+and then executes p2pd. The kernel closes a dead process' files from the highest descriptor down, and peers keep us out
+of topics that p2pd leaves for a minute. So our end has a higher descriptor than any subscription.
 
 Ports are taken before p2pd gets them. p2pd sets SO_REUSEPORT, so a second p2pd of the same user would bind a port that
 is taken, without an error, and each would receive half of the connections.
@@ -80,13 +79,11 @@ class Process:
             try:
                 with its_end:
                     child = await asyncio.create_subprocess_exec(
-                        *command,
-                        stdin=its_end.fileno(),
-                        stdout=asyncio.subprocess.PIPE,
-                        stderr=asyncio.subprocess.STDOUT,
+                        *command, stdin=its_end.fileno(),
+                        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
                         start_new_session=True,  # so that Ctrl-C in the terminal reaches only us
                         env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor"},
-                    )
+                    )  # fmt: skip
             except OSError as error:
                 raise TransportError(f"cannot start {binary}: {error.strerror}") from error
             process = cls(child, lifeline)
@@ -239,8 +236,7 @@ class Ports:
         self._held.clear()
 
     def _choose(self, address: str, last: list[str], gives_way: bool) -> str:
-        """Takes the port that is configured, else the one that it had last, at which its peers look for it, else a free
-        one."""
+        """Takes the configured port, else the last one, at which its peers look for it, else a free one."""
         wanted = parse(address)
         free = wanted.at_port(0)
         had = [each for each in last if parse(each).at_port(0) == free and each != address]
