@@ -54,7 +54,7 @@ class Stream(Protocol):
         """Sends a frame; returns when there is room for the next. TransportError if the stream is gone."""
 
     async def coming(self) -> int:
-        """Returns the next frame's size once it comes; nothing is allocated. TransportError if the stream is gone."""
+        """Returns the size of the next frame once it comes, unread. TransportError if the stream is gone or closed."""
 
     async def skip(self) -> None:
         """Reads over the next frame, of which only a part is in memory at a time."""
