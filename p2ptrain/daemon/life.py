@@ -169,7 +169,7 @@ class Daemon:
         return view.state.branch != self.edges.run_id or bool(LEFT_ALONE & codes) or since >= quiet
 
     async def look_for_heir(self) -> None:
-        """Looks whether the run has ended without this node, where it gets no further; goes on with its successor."""
+        """Goes on with the successor if the run has ended without this node: others answer there, and nobody here."""
         transport, home, edges = self.edges.transport, self.launch.home, self.edges
         await self.driver.has_begun.wait()
         pause = HEIR_SECONDS

@@ -9,5 +9,6 @@
   loss; `work` is what the node asks of a worker, `local_worker` has a device of this machine, `pacing` its speed;
   `audits` measures the contributions of others.
 - The owner and the machine: `control` is the socket for commands, `owner` carries them out, `agenda` follows what
-  members want the run to become, `heirs` goes over; `limits`, `clock`, `gpu_use` watch the machine, `notify` the unit.
+  members want the run to become, `heirs` goes over to it; `limits`, `clock` and `gpu_use` watch the machine, `notify`
+  speaks to systemd.
 """

@@ -165,7 +165,7 @@ def open_weights(home: Home, place: Path) -> tuple[GivenWeights, Callable[[], st
 
 
 def backed_up(home: Home, run: RunConfig, place: BackupPlace, every: int | None, kept: int) -> str | None:
-    """Backs up the newest certified state, and returns the folder; None until `every` rounds, or one, have passed."""
+    """Backs up the newest certified state, and returns the folder; None until `every` rounds, or one, are new."""
     directory = home.of_run(run.id)
     with place.trouble():
         last = newest_round(place, run.id)

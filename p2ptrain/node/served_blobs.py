@@ -1,4 +1,4 @@
-"""The blobs that this node serves: payloads, states, frozen weights, data, manifest and tokenizer, runs' origins."""
+"""The blobs that this node serves: payloads, states, frozen weights, data with manifest and tokenizer, origins."""
 
 from __future__ import annotations
 
