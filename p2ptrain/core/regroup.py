@@ -218,14 +218,13 @@ class Regrouping:
         if we have not called yet, more than half as many as the members that we still hear. A node without a vote
         cannot call, so it waits instead. Where runs halt no branch binds us.
         """
-        signers = beginning.signers
-        if self.context.run.agreement.on_quorum_loss == "halt":
+        signers, now, agreement = beginning.signers, self.context.now, self.context.run.agreement
+        if agreement.on_quorum_loss == "halt":
             return False
         if self.context.me in signers or len(signers) > self.state.roster.tolerated:
             return True
         if not self.is_member:
             return self.has_waited
-        now, agreement = self.context.now, self.context.run.agreement
         if self.attempt >= 0:  # others have had time to answer our call
             has_settled = now >= self.last_new_at + agreement.settle_seconds
             return has_settled and len(signers) > len(self.calls.get(self.attempt, ()))
