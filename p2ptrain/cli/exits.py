@@ -52,7 +52,7 @@ MEANINGS: dict[ExitStatus, tuple[str, str]] = {
 # For each command that can end with status 1: the cause, and the remedy.
 FOUND: dict[str, tuple[str, str]] = {
     "audit": (
-        "some of the node's data is wrong",
+        "some of the node's data is wrong, or cannot be checked",
         "remove the file that the audit names; the node then fetches it from its peers",
     ),
     "demo": ("a node failed, or the replicas differ", "see the logs, with `--keep DIR`"),
