@@ -360,7 +360,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as changed:
         changed.setattr(dataset, "PIECES_NAME", "p" * 300)  # whatever the system does not let be made
-        with pytest.raises(DataError, match=r"cannot be written: File name too long"):
+        with pytest.raises(DataError, match=r"cannot be written \(File name too long\)"):
             prepared(tmp_path / "other", file)
 
     def full(descriptor: int) -> None:
