@@ -121,10 +121,9 @@ def list_runs(config: NodeConfig) -> list[dict[str, Any]]:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine as the main task of this process, and unwraps errors of task groups.
-
-    Until `live` installs its own signal handlers there is no run to leave, so SIGTERM acts like Ctrl-C. A crash in a
-    task of the network ends the process with that error: otherwise the node would look healthy but hear nothing."""
+    """Runs a coroutine as the main task of this process, and unwraps errors of task groups. Until `live` installs its
+    own signal handlers there is no run to leave, so SIGTERM acts like Ctrl-C. A crash in a task of the network ends the
+    process with that error: otherwise the node would look healthy but hear nothing."""
 
     async def life() -> T:
         loop, me = asyncio.get_running_loop(), asyncio.current_task()
@@ -132,7 +131,9 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         crashes: list[BaseException] = []
 
         def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            loop.default_exception_handler(context)
+            task = context.get("task")
+            if task is None or task.get_coro().__qualname__ != "Event.wait":  # hivemind leaves those of a search behind
+                loop.default_exception_handler(context)
             if IS_CRASH in context:
                 crashes.append(context["exception"])
                 me.cancel()

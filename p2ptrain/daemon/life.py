@@ -238,8 +238,7 @@ class Daemon:
 
 
 def end_soon() -> None:
-    """Makes sure that this process ends soon, even if a thread is writing a checkpoint or the disk hangs, which is
-    consistent at any moment, as after a kill."""
+    """Makes sure that this process ends soon, even if a thread is writing or the disk hangs: it is always consistent."""
 
     def end() -> None:
         time.sleep(END_SECONDS)

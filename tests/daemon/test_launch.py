@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import stat
@@ -43,6 +44,23 @@ def test_a_crash_in_the_network_ends_the_daemon_with_its_error() -> None:
 
     with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
         launch._run(life())
+
+
+def test_what_a_cancelled_search_leaves_behind_is_no_news_and_any_other_lost_task_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def wait() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def life() -> None:
+        for work in (asyncio.Event().wait(), wait()):
+            asyncio.get_running_loop().create_task(work)
+        await asyncio.sleep(0)
+        del work
+        gc.collect()
+
+    launch._run(life())
+    assert ["wait()" in each.getMessage() and "Event" not in each.getMessage() for each in caplog.records] == [True]
 
 
 def test_a_lack_of_memory_ends_the_daemon_with_its_line() -> None:
