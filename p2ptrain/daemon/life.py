@@ -238,7 +238,7 @@ class Daemon:
 
 
 def end_soon() -> None:
-    """Makes sure that this process ends soon, even if a thread is writing or the disk hangs: it is always consistent."""
+    """Makes sure that this process ends soon, even if a thread is writing or the disk hangs: all is consistent."""
 
     def end() -> None:
         time.sleep(END_SECONDS)
