@@ -23,7 +23,6 @@ has caught up when it has applied the newest round that any other shows, counted
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +49,7 @@ from churn_faults import (
 )
 from churn_simulated import of_simulated
 from daemon_logs import new_directory
-from figures import FIGURES, rows_of, save
+from figures import FIGURES, measured_now, rows_of, save
 from show_nodes import free_port
 
 from p2ptrain.errors import P2ptrainError
@@ -448,10 +447,8 @@ class Written:
 
     def add(self, segment: Segment, swarm: str, found: dict[str, Any]) -> None:
         others = [row for row in rows_of(self.path) if (row["segment"], row["swarm"]) != (segment.name, swarm)]
-        self.rows = with_goodput([*others, {"segment": segment.name, "swarm": swarm, "seed": self.seed, **found}])
-        self._save()
-        head = json.loads(self.path.read_text())
-        self.rows[-1] = {name: head[name] for name in ("command", "commit", "date")} | self.rows[-1]
+        row = measured_now() | {"segment": segment.name, "swarm": swarm, "seed": self.seed, **found}
+        self.rows = with_goodput([*others, row])
         self._save()
         print(f"{swarm}: {segment.name}: " + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
 

@@ -15,9 +15,9 @@ weights averaged in fp16, begun 3 s ahead). torchft needs `python -m venv out/to
 torchft` beside the checkout, or where TORCHFT says.
 
 All cells of a system that differ in their line alone are measured in one swarm, whose line changes: it joins on a fast
-one. Its first cell also has a curve of the held-out loss, over seconds and steps from its first step; a cell's losses
-are read from that curve, at its own share of time that trains. Each cell goes into the JSON as soon as it is measured,
-and one that is there is skipped (--again: measured again).
+one. Its first cell also has a curve of the held-out loss, over seconds and steps from its first step; the other cells
+have no loss. Each cell goes into the JSON as soon as it is measured, and one that is there is skipped (--again:
+measured again).
 
 The model (`predicted`, frontier_model.py): bytes over the rate, exchanges over the latency, and what making and
 applying a contribution took of a processor alone on this machine, times nodes over cores.
@@ -118,7 +118,7 @@ class Ours:
     """Real daemons with the paced plug-in."""
 
     def __init__(self, stack: ExitStack, hosts: Hosts, cell: Cell, keep: bool) -> None:
-        self.hosts, self.cell, self.kept = hosts, cell, list[tuple[float, int]]()
+        self.hosts, self.cell, self.kept = hosts, cell, list[float]()  # seconds at which weights were kept
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2ptrain-frontier-")))
         offer(folder)
         shutil.copy(HERE / "paced.py", folder)
@@ -130,7 +130,6 @@ class Ours:
     def start(self) -> None:
         self.swarm.start()
         self.swarm.pass_rounds(SETTLED_ROUNDS)
-        self.first = self.swarm.round
 
     def look(self) -> None:
         (self.folder / "go").touch()  # the line is the cell's by now
@@ -146,7 +145,7 @@ class Ours:
             model = load_model(saved.weights, torch.device("cpu"))
             weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
             np.save(self.folder / f"mark{len(self.kept)}.npy", weights)
-            self.kept.append((seconds, (number - self.first) * self.cell.steps))
+            self.kept.append(seconds)
             shutil.copytree(self.data, self.folder / "data", dirs_exist_ok=True)
 
     def notes(self) -> list[list[tuple[float, int]]]:
@@ -161,8 +160,8 @@ class Ours:
         data = TokenDataset.open(self.folder / "data", self.run.data.manifest)
         losses = [loss_of(np.load(self.folder / f"mark{place}.npy"), self.run, data) for place in range(len(self.kept))]
         return [
-            {"seconds": seconds, "steps": steps, "loss": loss}
-            for (seconds, steps), loss in zip(self.kept, losses, strict=True)
+            {"seconds": seconds, "steps": steps_at(self.notes(), seconds), "loss": loss}
+            for seconds, loss in zip(self.kept, losses, strict=True)
         ]
 
 
@@ -294,9 +293,9 @@ class Figures:
         return any(each["name"] == cell.name for each in self.found["cells"])
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
-        """Puts a row in the place of the one with its name, or at the end, and writes all."""
+        """Puts a row in the place of the one with its name, or at the end, with its own commit, and writes all."""
         rows = [each for each in self.found[kind] if each["name"] != row["name"]]
-        self.found[kind] = [*rows, row]
+        self.found[kind] = [*rows, row | figures.measured_now()]
         self.write()
 
     def write(self) -> None:
@@ -335,10 +334,9 @@ def run_swarm(cells: Sequence[Cell], file: Figures, keep: bool, lock: Path | Non
 
 
 def with_losses(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the cells with their losses, each from the curve of its swarm's first cell."""
-    by_name = {each["name"]: each for each in found["cells"]}
-    curves = {cell_of(by_name[each["name"]]).swarm: each["points"] for each in found["curves"]}
-    return [row | losses_from(curves.get(cell_of(row).swarm, []), cell_of(row), row["share"]) for row in found["cells"]]
+    """Returns the cells with their losses, if they have a curve of their own."""
+    curves = {each["name"]: each["points"] for each in found["curves"]}
+    return [row | losses_from(curves.get(row["name"], [])) for row in found["cells"]]
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
@@ -380,7 +378,7 @@ def table_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def goal_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns when we had the loss that each rival has at its last mark, with as many steps and the same line."""
+    """Returns when we first had the lowest loss of each rival and when it had it, on the same line in as many steps."""
     curves = {each["name"]: each["points"] for each in found["curves"]}
     cells = {name: cell_of(row) for row in found["cells"] if (name := row["name"]) in curves and not row.get("extra")}
     told = {}
@@ -388,11 +386,12 @@ def goal_of(found: dict[str, Any]) -> dict[str, Any]:
         ours = replace(CENTRE, megabits=cell.megabits, round_trip_ms=cell.round_trip_ms, steps=cell.steps)
         if cell.k or not (mine := curves.get(ours.name)) or not curves[name]:
             continue
-        last = curves[name][-1]
+        best = min(curves[name], key=lambda each: each["loss"])  # the first of equal ones
         losses, seconds = np.minimum.accumulate([each["loss"] for each in mine]), [each["seconds"] for each in mine]
-        after = float(np.interp(-last["loss"], -losses, seconds)) if losses[0] > last["loss"] > losses[-1] else None
-        told[name] = {"loss": last["loss"], "after s": last["seconds"], "ours after s": after}
-        told[name]["of its time"] = None if after is None else after / last["seconds"]
+        after = float(np.interp(-best["loss"], -losses, seconds)) if best["loss"] >= losses[-1] else None
+        told[name] = {"loss": best["loss"], "after s": best["seconds"], "ours after s": after}
+        told[name]["of its time"] = None if after is None else after / best["seconds"]
+        told[name]["our lowest"] = float(losses[-1])
     return told
 
 

@@ -163,20 +163,17 @@ def predict(cell: Cell, costs: Costs) -> dict[str, float]:
     return {"share": training / took, "bytes": sent, "round_seconds": took}
 
 
-def losses_from(curve: Sequence[dict[str, float]], cell: Cell, share: float) -> dict[str, float | None]:
-    """Returns a cell's loss after EQUAL_SECONDS, of which this share trains, and after EQUAL_STEPS; None: the curve
-    does not go so far."""
-    steps = [each["steps"] for each in curve]
+def losses_from(curve: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
+    """Returns the loss of a cell's curve after EQUAL_SECONDS and after EQUAL_STEPS; None: it does not go so far, or its
+    steps are not known."""
 
-    def at(wanted: float) -> float | None:
-        if not (curve and steps[0] <= wanted <= steps[-1]):
+    def at(what: str, wanted: float) -> float | None:
+        places = [place for each in curve if (place := each[what]) is not None]
+        if not (places and places[0] <= wanted <= places[-1]):
             return None
-        return float(np.interp(wanted, steps, [each["loss"] for each in curve]))
+        return float(np.interp(wanted, places, [each["loss"] or 0.0 for each in curve]))
 
-    return {
-        "loss at equal time": at(share * EQUAL_SECONDS / cell.pace_seconds),
-        "loss at equal steps": at(EQUAL_STEPS),
-    }
+    return {"loss at equal time": at("seconds", EQUAL_SECONDS), "loss at equal steps": at("steps", EQUAL_STEPS)}
 
 
 def measure_costs() -> Costs:
