@@ -389,7 +389,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     head = [
         "segment", "a node failed every", "minutes", "kills; joins, leaves", "rounds", "goodput, %",
         "longest time without a round", "rounds compared, roots that differ",
-        "seconds until a killed one answers", "until it has caught up: median, 95 %", "caught up, killed again before, not",
+        "seconds until a killed one answers", "until it has caught up: median, 95 %",
+        "caught up, killed again before, not",
         "seconds to join", "load",
     ]  # fmt: skip
     lines = []

@@ -40,6 +40,7 @@ class Watched:
         self.steps: dict[tuple[int, int], int] = {}  # by node and round
         self.decided: dict[tuple[bytes, int], tuple[int, int]] = {}  # rounds: contributions, and honest steps
         self.there: list[int] = []  # nodes, by round
+        self.before: set[tuple[bytes, int]] = set()  # rounds decided before `begin`, which newcomers apply later
         self.times: list[float] = [begin]
         self.started: dict[int, float] = {}  # of those who have not caught up
         self.caught_up: list[float] = []
@@ -61,13 +62,15 @@ class Watched:
             case _:
                 pass
         for effect in effects or ():
-            if isinstance(effect, ev.Apply) and node.honest and now > self.begin:
+            if isinstance(effect, ev.Apply) and node.honest:
                 self.apply(effect, now)
 
     def apply(self, effect: ev.Apply, now: float) -> None:
         manifest = effect.manifest
         place = manifest.branch, manifest.round
-        if place in self.decided or now > self.end:
+        if now <= self.begin:
+            self.before.add(place)
+        if place in self.before or place in self.decided or now > self.end:
             return
         self.times.append(now)
         authors = [(self.cluster.node_of(taken.author), taken.round) for taken in manifest.taken]
@@ -91,7 +94,7 @@ class Watched:
 
 
 def twin(segment: Segment, nodes: int, seed: int) -> Scenario:
-    """Makes the scenario with a segment's faults: with sixteen nodes, and as long, at the same times as those of the daemons."""
+    """Makes the scenario with a segment's faults: with sixteen nodes for as long, at the daemons' times."""
     faults: list[dict[str, Any]] = []
     for fault in faults_of(segment, seed, nodes):
         at = WARM_UP_SECONDS + fault.at

@@ -50,6 +50,13 @@ def test_a_segment_that_breaks_a_promise_has_no_figures(churn: Any, monkeypatch:
         churn.of_simulated(churn.replace(churn.SEGMENTS["no faults"], minutes=0.5), 16, 1)
 
 
+def test_rounds_decided_before_a_segment_do_not_count_when_a_newcomer_applies_them(churn: Any) -> None:
+    segment = churn.replace(churn.SEGMENTS["joins and leaves"], minutes=1.0)
+    row = churn.of_simulated(segment, 16, 1)
+    assert row["joins"] == 2
+    assert row["rounds"] <= 12, "a round takes five seconds"
+
+
 def test_who_is_killed_again_before_it_has_caught_up_is_counted(churn: Any) -> None:
     kept = json.loads((churn.FIGURES / "churn.json").read_text())
     row = next(row for row in kept["rows"] if (row["segment"], row["swarm"]) == ("a kill every 3.75 s", churn.REAL))

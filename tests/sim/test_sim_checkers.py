@@ -240,7 +240,7 @@ def test_what_a_large_swarm_leaves_out_is_seen_though_checkers_look_at_decisions
     whole = manifest.attested
     monkeypatch.setattr(manifest, "attested", lambda fields, least: whole(fields, least)[1:])
     (failure,) = simulate(scenario, 1, ck.standard()).failures
-    assert re.fullmatch(r"at .* leaves out node \d+'s contribution of round 1, which every honest member holds", failure)
+    assert re.search(r"leaves out node \d+'s contribution of round 1, which every honest member holds$", failure)
 
 
 def test_what_one_of_them_lacks_may_be_left_out(ran: Ran) -> None:
