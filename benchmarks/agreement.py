@@ -1,6 +1,7 @@
 """The cost of agreement as a swarm grows, and the speed of its simulation.
 
-    python benchmarks/agreement.py [speed] [growth] [loss] [payload] [straggler] [--seeds N] [--json FILE] [--plot FILE] [--quick]
+    python benchmarks/agreement.py [speed] [growth] [loss] [payload] [straggler] [--seeds N] [--json FILE]
+        [--plot FILE] [--quick]
 
 `speed`: 200 nodes for 50 clean rounds and 1,000 nodes for 5, on one core, with every checker once a node and round.
 `growth`: messages and bytes that reach a node in a round, from 4 to 1,000 nodes, counted before gossip's own

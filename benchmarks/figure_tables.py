@@ -42,7 +42,10 @@ def between_nodes(found: Json) -> dict[str, dict[str, float]]:
     frontier = json.loads((FIGURES / "frontier.json").read_text(encoding="utf-8"))
     (cell,) = (each for each in frontier["cells"] if each["name"] == MEASURED_CELL)
     payloads = cell["sent"] / frontier["costs"]["payloads"][str(cell["k"])]  # where three others fetch it
-    told = {name: {str(nodes): ratio * 2 / nodes * 3 / payloads for nodes in (4, 64)} for name, ratio in ratios(found).items()}
+    told = {
+        name: {str(nodes): ratio * 2 / nodes * 3 / payloads for nodes in (4, 64)}
+        for name, ratio in ratios(found).items()
+    }
     return told | {"payloads sent": {"4": payloads}}
 
 

@@ -10,7 +10,8 @@ real one, of AdamW on one short sequence. Exchange, codec, agreement and apply a
 cores. "Trains" is the steps taken times the pace, over the time that passed, from one round's end to a later one's.
 
 Beside it, with the same model, data, first weights, inner optimizer, rate and pace (frontier_peer.py): torchft's DiLoCo
-(dense fp32 pseudo-gradients by gloo, its outer SGD at 0.7 with Nesterov's 0.9) and hivemind.Optimizer (local steps,
+(dense fp32 pseudo-gradients by gloo, its outer SGD at 0.7 with Nesterov's 0.9; without and with its own overlap, the
+longest `fragment_sync_delay` that it accepts) and hivemind.Optimizer (local steps,
 weights averaged in fp16, begun 3 s ahead). torchft needs `python -m venv out/torchft && out/torchft/bin/pip install
 torchft` beside the checkout, or where TORCHFT says.
 
@@ -176,7 +177,7 @@ class Theirs:
         self.folder = folder
         self.run = begin(config_of(cell), folder / "data", ["0" * 64]).run  # seals it with our data; nobody joins
         settings = {
-            "system": cell.system, "period": cell.steps, "pace_seconds": cell.pace_seconds,
+            "system": cell.system, "overlaps": cell.overlaps, "period": cell.steps, "pace_seconds": cell.pace_seconds,
             "real_every": real_every(cell.pace_seconds), "marks": MARKS, "rate": RATE, "torchft": str(TORCHFT),
             "model": self.run.model.model_dump(mode="json"), "recipe": self.run.recipe.model_dump(mode="json"),
             "dataset": str(folder / "data"), "manifest": self.run.data.manifest,
@@ -359,7 +360,7 @@ def table_of(found: dict[str, Any]) -> list[dict[str, Any]]:
                 "system": row["system"],
                 "steps": row["steps"],
                 "k": row["k"] or "–",
-                "overlap": ("yes" if row["overlaps"] else "no") if own else "–",
+                "overlap": ("yes" if row["overlaps"] else "no") if own or row["system"] == "torchft" else "–",
                 "Mbit/s": row["megabits"],
                 "ms": row["round_trip_ms"],
                 "with": row.get("extra") or (pace if row["pace_seconds"] != PACE_SECONDS else "–"),
@@ -419,11 +420,13 @@ def draw(file: Figures, picture: Path) -> None:
     marks, every = {128: "o", 32: "s", 8: "^"}, np.geomspace(4.0, 1_200.0, 60)
     cells = [(cell_of(row), 100 * row["share"]) for row in sorted(file.found["cells"], key=_place)]
     cells = [each for each in cells if each[0] == _of_picture(each[0])]
-    for (system, steps), group in groupby(cells, lambda each: (each[0].system, each[0].steps)):
+    for (system, steps, overlaps), group in groupby(
+        cells, lambda each: (each[0].system, each[0].steps, each[0].overlaps)
+    ):
         each, colour = list(group), colours[system]
         model = [replace(each[0][0], megabits=float(rate), round_trip_ms=25.0) for rate in every]
         axes.plot(every, [100 * predict(cell, file.costs)["share"] for cell in model], ":", color=colour)
-        axes.plot([], [], marks[steps], color=colour, label=f"{system}, {steps} steps a round")
+        axes.plot([], [], marks[steps], color=colour, label=f"{system}, {steps} steps a round{', overlap' * overlaps}")
         for cell, share in each:
             face = colour if cell.round_trip_ms == 25.0 else "none"
             axes.plot(cell.megabits, share, marks[steps], color=colour, markerfacecolor=face)
@@ -455,7 +458,8 @@ def chosen_cells(arguments: argparse.Namespace) -> Iterator[list[Cell]]:
         is_wanted = (
             swarm.system in arguments.systems
             and swarm.steps in arguments.steps
-            and (not swarm.k or (swarm.k in arguments.ks and swarm.overlaps in map(bool, arguments.overlap)))
+            and (not swarm.k or swarm.k in arguments.ks)
+            and (swarm.system == "hivemind" or swarm.overlaps in map(bool, arguments.overlap))
         )
         if is_wanted:
             yield [

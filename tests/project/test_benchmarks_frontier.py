@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ def test_a_round_takes_the_steps_the_bytes_over_the_rate_the_trips_and_the_work(
     dense = frontier.predict(dataclasses.replace(centre, system="torchft", k=0, overlaps=False), costs)
     assert dense["bytes"] == pytest.approx(1.5 * 120e6 * headers), "a ring of four sends 2 * 3/4 of the weights"
     assert dense["round_seconds"] == pytest.approx(32 + 180e6 * headers * 8 / 50e6 + 5 * 0.025 + 0.5 * 2)
+    overlapped = dataclasses.replace(centre, system="torchft", k=0)
+    assert frontier.predict(overlapped, costs)["round_seconds"] == pytest.approx(32 + 0.5 * 2), "32 s of training"
+    slower = dataclasses.replace(overlapped, megabits=25.0)
+    exchange = 180e6 * headers * 8 / 25e6 + 5 * 0.025
+    assert frontier.predict(slower, costs)["round_seconds"] == pytest.approx(0.25 + exchange + 0.5 * 2)
     half = frontier.predict(dataclasses.replace(centre, system="hivemind", k=0, overlaps=False), costs)
     assert half["bytes"] == pytest.approx(dense["bytes"] / 2)
     alone = frontier.predict(dataclasses.replace(centre, overlaps=False), costs)
@@ -86,6 +92,16 @@ def test_hosts_can_be_given_other_lines() -> None:
     relay.set_lines([Line(5.0, 5.0, 0.1), Line(7.0, 7.0, 0.1)])
     assert [relay.way(place, 1 - place)[0].up_megabits for place in (0, 1)] == [5.0, 7.0]
     assert relay.way(2, 0)[0].up_megabits == 5.0
+
+
+def test_torchft_is_measured_without_and_with_its_own_overlap(frontier: Any) -> None:
+    chosen = {"systems": ["torchft"], "steps": [128], "ks": [], "lines": [(20.0, 100.0)], "pace": 0.25, "extra": ""}
+    names = [
+        [cell.name for cells in frontier.chosen_cells(Namespace(**chosen, overlap=overlap)) for cell in cells]
+        for overlap in ([0], [1], [1, 0])
+    ]
+    plain = "torchft, 20 Mbit/s, 100 ms, 128 steps"
+    assert names == [[plain], [f"{plain}, overlap"], [plain, f"{plain}, overlap"]]
 
 
 def test_the_figures_are_cells_of_the_plan_with_the_models_words_on_them(frontier: Any) -> None:

@@ -120,9 +120,7 @@ def test_a_crash_of_the_core_is_told_also_beyond_what_is_promised(
 
 
 @pytest.mark.parametrize("error", [None, Violation("somebody honest is banned")])
-def test_a_run_beyond_what_is_promised_has_no_verdict(
-    error: Violation | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_beyond_what_is_promised_has_no_verdict(error: Violation | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def beyond(scenario: Scenario, seed: int, *_: Any) -> Outcome:
         outcome = simulate(scenario_of({"sentence": "Nothing.", "nodes": 1, "rounds": 1}), seed)
         outcome.cluster.watch.is_beyond = True
