@@ -22,14 +22,14 @@ MEASURED_CELL = "p2ptrain, 50 Mbit/s, 25 ms, 128 steps, k = 64, overlap"
 def methods(found: Json) -> str:
     """Returns the table of `learning.py`, the lowest loss first."""
     differs = len({row["steps"] for row in found["rows"]}) > 1
-    lines = [f"| method |{' steps |' * differs} held-out loss, nats a byte | bytes a step | fp32 gradients are |"]
+    lines = [f"| method | held-out loss, nats a byte | bytes a step | fp32 gradients are |{' steps |' * differs}"]
     lines.append("|---" * (4 + differs) + "|")
     for row in found["rows"]:
-        steps = f"{row['steps']} | " * differs
+        steps = f" {row['steps']} |" * differs
         deviation = f" ± {row['deviation']:.3f}" if row["deviation"] else ""
         loss = f"{row['loss']:.3f}{deviation}{'*' * row['edge']}"
         size, ratio = row["bytes_per_peer_step"], 4 * row["parameters"] / row["bytes_per_peer_step"]
-        lines.append(f"| {row['method']} | {steps}{loss} | {size:,.0f} | {ratio:,.0f} |")
+        lines.append(f"| {row['method']} | {loss} | {size:,.0f} | {ratio:,.0f} |{steps}")
     return "\n".join(lines)
 
 
