@@ -1,13 +1,16 @@
 """The cost of agreement as a swarm grows, and the speed of its simulation.
 
-    python benchmarks/agreement.py [speed] [growth] [loss] [straggler] [--seeds N] [--json FILE] [--plot FILE] [--quick]
+    python benchmarks/agreement.py [speed] [growth] [loss] [payload] [straggler] [--seeds N] [--json FILE]
+        [--plot FILE] [--quick]
 
 `speed`: 200 nodes for 50 clean rounds and 1,000 nodes for 5, on one core, with every checker once a node and round.
 `growth`: messages and bytes that reach a node in a round, from 4 to 1,000 nodes, counted before gossip's own
 duplication (a published message counts once for every receiver), with the formula that fits. At most 256 nodes have a
 vote, so it has two variables: N nodes that contribute, M = min(N, 256) that vote. `loss`: 5% of messages lost and
-round trips of 200 ms, at 10 s of training. `straggler`: one machine ten times slower. Both are the scenarios of that
-name, over several seeds, beside their clean twins. --quick: small sizes, to see that it runs.
+round trips of 200 ms, at 10 s of training, with payloads of 40 bytes. `straggler`: one machine ten times slower. Both
+are the scenarios of that name, over several seeds, beside their clean twins, whose lines have no limit. `payload`:
+`loss` with the payloads of the default recipe at 10M parameters, on lines of 10 Mbit/s up. --quick: small sizes, to
+see that it runs.
 """
 
 from __future__ import annotations
@@ -22,16 +25,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
+from p2ptrain.config import RunConfig
 from p2ptrain.sim.checkers import standard
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.outcome import Outcome, rate, simulate
-from p2ptrain.sim.scenario import load_scenario, scenario_of
+from p2ptrain.sim.scenario import Scenario, load_scenario, scenario_of
+from p2ptrain.train.memory import need_of
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 SEATS = 256
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 1_000)
-PARTS = ("speed", "growth", "loss", "straggler")
+PARTS = ("speed", "growth", "loss", "payload", "straggler")
+UP_MEGABITS = 10.0
 
 
 def clean(nodes: int, rounds: int) -> Outcome:
@@ -104,9 +111,15 @@ def fit(rows: list[dict[str, Any]], what: str, terms: dict[str, Any]) -> dict[st
     return {"factors": dict(zip(terms, factors.tolist(), strict=True)), "error": float(error)}
 
 
-def beside_twin(name: str, seeds: int) -> dict[str, Any]:
+def with_payloads(scenario: Scenario) -> Scenario:
+    """Returns it with payloads of `local` at 10M parameters, on lines that have a rate."""
+    size = need_of(RunConfig.model_validate({"name": "payload", "model": {"preset": "10m"}})).payload
+    training = replace(scenario.training, payload_bytes=size)
+    return replace(scenario, training=training, links=replace(scenario.links, bytes_per_second=UP_MEGABITS * 125_000))
+
+
+def beside_twin(scenario: Scenario, seeds: int) -> dict[str, Any]:
     """Returns a scenario's rate over that of its clean twin, for several seeds."""
-    scenario = load_scenario(SCENARIOS / f"{name}.toml")
     shares, taken = [], []
     for seed in range(1, seeds + 1):
         outcome = simulate(scenario, seed, standard())
@@ -162,7 +175,9 @@ def main() -> None:
             case "growth":
                 found[part] = growth(arguments.quick)
             case _:
-                found[part] = beside_twin(part, 1 if arguments.quick else arguments.seeds)
+                scenario = load_scenario(SCENARIOS / f"{'loss' if part == 'payload' else part}.toml")
+                scenario = with_payloads(scenario) if part == "payload" else scenario
+                found[part] = beside_twin(scenario, 1 if arguments.quick else arguments.seeds)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     if arguments.plot and "growth" in found:

@@ -6,7 +6,8 @@ The agreed state itself (p2ptrain/core/audits.py) is moved from round to round, 
 them; nothing is sent, and z and strength are drawn as the matched filter was measured
 (docs/explanation/matched-filter.md). Audits are as scarce as 3.5 % of training pays for.
 
-    liars    a third of 16 members sends what nobody trained: rounds until it counts for nothing
+    liars    a third of 16 members sends what nobody trained: rounds until it counts for nothing, where these liars
+             audit as others do, and where they praise one another and audit all others truthfully
     honest   f of 10 members accuse the others and praise themselves, in every audit that counts: honest suspensions
     keys     one machine joins with many keys and works for one of them a round, while honest newcomers join: seats
     shares   what audits cost of the training, in runs of 60, 600 and 3,000 rounds
@@ -19,22 +20,25 @@ import argparse
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from random import Random
+from typing import Any
 
 from msgspec.structs import replace
 
 from p2ptrain.config import RunConfig
+from p2ptrain.core import events as ev
 from p2ptrain.core.auditing import CHANCE, OTHERS, draw, sequences_of
 from p2ptrain.core.audits import FAR_OFF, FAR_OFF_ALONE, Measured, Tier
 from p2ptrain.core.manifest import NO_BEARER, Join, Manifest, Request, joins_max, manifest_of
-from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, Announcement, AuditReport, Availability, Message
+from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, Announcement, AuditReport, Availability
 from p2ptrain.core.newcomers import few_of_each_range, looked_at
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.digest import digest
 from p2ptrain.sim.cluster import Cluster
+from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.outcome import simulate
 from p2ptrain.sim.scenario import scenario_of
 from p2ptrain.train.memory import need_of
@@ -57,6 +61,7 @@ PARTS = {
     "batch 32, later": (1.45, 0.43, 0.21, 0.20),
 }
 IDLE_SPREAD = 0.6  # where four sets are read
+LIMIT_ROUNDS = 2_000  # after which a liar is taken to count for ever
 LIFTED = 1_000  # typical z from which patient liars accuse
 CROWDS = 10, 30, 100, 1_000  # keys of one machine
 LENGTHS = 60, 600, 3_000  # rounds
@@ -163,28 +168,33 @@ class Run:
 
 def liars(seeds: int) -> None:
     """Prints how many rounds pass until liars count for nothing."""
-    for part in PARTS:
-        for lie, found in LIES.items():
-            waited = list[int]()
-            for seed in range(seeds):
-                run = Run(16, part, seed)
-                bad = set(run.keys[:5])
-                run.work = lambda key, number, bad=bad, found=found: found if key in bad else None
-                left, limit = set(bad), 2_000
-                for number in range(1, limit + 1):
-                    state = run.turn()
-                    out = {key for key in left if key not in state.place
-                           or state.admitted[state.place[key]].conduct.tier is not Tier.COUNTED}  # fmt: skip
-                    waited += [number] * len(out)
-                    left -= out
-                    if not left:
-                        break
-                waited += [limit] * len(left)
-            late = sorted(waited)[int(0.95 * len(waited))]
-            print(
-                f"{part:16} {lie:32} suspended after {statistics.median(waited):.0f} rounds, 95 % within {late}",
-                flush=True,
-            )
+    for praises, part, lie in product((False, True), PARTS, LIES):
+        waited = sorted(each for seed in range(seeds) for each in rounds_counted(part, lie, seed, praises=praises))
+        middle, late = statistics.median(waited), waited[int(0.95 * len(waited))]
+        is_missed = middle > (100 if part.endswith("early") else 60) or late > 175
+        print(
+            f"{'praise' if praises else 'as measured':12} {part:16} {lie:32} suspended after {middle:.0f} rounds, "
+            f"95 % within {late}{': missed' if is_missed else ''}",
+            flush=True,
+        )
+
+
+def rounds_counted(part: str, lie: str, seed: int, *, praises: bool) -> list[int]:
+    """Returns how many rounds each of five liars among 16 counts; early the typical z is that of a run's start."""
+    run = Run(16, part, seed, typical=0 if part.endswith("early") else None)
+    bad = set(run.keys[:5])
+    run.work = lambda key, number: LIES[lie] if key in bad else None
+    run.reports = praise(bad) if praises else run.reports
+    waited, left = list[int](), set(bad)
+    for number in range(1, LIMIT_ROUNDS + 1):
+        state = run.turn()
+        out = {key for key in left if key not in state.place
+               or state.admitted[state.place[key]].conduct.tier is not Tier.COUNTED}  # fmt: skip
+        waited += [number] * len(out)
+        left -= out
+        if not left:
+            break
+    return [*waited, *[LIMIT_ROUNDS] * len(left)]
 
 
 def honest(rounds: int, seeds: int) -> None:
@@ -206,6 +216,11 @@ def honest(rounds: int, seeds: int) -> None:
             spent += run.spent / (7 * run.state.round) / seeds
         print(f"{part:16} {habit.__name__:9} {rounds} rounds: {out} honest suspensions, {accused} summonses, "
               f"audits {spent:.2%} of training", flush=True)  # fmt: skip
+
+
+def praise(bad: set[bytes]) -> Reports:
+    """Praises the other liars, and tells of all others what was measured."""
+    return lambda author, key, number, is_summoned: (1_900, 1_000) if author in bad and key in bad else None
 
 
 def openly(run: Run, bad: set[bytes]) -> Reports:
@@ -267,16 +282,16 @@ def weigh(rounds: int) -> None:
         audits = Counter[str]()
 
         def prepare(cluster: Cluster, audits: Counter[str] = audits) -> None:
-            count = cluster.metrics.published
+            def note(node: SimNode, event: ev.Event, effects: Sequence[Any] | None, local: float) -> None:
+                for effect in effects or ():
+                    received = cluster.decode(effect.envelope) if isinstance(effect, ev.Publish) else None
+                    message, receivers = received and received.message, len(cluster.nodes) - 1
+                    if isinstance(message, AuditReport):
+                        audits["reports"] += receivers * len(effect.envelope)
+                    elif isinstance(message, Availability):  # nobody joins or leaves, so all requests are audits
+                        audits["names"] += receivers * NAME_BYTES * len(message.requests)
 
-            def published(message: Message, size: int, receivers: int) -> None:
-                count(message, size, receivers)
-                if isinstance(message, AuditReport):
-                    audits["reports"] += receivers * size
-                elif isinstance(message, Availability):  # nobody joins or leaves, so all requests are audits
-                    audits["names"] += receivers * NAME_BYTES * len(message.requests)
-
-            cluster.metrics.published = published  # type: ignore[method-assign]
+            cluster.watch.observers.append(note)
 
         outcome = simulate(scenario_of(scenario), 1, prepare=prepare)
         assert outcome.is_good, outcome.failures

@@ -7,7 +7,8 @@ A segment is some minutes with one kind of fault (SEGMENTS); one swarm serves al
 segment found is written at once, so that a call that was broken off goes on where it was. Kills, joins and leaves are
 drawn from the seed. A killed daemon (SIGKILL, its p2pd ends with it) is started again after two seconds, with all that
 it has on the disk. `--simulated`: no daemons, but swarms of so many nodes in the simulator with the same faults: with
-as many nodes at the very same times, else with each node killed as often. `--scale`: a share of each segment's minutes.
+as many nodes and the same `--scale` at the very same times, else with each node killed as often. `--scale`: a share of
+each segment's minutes.
 
 The daemons are real processes on loopback, each with its own p2pd, forked from one that has imported everything
 (tests/helpers/nursery.py), because imports would take two of the three seconds that a start takes and sixteen daemons
@@ -15,15 +16,16 @@ share the cores. Rounds are paced: five steps of a tiny model with a sleep of a 
 So a round takes some seconds as real ones do, in most of which the cores are idle, and what is measured is the
 protocol. Liars are patched daemons with honest keys; each kind has its twin in the simulator.
 
-Goodput is the tokens a second behind honest contributions that rounds took, over those of the segments without faults.
+Goodput is the tokens a second behind honest contributions that rounds took, over those of the segments without faults;
+where more nodes were there than at first, so much less.
 Roots are compared from the nodes' own records (store/records.py), every round between all that applied it. A daemon
-has caught up when it has applied the newest round that any other shows, counted from the start of its process.
+has caught up when it has applied the newest round that any other shows, counted from the start of its process; one
+that is killed again before is counted by itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +52,7 @@ from churn_faults import (
 )
 from churn_simulated import of_simulated
 from daemon_logs import new_directory
-from figures import FIGURES, rows_of, save
+from figures import FIGURES, measured_now, rows_of, save
 from show_nodes import free_port
 
 from p2ptrain.errors import P2ptrainError
@@ -371,39 +373,48 @@ def kind_of(row: dict[str, Any]) -> str:
 
 
 def with_goodput(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds to each row the tokens a second over those of the segments without faults in a swarm of the same kind."""
+    """Adds to each row the tokens a second over those of the segments without faults in a swarm of the same kind, of as
+    many nodes as that has at first."""
     for row in rows:
+        size = int(row["swarm"].split()[0])
+        more = max(1.0, (row.get("nodes at a round's end") or row.get("nodes that compared a round") or size) / size)
         clean = [each for each in rows if each["segment"].startswith("no faults") and each["swarm"] == kind_of(row)]
         tokens, seconds = (sum(each[name] for each in clean) for name in ("honest tokens", "seconds"))
-        row["goodput, percent"] = round(100.0 * per_second(row) * seconds / tokens, 1) if tokens else None
+        row["goodput, percent"] = round(100.0 * per_second(row) * seconds / tokens / more, 1) if tokens else None
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns a line for each segment on real daemons."""
     head = [
-        "segment", "a node fails every", "minutes", "kills; joins, leaves", "rounds", "goodput, %",
+        "segment", "a node failed every", "minutes", "kills; joins, leaves", "rounds", "goodput, %",
         "longest time without a round", "rounds compared, roots that differ",
         "seconds until a killed one answers", "until it has caught up: median, 95 %",
+        "caught up, killed again before, not",
         "seconds to join", "load",
     ]  # fmt: skip
     lines = []
     for row in rows:
         if kind_of(row) != REAL:
             continue
-        segment = SEGMENTS[row["segment"]]
         faults = f"{row['kills']}" + (f"; {row['joins']}, {row['leaves']}" if row["joins"] else "")
-        node = f"{segment.kill_seconds * NODES / 60:.3g} min" if segment.kill_seconds else ""
+        node = f"{row['seconds'] * NODES / row['kills'] / 60:.3g} min" if row["kills"] else ""
+        fates = row["seconds to catch up"]["count"], cut_short(row), row["did not catch up"]
         lines.append(
             [
                 row["segment"] + str(row["swarm"])[len(REAL) :], node, f"{row['seconds'] / 60:.1f}", faults,
                 f"{row['rounds']}", f"{row['goodput, percent']}", f"{row['longest time without a round']} s",
                 f"{row['rounds compared']}, {row['rounds whose roots differ']}",
                 pair(row["seconds until a process answers"]).partition(",")[0], pair(row["seconds to catch up"]),
-                pair(row["seconds to join"]), f"{row['load']:.0f}",
+                ", ".join(map(str, fates)) if row["kills"] else "", pair(row["seconds to join"]), f"{row['load']:.0f}",
             ]
         )  # fmt: skip
     return lines_of(head, lines)
+
+
+def cut_short(row: dict[str, Any]) -> int:
+    """Returns how many were killed again before they had caught up."""
+    return int(row["kills"] - row["seconds to catch up"]["count"] - row["did not catch up"])
 
 
 def simulated(rows: list[dict[str, Any]]) -> str:
@@ -448,10 +459,8 @@ class Written:
 
     def add(self, segment: Segment, swarm: str, found: dict[str, Any]) -> None:
         others = [row for row in rows_of(self.path) if (row["segment"], row["swarm"]) != (segment.name, swarm)]
-        self.rows = with_goodput([*others, {"segment": segment.name, "swarm": swarm, "seed": self.seed, **found}])
-        self._save()
-        head = json.loads(self.path.read_text())
-        self.rows[-1] = {name: head[name] for name in ("command", "commit", "date")} | self.rows[-1]
+        row = measured_now() | {"segment": segment.name, "swarm": swarm, "seed": self.seed, **found}
+        self.rows = with_goodput([*others, row])
         self._save()
         print(f"{swarm}: {segment.name}: " + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
 

@@ -63,7 +63,7 @@ class Fault:
 def faults_of(segment: Segment, seed: int, nodes: int = NODES) -> list[Fault]:
     """Draws when and whom a segment's faults strike: as many as are expected, at least one.
 
-    In a swarm of another size each node is killed as often, and leaves as often.
+    In a swarm of another size each node is killed as often, and leaves as often. The tables have the rate measured.
     """
     draw, seconds = Random(f"{segment.name} {seed}"), 60.0 * segment.minutes  # noqa: S311
     liars, share, last = liars_of(segment, nodes), nodes / NODES, nodes - (nodes - 1) // 3

@@ -41,6 +41,7 @@ from p2ptrain.models.built_in import Transformer
 from p2ptrain.train.residual import Residual
 
 TEMPLAR_BYTES = 318_335  # its payload for 10.0M parameters at k = 32, measured
+PLACE_BITS = 12  # of DeMo's places, if they were packed
 CPU = torch.device("cpu")
 
 
@@ -133,8 +134,8 @@ class FloatDeMo:
             update = self.restored(self.transform(flat.view(like.shape), forward=False), shape)
             parameter.sub_(update.sign_(), alpha=1e-3)
 
-    def payload_bytes(self, sent: list[tuple[Tensor, Tensor]]) -> int:
-        return sum(indices.numel() * 8 + values.numel() * 4 for indices, values in sent)
+    def payload_bytes(self, sent: list[tuple[Tensor, Tensor]], place_bits: int = 64) -> int:
+        return sum(indices.numel() * place_bits // 8 + values.numel() * 4 for indices, values in sent)
 
 
 @dataclass
@@ -252,6 +253,7 @@ def measure(preset: str, k: int, peers: int, threads: int, turns: int) -> dict[s
         "payload_bytes": form.payload_bytes,
         "float_payload_bytes": float_bytes,
         "payload_ratio": round(float_bytes / form.payload_bytes, 3),
+        "packed_ratio": round(floats["float"].payload_bytes(received[0], PLACE_BITS) / form.payload_bytes, 3),
         "fp32_ratio": round(4 * count / form.payload_bytes, 1),
         "ours_ms": round(total("encode", "pack", "unpack", "aggregate"), 2),
         "float_ms": round(total("float_encode", "float_decode"), 2),
@@ -273,7 +275,8 @@ def describe(result: dict[str, Any]) -> str:
         f"{result['threads']} thread(s)\n"
         f"  wire: {result['payload_bytes']:,} bytes, {result['bits_per_coefficient']:.3f} bits a coefficient "
         f"(entropy {result['entropy_bits_per_coefficient']:.3f}); DeMo's {result['float_payload_bytes']:,} bytes are "
-        f"{result['payload_ratio']:.2f} times as many, fp32 {result['fp32_ratio']:.0f} times\n"
+        f"{result['payload_ratio']:.2f} times as many, with places of {PLACE_BITS} bits "
+        f"{result['packed_ratio']:.2f}, fp32 {result['fp32_ratio']:.0f} times\n"
         f"  time: {result['ours_ms']:.0f} ms; float {result['float_ms']:.0f} ms (ratio {result['time_ratio']:.2f}), "
         f"with batched products {result['matmul_ms']:.0f} ms (ratio {result['matmul_time_ratio']:.2f})\n"
         f"  {times}"

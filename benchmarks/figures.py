@@ -88,15 +88,22 @@ def rows_of(path: Path) -> list[dict[str, Json]]:
     return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
 
 
-def save(path: Path, found: dict[str, Json] | Sequence[Json], about: Sequence[str]) -> None:
-    """Writes what a benchmark found, with the head: this process' command, the commit, this machine, today."""
+def measured_now() -> dict[str, Json]:
+    """Returns what a row of a file that grows has of its own: this process' command, the commit, today."""
     program = Path(sys.argv[0]).resolve()
     name = str(program.relative_to(ROOT)) if program.is_relative_to(ROOT) else program.name
+    command = " ".join(["python", name, *sys.argv[1:]])
+    return {"command": command, "commit": STARTED_AT, "date": strftime("%Y-%m-%d")}
+
+
+def save(path: Path, found: dict[str, Json] | Sequence[Json], about: Sequence[str]) -> None:
+    """Writes what a benchmark found, with the head: this process' command, the commit, this machine, today."""
+    now = measured_now()
     head = {
-        "command": " ".join(["python", name, *sys.argv[1:]]),
-        "commit": STARTED_AT,
+        "command": now["command"],
+        "commit": now["commit"],
         "machine": machine(),
-        "date": strftime("%Y-%m-%d"),
+        "date": now["date"],
         "about": list(about),
     }
     whole = head | (dict(found) if isinstance(found, dict) else {"rows": list(found)})

@@ -10,14 +10,15 @@ real one, of AdamW on one short sequence. Exchange, codec, agreement and apply a
 cores. "Trains" is the steps taken times the pace, over the time that passed, from one round's end to a later one's.
 
 Beside it, with the same model, data, first weights, inner optimizer, rate and pace (frontier_peer.py): torchft's DiLoCo
-(dense fp32 pseudo-gradients by gloo, its outer SGD at 0.7 with Nesterov's 0.9) and hivemind.Optimizer (local steps,
+(dense fp32 pseudo-gradients by gloo, its outer SGD at 0.7 with Nesterov's 0.9; without and with its own overlap, the
+longest `fragment_sync_delay` that it accepts) and hivemind.Optimizer (local steps,
 weights averaged in fp16, begun 3 s ahead). torchft needs `python -m venv out/torchft && out/torchft/bin/pip install
 torchft` beside the checkout, or where TORCHFT says.
 
 All cells of a system that differ in their line alone are measured in one swarm, whose line changes: it joins on a fast
-one. Its first cell also has a curve of the held-out loss, over seconds and steps from its first step; a cell's losses
-are read from that curve, at its own share of time that trains. Each cell goes into the JSON as soon as it is measured,
-and one that is there is skipped (--again: measured again).
+one. Its first cell also has a curve of the held-out loss, over seconds and steps from its first step; the other cells
+have no loss. Each cell goes into the JSON as soon as it is measured, and one that is there is skipped (--again:
+measured again).
 
 The model (`predicted`, frontier_model.py): bytes over the rate, exchanges over the latency, and what making and
 applying a contribution took of a processor alone on this machine, times nodes over cores.
@@ -118,7 +119,7 @@ class Ours:
     """Real daemons with the paced plug-in."""
 
     def __init__(self, stack: ExitStack, hosts: Hosts, cell: Cell, keep: bool) -> None:
-        self.hosts, self.cell, self.kept = hosts, cell, list[tuple[float, int]]()
+        self.hosts, self.cell, self.kept = hosts, cell, list[float]()  # seconds at which weights were kept
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2ptrain-frontier-")))
         offer(folder)
         shutil.copy(HERE / "paced.py", folder)
@@ -130,7 +131,6 @@ class Ours:
     def start(self) -> None:
         self.swarm.start()
         self.swarm.pass_rounds(SETTLED_ROUNDS)
-        self.first = self.swarm.round
 
     def look(self) -> None:
         (self.folder / "go").touch()  # the line is the cell's by now
@@ -146,7 +146,7 @@ class Ours:
             model = load_model(saved.weights, torch.device("cpu"))
             weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
             np.save(self.folder / f"mark{len(self.kept)}.npy", weights)
-            self.kept.append((seconds, (number - self.first) * self.cell.steps))
+            self.kept.append(seconds)
             shutil.copytree(self.data, self.folder / "data", dirs_exist_ok=True)
 
     def notes(self) -> list[list[tuple[float, int]]]:
@@ -161,8 +161,8 @@ class Ours:
         data = TokenDataset.open(self.folder / "data", self.run.data.manifest)
         losses = [loss_of(np.load(self.folder / f"mark{place}.npy"), self.run, data) for place in range(len(self.kept))]
         return [
-            {"seconds": seconds, "steps": steps, "loss": loss}
-            for (seconds, steps), loss in zip(self.kept, losses, strict=True)
+            {"seconds": seconds, "steps": steps_at(self.notes(), seconds), "loss": loss}
+            for seconds, loss in zip(self.kept, losses, strict=True)
         ]
 
 
@@ -177,7 +177,7 @@ class Theirs:
         self.folder = folder
         self.run = begin(config_of(cell), folder / "data", ["0" * 64]).run  # seals it with our data; nobody joins
         settings = {
-            "system": cell.system, "period": cell.steps, "pace_seconds": cell.pace_seconds,
+            "system": cell.system, "overlaps": cell.overlaps, "period": cell.steps, "pace_seconds": cell.pace_seconds,
             "real_every": real_every(cell.pace_seconds), "marks": MARKS, "rate": RATE, "torchft": str(TORCHFT),
             "model": self.run.model.model_dump(mode="json"), "recipe": self.run.recipe.model_dump(mode="json"),
             "dataset": str(folder / "data"), "manifest": self.run.data.manifest,
@@ -294,9 +294,9 @@ class Figures:
         return any(each["name"] == cell.name for each in self.found["cells"])
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
-        """Puts a row in the place of the one with its name, or at the end, and writes all."""
+        """Puts a row in the place of the one with its name, or at the end, with its own commit, and writes all."""
         rows = [each for each in self.found[kind] if each["name"] != row["name"]]
-        self.found[kind] = [*rows, row]
+        self.found[kind] = [*rows, row | figures.measured_now()]
         self.write()
 
     def write(self) -> None:
@@ -335,10 +335,9 @@ def run_swarm(cells: Sequence[Cell], file: Figures, keep: bool, lock: Path | Non
 
 
 def with_losses(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the cells with their losses, each from the curve of its swarm's first cell."""
-    by_name = {each["name"]: each for each in found["cells"]}
-    curves = {cell_of(by_name[each["name"]]).swarm: each["points"] for each in found["curves"]}
-    return [row | losses_from(curves.get(cell_of(row).swarm, []), cell_of(row), row["share"]) for row in found["cells"]]
+    """Returns the cells with their losses, if they have a curve of their own."""
+    curves = {each["name"]: each["points"] for each in found["curves"]}
+    return [row | losses_from(curves.get(row["name"], [])) for row in found["cells"]]
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
@@ -361,7 +360,7 @@ def table_of(found: dict[str, Any]) -> list[dict[str, Any]]:
                 "system": row["system"],
                 "steps": row["steps"],
                 "k": row["k"] or "–",
-                "overlap": ("yes" if row["overlaps"] else "no") if own else "–",
+                "overlap": ("yes" if row["overlaps"] else "no") if own or row["system"] == "torchft" else "–",
                 "Mbit/s": row["megabits"],
                 "ms": row["round_trip_ms"],
                 "with": row.get("extra") or (pace if row["pace_seconds"] != PACE_SECONDS else "–"),
@@ -380,7 +379,7 @@ def table_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def goal_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns when we had the loss that each rival has at its last mark, with as many steps and the same line."""
+    """Returns when we first had the lowest loss of each rival and when it had it, on the same line in as many steps."""
     curves = {each["name"]: each["points"] for each in found["curves"]}
     cells = {name: cell_of(row) for row in found["cells"] if (name := row["name"]) in curves and not row.get("extra")}
     told = {}
@@ -388,11 +387,12 @@ def goal_of(found: dict[str, Any]) -> dict[str, Any]:
         ours = replace(CENTRE, megabits=cell.megabits, round_trip_ms=cell.round_trip_ms, steps=cell.steps)
         if cell.k or not (mine := curves.get(ours.name)) or not curves[name]:
             continue
-        last = curves[name][-1]
+        best = min(curves[name], key=lambda each: each["loss"])  # the first of equal ones
         losses, seconds = np.minimum.accumulate([each["loss"] for each in mine]), [each["seconds"] for each in mine]
-        after = float(np.interp(-last["loss"], -losses, seconds)) if losses[0] > last["loss"] > losses[-1] else None
-        told[name] = {"loss": last["loss"], "after s": last["seconds"], "ours after s": after}
-        told[name]["of its time"] = None if after is None else after / last["seconds"]
+        after = float(np.interp(-best["loss"], -losses, seconds)) if best["loss"] >= losses[-1] else None
+        told[name] = {"loss": best["loss"], "after s": best["seconds"], "ours after s": after}
+        told[name]["of its time"] = None if after is None else after / best["seconds"]
+        told[name]["our lowest"] = float(losses[-1])
     return told
 
 
@@ -420,11 +420,13 @@ def draw(file: Figures, picture: Path) -> None:
     marks, every = {128: "o", 32: "s", 8: "^"}, np.geomspace(4.0, 1_200.0, 60)
     cells = [(cell_of(row), 100 * row["share"]) for row in sorted(file.found["cells"], key=_place)]
     cells = [each for each in cells if each[0] == _of_picture(each[0])]
-    for (system, steps), group in groupby(cells, lambda each: (each[0].system, each[0].steps)):
+    for (system, steps, overlaps), group in groupby(
+        cells, lambda each: (each[0].system, each[0].steps, each[0].overlaps)
+    ):
         each, colour = list(group), colours[system]
         model = [replace(each[0][0], megabits=float(rate), round_trip_ms=25.0) for rate in every]
         axes.plot(every, [100 * predict(cell, file.costs)["share"] for cell in model], ":", color=colour)
-        axes.plot([], [], marks[steps], color=colour, label=f"{system}, {steps} steps a round")
+        axes.plot([], [], marks[steps], color=colour, label=f"{system}, {steps} steps a round{', overlap' * overlaps}")
         for cell, share in each:
             face = colour if cell.round_trip_ms == 25.0 else "none"
             axes.plot(cell.megabits, share, marks[steps], color=colour, markerfacecolor=face)
@@ -456,7 +458,8 @@ def chosen_cells(arguments: argparse.Namespace) -> Iterator[list[Cell]]:
         is_wanted = (
             swarm.system in arguments.systems
             and swarm.steps in arguments.steps
-            and (not swarm.k or (swarm.k in arguments.ks and swarm.overlaps in map(bool, arguments.overlap)))
+            and (not swarm.k or swarm.k in arguments.ks)
+            and (swarm.system == "hivemind" or swarm.overlaps in map(bool, arguments.overlap))
         )
         if is_wanted:
             yield [

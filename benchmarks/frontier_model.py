@@ -50,7 +50,7 @@ PLUGIN = 'plugin = "{package} {version}"\nsettings = {{ seconds = {seconds}, rea
 
 @dataclass(frozen=True)
 class Cell:
-    """A system on a line; k and overlap are p2ptrain's alone."""
+    """A system on a line; k is p2ptrain's alone, and hivemind's always overlaps."""
 
     system: str  # p2ptrain, torchft, hivemind
     megabits: float  # a second, up and down
@@ -63,7 +63,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        own = f", k = {self.k}, {'overlap' if self.overlaps else 'no overlap'}" if self.k else ""
+        overlap = "overlap" if self.overlaps else "no overlap"
+        own = f", k = {self.k}, {overlap}" if self.k else ", overlap" if self.overlaps else ""
         pace = "" if self.pace_seconds == PACE_SECONDS else f", {self.pace_seconds:g} s a step"
         extra = f", {self.extra}" if self.extra else ""
         return (
@@ -105,6 +106,7 @@ LINES = [(20.0, 100.0), (50.0, 25.0), (20.0, 25.0), (5.0, 25.0), (200.0, 25.0), 
 SWARMS = [  # the most telling first
     CENTRE,
     Cell("torchft", 50.0, 25.0, 128),
+    Cell("torchft", 50.0, 25.0, 128, overlaps=True),
     Cell("hivemind", 50.0, 25.0, 128),
     *(replace(CENTRE, steps=steps) for steps in (32, 8)),
     replace(CENTRE, overlaps=False),
@@ -156,6 +158,8 @@ def predict(cell: Cell, costs: Costs) -> dict[str, float]:
             took = max(training + make + costs.rebase * crowd, exchange + make + apply)
         case "p2ptrain":
             took = training + make + exchange + apply
+        case "torchft" if cell.overlaps:
+            took = max(training, cell.pace_seconds + exchange) + dense  # begins after the first step
         case "torchft":
             took = training + exchange + dense
         case _:
@@ -163,20 +167,17 @@ def predict(cell: Cell, costs: Costs) -> dict[str, float]:
     return {"share": training / took, "bytes": sent, "round_seconds": took}
 
 
-def losses_from(curve: Sequence[dict[str, float]], cell: Cell, share: float) -> dict[str, float | None]:
-    """Returns a cell's loss after EQUAL_SECONDS, of which this share trains, and after EQUAL_STEPS; None: the curve
-    does not go so far."""
-    steps = [each["steps"] for each in curve]
+def losses_from(curve: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
+    """Returns the loss of a cell's curve after EQUAL_SECONDS and after EQUAL_STEPS; None: it does not go so far, or its
+    steps are not known."""
 
-    def at(wanted: float) -> float | None:
-        if not (curve and steps[0] <= wanted <= steps[-1]):
+    def at(what: str, wanted: float) -> float | None:
+        places = [place for each in curve if (place := each[what]) is not None]
+        if not (places and places[0] <= wanted <= places[-1]):
             return None
-        return float(np.interp(wanted, steps, [each["loss"] for each in curve]))
+        return float(np.interp(wanted, places, [each["loss"] or 0.0 for each in curve]))
 
-    return {
-        "loss at equal time": at(share * EQUAL_SECONDS / cell.pace_seconds),
-        "loss at equal steps": at(EQUAL_STEPS),
-    }
+    return {"loss at equal time": at("seconds", EQUAL_SECONDS), "loss at equal steps": at("steps", EQUAL_STEPS)}
 
 
 def measure_costs() -> Costs:

@@ -1,8 +1,10 @@
 """A peer that trains our model with others' libraries at a card's pace; benchmarks/frontier.py starts it on a host.
 
 `torchft` is its DiLoCo: dense pseudo-gradients in fp32, averaged by gloo as one bucket; the first peer has the
-lighthouse. `hivemind` is hivemind.Optimizer with local steps, which averages weights in fp16. It prints the address
-that the others need, trains once there is a file `go`, and writes its weights when a mark's time has come.
+lighthouse. With overlap its exchange begins after the first step and is waited for at the last one, the longest delay
+that it accepts (`fragment_sync_delay`). `hivemind` is hivemind.Optimizer with local steps, which averages weights in
+fp16. It prints the address that the others need, trains once there is a file `go`, and writes its weights when a mark's
+time has come.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from p2ptrain.models.built_in import Transformer, initialise
 STORE_PORT, LIGHTHOUSE_PORT = 29_500, 29_510
 ENOUGH = timedelta(minutes=30)  # an exchange on a slow line takes minutes, which is no failure
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo's own
+OWN_SHARE = 0.5  # of a peer's own weights that it keeps when it takes the others' in, with overlap: Streaming DiLoCo's
 GO_SECONDS = 0.05
 
 
@@ -70,7 +73,11 @@ def torchft_step(settings: dict[str, Any], model: Transformer, inner: torch.opti
         replica_id=f"peer{settings['place']}", hostname=own, init_sync=False,
     )  # fmt: skip
     outer = torch.optim.SGD(model.parameters(), OUTER_RATE, OUTER_MOMENTUM, nesterov=True)
-    method = DiLoCo(manager, [model], inner, outer, settings["period"], use_bucketization=True)
+    delay = settings["period"] - 1 if settings["overlaps"] else 0
+    method = DiLoCo(
+        manager, [model], inner, outer, settings["period"], use_bucketization=True,
+        fragment_sync_delay=delay, fragment_update_alpha=OWN_SHARE if delay else 0.0,
+    )  # fmt: skip
     method.__enter__()
 
     def step() -> None:

@@ -36,8 +36,8 @@ MULOCO = "local muon, all weights, 2 bits, 30 steps, decay 0.9, momentum 0.6, ou
 LABELS = {  # other methods: name, colour, and where the name stands, in points from the method's own
     "adamw, full synchronisation": ("AdamW, all gradients in fp32", "tab:red", (-62, 8)),
     "muon, full synchronisation": ("Muon, all gradients in fp32", "tab:purple", (-60, 6)),
-    "sparseloco, 10 steps": ("SparseLoCo", "tab:green", (0, 8)),
-    DILOCO: ("DiLoCo", "tab:brown", (0, 8)),
+    "sparseloco, 10 steps": ("SparseLoCo, AdamW", "tab:green", (0, 8)),
+    DILOCO: ("DiLoCo, AdamW", "tab:brown", (0, 8)),
     MULOCO: ("MuLoCo", "tab:orange", (28, -4)),
 }
 HIGHEST = 1.0  # loss in the picture of lateness: one point, of 2.6, lies beyond
@@ -132,7 +132,7 @@ def with_few_colours(path: Path, colours: int = PALETTE) -> None:
 
 
 def loss_over_bytes(path: Path) -> None:
-    """Draw the loss of each method in LABELS over what one peer uploads a step, with its name beside it."""
+    """Draw the loss of each method in LABELS over the bytes of a contribution a step, with its name beside it."""
     import matplotlib as mpl  # noqa: PLC0415  (slow, and only for this)
 
     mpl.use("Agg")
@@ -140,14 +140,14 @@ def loss_over_bytes(path: Path) -> None:
 
     rows = json.loads(FAMILY.read_text())["rows"] + json.loads(FIGURES.read_text())["rows"]
     points = {row["method"]: (row["bytes_per_peer_step"], row["loss"], row.get("deviation") or 0.0) for row in rows}
-    figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=110, layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=104, layout="constrained")
     ours = [points[f"local muon, {steps}, decay 0.95, starts with 1/4 of the residual, 4 peers"] for steps in OURS]
     sizes, losses, deviations = zip(*ours, strict=True)
     axes.errorbar(sizes, losses, deviations, color="tab:blue", marker="o", capsize=3, linewidth=2)
     for (size, loss, _), steps in zip(ours, OURS, strict=True):
         label = steps.split(",")[0]
         axes.annotate(label, (size, loss), (-24, -14), textcoords="offset points", color="tab:blue", ha="center")
-    axes.text(sizes[0], 1.56, "p2ptrain: k of every 4,096 coefficients,\nonce in 8 or 10 steps", color="tab:blue")
+    axes.text(sizes[0], 1.56, "p2ptrain, Muon: k of every 4,096 coefficients,\nonce in 8 or 10 steps", color="tab:blue")
     for method, (label, colour, place) in LABELS.items():
         size, loss, deviation = points[f"{method}, 4 peers"]
         axes.errorbar([size], [loss], [deviation], color=colour, marker="o", capsize=3)
@@ -155,7 +155,7 @@ def loss_over_bytes(path: Path) -> None:
         if "full" in method:
             axes.axhline(loss, color=colour, linestyle=":", linewidth=1)
     axes.set_xscale("log")
-    axes.set(xlabel="bytes that a peer uploads for each step", ylabel="held-out loss, nats a byte", xlim=(600, 9e6))
+    axes.set(xlabel="bytes of a contribution for each step", ylabel="held-out loss, nats a byte", xlim=(600, 9e6))
     axes.set_ylim(1.28, 1.98)
     axes.set_title("820,352 parameters, 600 steps, 4 simulated peers", fontsize=10)
     axes.grid(visible=True, which="major", alpha=0.3)

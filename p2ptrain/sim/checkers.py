@@ -272,16 +272,16 @@ class NothingCensored(Checker):
     def after(self, world: SimWorld, index: int, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         if type(event) is ev.MessageReceived and type(event.received.message) is Announcement:
             self._note(event.received.digest, event.received.message)
-        for effect in effects:
-            if type(effect) is ev.Publish:
-                received = world.decode(effect.envelope)
-                message = received.message if received else None
-                if received and type(message) is Announcement:
-                    self._note(received.digest, message)
-                elif type(message) is Availability:
-                    self._attested(index, message)
         for entry in entries(effects):
             self._decided(world, entry.manifest)
+
+    def said(self, world: SimWorld, index: int, envelope: bytes) -> None:
+        received = world.decode(envelope)
+        message = received.message if received else None
+        if received and type(message) is Announcement:
+            self._note(received.digest, message)
+        elif type(message) is Availability:
+            self._attested(index, message)
 
     def _note(self, name: bytes, message: Announcement) -> None:
         self.offers.setdefault(name[:16], (message.author, message.round))

@@ -25,7 +25,7 @@ from p2ptrain.config.run import PROTOCOLS
 from p2ptrain.core.roster import tolerated_by
 from p2ptrain.sim import checkers, liars
 from p2ptrain.sim import scenario as sc
-from p2ptrain.sim.ledger import TwoHistories
+from p2ptrain.sim.ledger import Violation
 from p2ptrain.sim.outcome import Outcome, ended, simulate
 
 NODES = (4, 16)
@@ -99,10 +99,10 @@ def swarm(
 
 def run(scenario: sc.Scenario, seed: int) -> Outcome:
     """Runs a scenario with every checker. If more members were faulty than the protocol tolerates, only a fork (two
-    histories) counts as a failure.
-    """
+    histories) and a crash of the core count as failures."""
     outcome = simulate(scenario, seed, checkers.standard())
-    if outcome.cluster.watch.is_beyond and not isinstance(outcome.error, TwoHistories):
+    is_a_crash_or_fork = outcome.error is not None and type(outcome.error) is not Violation
+    if outcome.cluster.watch.is_beyond and not is_a_crash_or_fork:
         return replace(outcome, failures=[])
     return outcome
 

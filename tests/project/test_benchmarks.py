@@ -6,6 +6,7 @@ import ast
 import asyncio
 import importlib
 import math
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,6 +72,23 @@ def test_a_simulated_run_learns_and_reports(
     learning.plot([result], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert result["method"] in learning.table([{**result, "rate": rate} for rate in ("1/7", "1/8", "1/9")])
+
+
+def test_liars_who_praise_one_another_count_for_longer_than_those_who_audit_as_others_do() -> None:
+    audits = load("audits")
+    measured, praised = (
+        max(audits.rounds_counted("batch 8, later", "own less five means", 0, praises=praises))
+        for praises in (False, True)
+    )
+    assert praised > 2 * measured
+
+
+def test_the_cost_of_audits_is_a_share_of_all_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    load("audits").weigh(2)
+    nobody, three = capsys.readouterr().out.splitlines()
+    assert nobody.startswith("0 liars of 10, ")
+    assert three.startswith("3 liars of 10, ")
+    assert re.search(r" [1-9]\d* audits, 0\.0\d+% of [\d.,]+ MB heard \(reports [1-9]", nobody)
 
 
 def test_the_checkpoint_benchmark_writes_and_copies_the_same_bytes(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from p2ptrain.core import manifest
+from p2ptrain.core.manifest import attested
 from p2ptrain.identity import peer_id_of
 from tests.helpers.benchmarks import load
 from tests.helpers.records import KEYS, lived
@@ -34,11 +36,34 @@ def test_as_many_faults_are_drawn_as_are_expected_and_the_same_again_from_the_sa
 def test_the_simulated_twin_of_a_segment_has_its_faults_and_keeps_every_promise(churn: Any) -> None:
     segment = churn.replace(churn.SEGMENTS["5 liars of three kinds, a kill every 15 s"], minutes=1.0)
     row = churn.of_simulated(segment, 16, 1)
-    assert (row["broken promises"], row["kills"], row["branches"], row["did not catch up"]) == ([], 4, 1, 0)
+    assert (row["kills"], row["branches"], row["did not catch up"], churn.cut_short(row)) == (4, 1, 0, 0)
     assert row["seconds to catch up"]["count"] == 4
     assert row["rounds"] >= 8
     most = row["rounds"] * row["contributions a round"] * 5 * 8 * 64
     assert 0.5 * most < row["honest tokens"] <= 0.75 * most, "five of sixteen are liars"
+    assert 15 < row["nodes at a round's end"] <= 16
+
+
+def test_a_segment_that_breaks_a_promise_has_no_figures(churn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "attested", lambda fields, least: attested(fields, least)[1:])
+    with pytest.raises(AssertionError, match="which every honest member holds"):
+        churn.of_simulated(churn.replace(churn.SEGMENTS["no faults"], minutes=0.5), 16, 1)
+
+
+def test_rounds_decided_before_a_segment_do_not_count_when_a_newcomer_applies_them(churn: Any) -> None:
+    segment = churn.replace(churn.SEGMENTS["joins and leaves"], minutes=1.0)
+    row = churn.of_simulated(segment, 16, 1)
+    assert row["joins"] == 2
+    assert row["rounds"] <= 12, "a round takes five seconds"
+
+
+def test_who_is_killed_again_before_it_has_caught_up_is_counted(churn: Any) -> None:
+    kept = json.loads((churn.FIGURES / "churn.json").read_text())
+    row = next(row for row in kept["rows"] if (row["segment"], row["swarm"]) == ("a kill every 3.75 s", churn.REAL))
+    assert churn.cut_short(row) == 16
+    (line,) = (line for line in churn.table([row]).splitlines() if row["segment"] in line)
+    assert "| 1.03 min |" in line, "how often a node failed is as measured"
+    assert "| 48, 16, 0 |" in line
 
 
 def test_records_tell_which_rounds_were_new_whose_work_they_took_and_whether_roots_differ(churn: Any) -> None:
@@ -59,8 +84,12 @@ def test_goodput_is_over_the_segments_without_faults_of_the_same_swarm(churn: An
         {"segment": "no faults, again", "swarm": "16 daemons", "honest tokens": 600, "seconds": 10.0},
         {"segment": "a", "swarm": "16 daemons, a checkpoint every 1 rounds", "honest tokens": 400, "seconds": 10.0},
         {"segment": "a", "swarm": "64 simulated", "honest tokens": 400, "seconds": 10.0},
+        {"segment": "b", "swarm": "16 daemons", "honest tokens": 1_000, "seconds": 10.0},
     ]
-    assert [row["goodput, percent"] for row in churn.with_goodput(rows)] == [125.0, 75.0, 50.0, None]
+    rows[-1]["nodes that compared a round"] = 20.0
+    rows[0]["nodes that compared a round"] = 14.0
+    found = [row["goodput, percent"] for row in churn.with_goodput(rows)]
+    assert found == [125.0, 75.0, 50.0, None, 100.0], "more nodes than at first count for what they are"
 
 
 def test_the_tables_of_churn_are_those_of_its_rows(churn: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ def test_a_round_takes_the_steps_the_bytes_over_the_rate_the_trips_and_the_work(
     dense = frontier.predict(dataclasses.replace(centre, system="torchft", k=0, overlaps=False), costs)
     assert dense["bytes"] == pytest.approx(1.5 * 120e6 * headers), "a ring of four sends 2 * 3/4 of the weights"
     assert dense["round_seconds"] == pytest.approx(32 + 180e6 * headers * 8 / 50e6 + 5 * 0.025 + 0.5 * 2)
+    overlapped = dataclasses.replace(centre, system="torchft", k=0)
+    assert frontier.predict(overlapped, costs)["round_seconds"] == pytest.approx(32 + 0.5 * 2), "32 s of training"
+    slower = dataclasses.replace(overlapped, megabits=25.0)
+    exchange = 180e6 * headers * 8 / 25e6 + 5 * 0.025
+    assert frontier.predict(slower, costs)["round_seconds"] == pytest.approx(0.25 + exchange + 0.5 * 2)
     half = frontier.predict(dataclasses.replace(centre, system="hivemind", k=0, overlaps=False), costs)
     assert half["bytes"] == pytest.approx(dense["bytes"] / 2)
     alone = frontier.predict(dataclasses.replace(centre, overlaps=False), costs)
@@ -44,12 +50,20 @@ def test_a_round_takes_the_steps_the_bytes_over_the_rate_the_trips_and_the_work(
     assert frontier.predict(slow, costs)["round_seconds"] > 240, "unless it takes longer than a round's steps"
 
 
-def test_a_cells_losses_are_read_where_its_share_of_the_time_has_come_to(frontier: Any) -> None:
-    cell = frontier.CENTRE
-    found = frontier.losses_from(POINTS, cell, 0.5)  # 90 s of 180, a step takes 0.25: 360 steps
-    assert found == {"loss at equal time": pytest.approx(4.2), "loss at equal steps": pytest.approx(4.08)}
-    assert frontier.losses_from(POINTS, cell, 0.1)["loss at equal time"] is None, "before the curve begins"
-    assert set(frontier.losses_from([], cell, 0.5).values()) == {None}
+def test_a_cells_losses_are_read_from_its_own_curve_alone(frontier: Any) -> None:
+    curve = [POINTS[0], {"seconds": 240.0, "steps": 600, "loss": 3.0}]
+    assert frontier.losses_from(curve) == {
+        "loss at equal time": pytest.approx(3.667, abs=1e-3),
+        "loss at equal steps": pytest.approx(4.08),
+    }
+    assert frontier.losses_from(POINTS)["loss at equal time"] is None, "the curve ends before"
+    unknown = frontier.losses_from([each | {"steps": None} for each in curve])
+    assert unknown["loss at equal steps"] is None, "steps are not known"
+    cells = [frontier.CENTRE, dataclasses.replace(frontier.CENTRE, megabits=20.0)]
+    rows = [{"name": cell.name} | dataclasses.asdict(cell) | {"share": 0.5} for cell in cells]
+    curves = [{"name": cells[0].name, "points": curve}]
+    found = frontier.with_losses({"cells": rows, "curves": curves})
+    assert [row["loss at equal steps"] for row in found] == [pytest.approx(4.08), None], "another line has none"
 
 
 def test_a_share_is_steps_times_pace_over_time(frontier: Any) -> None:
@@ -80,6 +94,16 @@ def test_hosts_can_be_given_other_lines() -> None:
     assert relay.way(2, 0)[0].up_megabits == 5.0
 
 
+def test_torchft_is_measured_without_and_with_its_own_overlap(frontier: Any) -> None:
+    chosen = {"systems": ["torchft"], "steps": [128], "ks": [], "lines": [(20.0, 100.0)], "pace": 0.25, "extra": ""}
+    names = [
+        [cell.name for cells in frontier.chosen_cells(Namespace(**chosen, overlap=overlap)) for cell in cells]
+        for overlap in ([0], [1], [1, 0])
+    ]
+    plain = "torchft, 20 Mbit/s, 100 ms, 128 steps"
+    assert names == [[plain], [f"{plain}, overlap"], [plain, f"{plain}, overlap"]]
+
+
 def test_the_figures_are_cells_of_the_plan_with_the_models_words_on_them(frontier: Any) -> None:
     file = frontier.Figures(frontier.JSON)
     cells = [frontier.cell_of(row) for row in file.found["cells"]]
@@ -97,12 +121,17 @@ def test_the_figures_are_cells_of_the_plan_with_the_models_words_on_them(frontie
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_the_goal_is_when_our_curve_first_has_a_rivals_last_loss(frontier: Any) -> None:
+def test_the_goal_compares_when_each_first_had_the_rivals_lowest_loss(frontier: Any) -> None:
     theirs = dataclasses.replace(frontier.CENTRE, system="hivemind", k=0, overlaps=False)
     cells = [{"name": cell.name} | dataclasses.asdict(cell) for cell in (frontier.CENTRE, theirs)]
-    late = [{"seconds": 300.0, "steps": 300, "loss": 3.5}]
+    late = [{"seconds": 300.0, "steps": 300, "loss": 3.5}]  # its lowest
     curves = [{"name": frontier.CENTRE.name, "points": POINTS}, {"name": theirs.name, "points": late}]
     found = frontier.goal_of({"cells": cells, "curves": curves})
-    assert found == {theirs.name: {"loss": 3.5, "after s": 300.0, "ours after s": 105.0, "of its time": 0.35}}
+    expected = {"loss": 3.5, "after s": 300.0, "ours after s": 105.0, "of its time": 0.35, "our lowest": 3.0}
+    assert found == {theirs.name: expected}
+    late.insert(0, {"seconds": 120.0, "steps": 120, "loss": 3.5})
+    late[1]["loss"] = 3.6  # it had it earlier, and lost it again
+    found = frontier.goal_of({"cells": cells, "curves": curves})
+    assert found == {theirs.name: expected | {"after s": 120.0, "of its time": 0.875}}
     late[0]["loss"] = 2.0
     assert frontier.goal_of({"cells": cells, "curves": curves})[theirs.name]["of its time"] is None, "not yet had"

@@ -7,6 +7,7 @@ must pass. A change of the core shuffles what a seed leads to; then the search g
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2ptrain.core import events, history, regroup, roster
+from p2ptrain.core import events, history, manifest, regroup, roster
 from p2ptrain.core.agreement import Agreement
-from p2ptrain.core.events import Applied, Apply, CaughtUp, Certified, Effect, Event, Persist, Publish, Started, Tick
+from p2ptrain.core.events import Applied, Apply, CaughtUp, Certified, Effect, Event, Persist, Started, Tick
 from p2ptrain.core.history import Beginning, Entry
 from p2ptrain.core.messages import NOTHING, Announcement, Availability, Ballot, Received, Vote, encode, signed_bytes
 from p2ptrain.core.node import Node
@@ -27,6 +28,7 @@ from p2ptrain.sim.cluster import FAILURES, Cluster
 from p2ptrain.sim.keys import FakeSigner
 from p2ptrain.sim.ledger import Checker, Guarantee, Ledger, Violation, may_lie, quorum
 from p2ptrain.sim.machine import SimNode
+from p2ptrain.sim.outcome import CHECK_ROUNDS_FROM, simulate
 from p2ptrain.sim.scenario import scenario_of
 from p2ptrain.sim.watch import SWALLOWED_BETWEEN
 from tests.helpers.sim import MessageLog, judged_simulation
@@ -65,10 +67,10 @@ class Ran:
 
     def decide(self, **changes: Any) -> Persist:
         """Decides the last round again, with another manifest."""
-        manifest = replace(self.manifest, **changes)
-        certificate = replace(self.entry.certificate, manifest=manifest.digest)
-        state = replace(self.last.state, head=manifest.digest)
-        return Persist(Certified(Entry(manifest, certificate), state))
+        other = replace(self.manifest, **changes)
+        certificate = replace(self.entry.certificate, manifest=other.digest)
+        state = replace(self.last.state, head=other.digest)
+        return Persist(Certified(Entry(other, certificate), state))
 
 
 @pytest.fixture
@@ -215,19 +217,30 @@ def attested(ran: Ran, *held: Sequence[int], **changes: Any) -> str:
         received = ran.cluster.decode(signed(node, message).envelope)
         assert received is not None
         offers[node.index] = received
-        checker.after(ran.cluster, node.index, Tick(), [Publish(received.envelope)])
+        checker.said(ran.cluster, node.index, received.envelope)
     for node, known in zip(nodes, held, strict=False):
         names = tuple(sorted(offers[index].digest[:16] for index in known))
         message = Availability(branch, number, 0, bytes(32), names, (), (), b"", node.key)
-        checker.after(ran.cluster, node.index, Tick(), [Publish(signed(node, message).envelope)])
-    manifest = replace(ran.manifest, round=number, parent=ran.manifest.digest, **{"taken": (), **changes})
-    return ran.show(ck.NothingCensored, Persist(Certified(Entry(manifest, ran.entry.certificate), ran.last.state)))
+        checker.said(ran.cluster, node.index, signed(node, message).envelope)
+    next_one = replace(ran.manifest, round=number, parent=ran.manifest.digest, **{"taken": (), **changes})
+    return ran.show(ck.NothingCensored, Persist(Certified(Entry(next_one, ran.entry.certificate), ran.last.state)))
 
 
 def test_what_everyone_holds_and_nobody_takes_is_seen(ran: Ran) -> None:
     number = ran.manifest.round + 1
     found = f"round {number} leaves out node 2's contribution of round {number}, which every honest member holds"
     assert attested(ran, [0, 2], [1, 2], [2], [2, 3]) == found
+
+
+def test_what_a_large_swarm_leaves_out_is_seen_though_checkers_look_at_decisions_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenario = scenario_of({"sentence": "Nothing happens.", "nodes": CHECK_ROUNDS_FROM, "rounds": 2})
+    assert simulate(scenario, 1, ck.standard()).is_good
+    whole = manifest.attested
+    monkeypatch.setattr(manifest, "attested", lambda fields, least: whole(fields, least)[1:])
+    (failure,) = simulate(scenario, 1, ck.standard()).failures
+    assert re.search(r"leaves out node \d+'s contribution of round 1, which every honest member holds$", failure)
 
 
 def test_what_one_of_them_lacks_may_be_left_out(ran: Ran) -> None:

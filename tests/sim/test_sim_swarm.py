@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from p2ptrain.core.roster import tolerated_by
 from p2ptrain.sim import scenario as sc
 from p2ptrain.sim import swarm
-from p2ptrain.sim.ledger import TwoHistories
+from p2ptrain.sim.ledger import TwoHistories, Violation
 from p2ptrain.sim.outcome import Outcome, simulate
 from p2ptrain.sim.scenario import Scenario, scenario_of, to_toml
 
@@ -106,11 +106,25 @@ def test_taking_a_node_away_leaves_a_scenario_that_can_run(seed: int) -> None:
         scenario = smaller
 
 
-def test_a_run_beyond_what_is_promised_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [AssertionError("the world has ended"), KeyError("a round")])
+def test_a_crash_of_the_core_is_told_also_beyond_what_is_promised(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crashed(scenario: Scenario, seed: int, *_: Any) -> Outcome:
+        outcome = simulate(scenario_of({"sentence": "Nothing.", "nodes": 1, "rounds": 1}), seed)
+        outcome.cluster.watch.is_beyond = True
+        return replace(outcome, failures=["the core has crashed"], error=error)
+
+    monkeypatch.setattr(swarm, "simulate", crashed)
+    assert swarm.run(swarm.draw(5), 5).failures == ["the core has crashed"]
+
+
+@pytest.mark.parametrize("error", [None, Violation("somebody honest is banned")])
+def test_a_run_beyond_what_is_promised_has_no_verdict(error: Violation | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def beyond(scenario: Scenario, seed: int, *_: Any) -> Outcome:
         outcome = simulate(scenario_of({"sentence": "Nothing.", "nodes": 1, "rounds": 1}), seed)
         outcome.cluster.watch.is_beyond = True
-        return replace(outcome, failures=["the world has ended"])
+        return replace(outcome, failures=["the world has ended"], error=error)
 
     monkeypatch.setattr(swarm, "simulate", beyond)
     tally = swarm.swarm(1, 5)
