@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.config import NodeConfig, RunConfig, WorldConfig
+from p2ptrain.config import NodeConfig, RunConfig, WorldConfig, load_run_config
 from p2ptrain.config.node import StorageConfig
 from p2ptrain.exact.outer import TAIL_BYTES
 from p2ptrain.net import questions
@@ -263,7 +263,10 @@ def test_only_who_is_in_front_at_a_terminal_is_asked(person: Person) -> None:
 
 def test_the_page_shows_what_is_asked(tmp_path: Path) -> None:
     page = (ROOT / "docs/how-to/join-from-home.md").read_text()
-    shown = terms_of(RUN, Home(mine(tmp_path)), 3, RoundsSeen(2, 5.0))
+    run = load_run_config(ROOT / "examples/tiny.toml").sealed(
+        manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[0].hex()]
+    )
+    shown = terms_of(run, Home(mine(tmp_path)), 3, RoundsSeen(2, 5.0))
     for what in ("model", "traffic", "at first"):
         assert f"\n{what:<{consent.WIDTH}}  {shown[what]}\n" in page
 
