@@ -142,7 +142,7 @@ class Inbox:
 
     def _keep_early(self, event: MessageReceived, author: bytes) -> None:
         seat = self.here.roster.seat
-        others = sum(each not in seat for each in self.early.keys() - {author})
+        others = sum(each not in seat and each != author for each in self.early)
         if author not in seat and others >= joins_max(len(seat)):
             return  # no more get a seat in the round before, and the rest would only fill the memory
         early = self.early.setdefault(author, [])

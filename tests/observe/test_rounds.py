@@ -299,7 +299,7 @@ def test_an_author_of_too_many_rounds_at_once_is_refused_what_is_too_much() -> N
 
 def test_what_was_counted_before_a_restart_is_not_counted_again() -> None:
     bench = Bench(4)
-    bench.parts.inbox.announcement(ME, signed(announced(A)), asked_for=True)  # from what backs a vote of ours
+    bench.parts.inbox.announcement(ME, signed(announced(A)), is_needed=True)  # from what backs a vote of ours
     assert [*bench.parts.pools.offers.by_author] == [A]
     assert bench.parts.pools.tallies.by_author == {}
 
