@@ -293,11 +293,13 @@ class Figures:
     def has(self, cell: Cell) -> bool:
         return any(each["name"] == cell.name for each in self.found["cells"])
 
-    def add(self, kind: str, row: dict[str, Any]) -> None:
-        """Puts a row in the place of the one with its name, or at the end, with its own commit, and writes all."""
-        rows = [each for each in self.found[kind] if each["name"] != row["name"]]
-        self.found[kind] = [*rows, row | figures.measured_now()]
+    def add(self, kind: str, row: dict[str, Any]) -> dict[str, Any]:
+        """Puts a row in the place of the one with its name, or at the end, with its own commit, writes all, and returns
+        the row as it is written."""
+        rows, row = [each for each in self.found[kind] if each["name"] != row["name"]], row | figures.measured_now()
+        self.found[kind] = [*rows, row]
         self.write()
+        return row
 
     def write(self) -> None:
         for row in self.found["cells"]:
@@ -324,7 +326,7 @@ def run_swarm(cells: Sequence[Cell], file: Figures, keep: bool, lock: Path | Non
                 go_first()
             for cell in cells:
                 row = {"name": cell.name} | asdict(cell) | measure(work, cell)
-                file.add("cells", row)
+                row = file.add("cells", row)
                 print(f"  {cell.name}: {row['share']:.1%}, {row['sent'] / 1e6:.2f} MB ({row['predicted']})", flush=True)
                 began = max(each[0][0] for each in work.notes())
                 while cell is cells[0] and cell.has_whole_curve and monotonic() < began + curve_seconds + MARK_SECONDS:

@@ -16,7 +16,6 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core.events import Certified, Record, Said, Trunk
 from p2ptrain.core.history import CHANGES_MAX, STAGES_MAX, Beginning, BranchStart, Entry, Step, follow, jump, name_of
 from p2ptrain.core.journal import Journal
-from p2ptrain.core.manifest import contradiction
 from p2ptrain.core.messages import Message, decode
 from p2ptrain.core.state import AgreedState
 from p2ptrain.errors import DataError, RemoteProtocolError
@@ -182,10 +181,7 @@ def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report:
         except RemoteProtocolError as error:
             report.wrong(where, error.why, SIGNED_FIX)
             break
-        before = proved.states[-1]
         if isinstance(step, Entry):
-            if why := contradiction(step.manifest, before, run):
-                report.wrong(where, f"its manifest is certified, but no availabilities lead to it: {why}", SIGNED_FIX)
             if not is_named and is_led_to:
                 report.holds("agreed state", f"that of round {base.round} is the one that the manifest after it names")
             is_named = True

@@ -213,7 +213,7 @@ class Requests:
     def add(self, received: msg.Received, state: AgreedState, is_needed: bool = False) -> bool:
         """Adds a request; returns False if it is useless or does not fit, raises RemoteProtocolError if it is invalid.
 
-        One that a proposal needs always fits, if need be in the place of the oldest join.
+        One that a proposal needs fits up to a bound, if need be in the place of the oldest join.
         """
         name = received.name
         if name in self.by_name:

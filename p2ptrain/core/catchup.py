@@ -197,7 +197,7 @@ class CatchingUp:
             self.cut_short = asked.peer
 
     def _ask(self, peer: bytes, branch: bytes, number: int, is_second: bool = False) -> None:
-        until = self.context.now + ANSWER_SECONDS
+        until = self.context.now + ANSWER_SECONDS * 2.0 ** min(len(self.late), 3)  # late answers share our line with it
         self.asked = HistoryRequest(peer, branch, number, until, is_second, self.chain.state)
         self.context.emit(AskHistory(peer, branch, number))
 
@@ -208,7 +208,7 @@ class CatchingUp:
 
     def _give_up(self, asked: HistoryRequest) -> None:
         """Waits no longer for an answer. The next one of that peer, which answers in order, is to its first request."""
-        if asked.peer not in self.late:
+        if asked.peer not in self.late and asked.peer in self.context.peers:
             self._keep(self.late, asked.peer, asked, AHEAD_MAX)
         self._close()
 
@@ -242,7 +242,7 @@ class CatchingUp:
             verified = self._weigh(answers, history)
         except RemoteProtocolError:
             self.context.counters["histories refused"] += 1
-            self._in_vain(peer, Reason.MALFORMED)
+            self._in_vain(peer, None if late else Reason.MALFORMED)
             return None
         if verified is not None:
             self.retries.pop(peer, None)

@@ -151,7 +151,7 @@ def follow(state: AgreedState, step: Step, run: RunConfig, verifier: msg.Verifie
         raise RemoteProtocolError(f"the manifest of round {manifest.round} does not follow round {state.round}")
     check_certificate(step, state.roster, verifier)
     if why := contradiction(manifest, state, run):  # on a branch that one member began, its own word is the quorum's
-        raise RemoteProtocolError(why)
+        raise RemoteProtocolError(f"its manifest is certified, but no availabilities lead to it: {why}")
     return state.after(manifest, run)
 
 

@@ -57,7 +57,7 @@ class Participant:
             ev.MessageReceived: self._message_received,
             ev.MalformedReceived: self._malformed_received,
             ev.PeerSeen: self._peer_seen,
-            ev.PeerLost: lambda event: context.peers.pop(event.peer, None),
+            ev.PeerLost: lambda event: [each.pop(event.peer, None) for each in (context.peers, self.catching_up.late)],
             ev.TrainingFinished: lambda event: self.work.finished(event, self.here),
             ev.TrainingFailed: self.work.failed,
             ev.Audited: self.work.auditing.done,

@@ -7,8 +7,7 @@ and when no new call has arrived for `settle_seconds`, it signs the set of calle
 quorum of itself begins a new branch. With this rule alone, a single liar could sign a set of itself and take over a
 healthy swarm; so a set that we have not signed binds us only if an honest member must have lost it (`may_follow`).
 
-The settle time is longer than the time between the first and the last member noticing the stall; otherwise they would
-sign different sets. A
+The settle time is longer than it takes until the last member notices the stall; otherwise sets would differ. A
 failed attempt is followed by another after twice the time, up to a cap.
 """
 

@@ -43,7 +43,7 @@ from p2ptrain.node.heirs import go_over
 from p2ptrain.node.home import REFUSED_NAME, Home, begun_here, note_begun
 from p2ptrain.node.limits import be_nice, choose_settings, keep_data_within, refuse_too_large
 from p2ptrain.node.notify import GOING_OVER_SECONDS, notify, watchdog
-from p2ptrain.node.saved import keep_tokenizer
+from p2ptrain.node.saved import LOG_NAME, keep_tokenizer
 from p2ptrain.node.socket_directory import open_apart, private_directory
 from p2ptrain.observe.build import status_of
 from p2ptrain.observe.http import STARTING, HttpFace
@@ -52,6 +52,7 @@ from p2ptrain.observe.progress import ProgressLine
 from p2ptrain.observe.tracking import TensorBoard, Tracker, Tracking, WandbRun
 from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.lock import Lock
+from p2ptrain.store.log import read_journal
 from p2ptrain.store.store import CHECKPOINTS_NAME, origin_in
 from p2ptrain.system import allow_open_files
 from p2ptrain.train.begin import begin, begin_again
@@ -232,9 +233,12 @@ async def _start(order: StartOrder, opened: Opened) -> After:
 
 
 def _has_state(run: RunConfig, home: Home) -> bool:
-    """Whether a state of the run is saved here, undamaged."""
-    saved = Checkpoints(home.of_run(run.id) / CHECKPOINTS_NAME, run.id)
-    return any(saved.verify(each) is None for each in reversed(saved.present()))
+    """Whether a state of the run is saved here that the node can go on from."""
+    directory = home.of_run(run.id)
+    with suppress(DataError):  # of a damaged log, as the store will say
+        journal = read_journal(directory / LOG_NAME)
+        return journal is not None and Checkpoints(directory / CHECKPOINTS_NAME, run.id).newest(journal) is not None
+    return True
 
 
 def make_it_fit(run: RunConfig, home: Home) -> None:
@@ -279,6 +283,8 @@ async def _join(order: JoinOrder, opened: Opened, wanted: str | None, known: Run
                 await asyncio.to_thread(keep_data_within, run, home, data)
             base = await find.find_base(transport, home, run, sources)
             await find.find_origin(transport, home, run, sources)
+            if home.is_going_over(run):  # its owner has named it
+                await asyncio.to_thread(go_over, home, [_origin_of(home, run)], opened.identity)
         claim = find.claim_for(read, opened.identity, run.run_id) if read else b""
         launch = Launch(run, home, opened.identity, transport, data, base, claim=claim, trust=trust, own=own)
         return await _serve(stack, launch, opened)
@@ -499,7 +505,8 @@ def _not_agreed(origin: Descent, heir: RunConfig, home: Home) -> str:
     command = f"p2ptrain join --run {heir.run_id} --bootstrap {address}"
     command += f" --data-dir {shlex.quote(directory)}" if directory else ""
     what = f"run {run.run_id[:16]} has ended with round {origin.last.manifest.round}, as its members decided, and this"
-    return f"{what} node's owner has not agreed to what follows. To go along: `{command}`"
+    what += f" node's owner has not agreed to what follows. To go along: `{command}`"
+    return f'{what}, or network.run = "{heir.run_id}" in its config'
 
 
 def _origin_of(home: Home, run: RunConfig) -> Descent:

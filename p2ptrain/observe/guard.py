@@ -162,7 +162,7 @@ class Guard:
         if not (self._token and request.path == "/" and _is_same(given, self._token)):
             return None
         response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
-        response.set_cookie(COOKIE, self._cookie.decode(), httponly=True, samesite="Strict", path="/")
+        response.set_cookie(COOKIE, self._cookie.decode(), httponly=True, samesite="Lax", path="/")
         return response
 
 

@@ -446,8 +446,7 @@ class Learner:
         return {"residual": self.recipe.residual.coefficients} | state
 
     def capture(self) -> Capture:
-        """Copies everything: the agreed state, the residual, the contributions whose fate is open, and the inner
-        optimizer.
+        """Copies everything: the agreed state, the residual, the open contributions, and the inner optimizer.
 
         It lacks the steps of a training that has not been contributed: a learner that loads it trains that round again;
         the only difference is that the inner optimizer of `local` has seen those steps already. Between `contribute`

@@ -149,6 +149,31 @@ def test_an_answer_that_comes_late_is_followed() -> None:
     assert bench.node.context.counters["histories refused"] == 0
 
 
+def test_while_answers_are_late_the_next_has_longer_for_they_share_our_line() -> None:
+    bench = Bench(4, me=1)
+    line = other_line(bench, 5)
+    _, second = late_and_another_asked(bench)
+    bench.hear(bench.hello(KEYS[3], round=3))
+    assert of_kind(bench.wait(ANSWER_SECONDS + 5.0), ev.AskHistory) == [], "twice as long"
+    assert followed(bench.do(ev.HistoryArrived(second, line.answer(RUN, 0)))) == steps(line)
+
+
+def test_no_answer_is_waited_for_from_a_peer_that_was_lost() -> None:
+    bench = Bench(4, me=1)
+    line = other_line(bench, 3)
+    bench.hear_all(bench.hello(KEYS[0], round=4), bench.hello(KEYS[2], round=4))
+    (first,) = of_kind(bench.wait(1.0), ev.AskHistory)
+    bench.do(ev.PeerLost(first.peer))
+    (second,) = of_kind(bench.do(ev.HistoryFailed(first.peer, "gone")), ev.AskHistory)
+    bench.do(ev.HistoryArrived(second.peer, line.answer(RUN, 0)))
+    extend(bench, line, 3)
+    bench.wait(3_600.0)
+    bench.do(ev.PeerSeen(first.peer))
+    bench.hear(bench.hello(first.peer, round=7))
+    assert of_kind(bench.wait(1.0), ev.AskHistory) == [ev.AskHistory(first.peer, RUN, 3)]
+    assert followed(bench.do(ev.HistoryArrived(first.peer, line.answer(RUN, 3)))) == steps(line, 3)
+
+
 def test_an_answer_that_comes_after_a_late_one_is_not_lost() -> None:
     bench = Bench(4, me=1)
     line = other_line(bench, 2)

@@ -160,7 +160,7 @@ async def test_a_browser_gets_a_cookie_for_the_token_and_an_address_without_it()
         status, headers, body = await here.get("/", params={"token": TOKEN.decode()})
         assert (status, headers["Location"], body) == (303, "/", b"")
         cookie = http.cookies.SimpleCookie(headers["Set-Cookie"])[COOKIE]
-        assert (cookie["httponly"], cookie["samesite"], cookie["path"], cookie["domain"]) == (True, "Strict", "/", "")
+        assert (cookie["httponly"], cookie["samesite"], cookie["path"], cookie["domain"]) == (True, "Lax", "/", "")
         assert TOKEN.decode() not in headers["Set-Cookie"], "other servers of this host see it too"
         for path in ("/", "/status", "/rounds"):
             assert await shown(here, path, {"Cookie": f"{COOKIE}={cookie.value}"}) == 200

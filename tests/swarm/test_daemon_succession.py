@@ -207,6 +207,9 @@ def test_who_does_not_agree_ends_with_a_line_and_a_way_to_go_along(tmp_path: Pat
         again.directory = stubborn.directory
         again.start().until_member()
         assert run_of(again) == new
+        again.leave()
+        stubborn.start().until_member()  # the command of before leads on, once its owner has named the run
+        assert run_of(stubborn) == new
 
 
 def test_a_node_that_slept_through_the_end_finds_the_run_that_follows(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The `Transport` over go-libp2p: p2pd in a process of its own, with hivemind's DHT node on top (dht.py).
 
 When p2pd dies, hangs, or loses its sockets or its relay, it is restarted with the same identity on the same ports, and
-its protocols and topics are set up again; who wants connections dials again (net/connections.py). Requests wait for it.
+its protocols and topics are set up again; who wants connections dials again (connections.py). Requests wait a while.
 
 gossipsub: Vyzovitis et al. 2020 (arXiv:2007.02754).
 """
