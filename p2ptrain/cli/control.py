@@ -126,8 +126,7 @@ def _said_in(file: Path) -> dict[str, object]:
 def agenda(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Show what members move about the run's future.
 
-    For each motion: what changes, what that costs this machine, how many members assent and have to, and whether
-    this node does.
+    For each motion: what changes, what that costs this machine, how many assent and have to, and if this node does.
     """
     from p2ptrain.observe.progress import agenda_lines
 

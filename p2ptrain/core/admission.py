@@ -106,8 +106,7 @@ def decode_claim(encoded: bytes) -> Claim:
 
 def read_claim(encoded: bytes, joiner: bytes, run: RunConfig, verifier: msg.Verifier) -> Ticket:
     """Decodes a claim; raises RemoteProtocolError unless its ticket is signed by a key from the run's config, for this
-    run, and its bearer has signed for the joiner.
-    """
+    run, and its bearer has signed for the joiner."""
     claim = decode_claim(encoded)
     ticket, run_id = claim.ticket, verifier.run_id
     if ticket.signer.hex() not in run.admission.keys:

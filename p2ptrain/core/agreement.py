@@ -160,8 +160,7 @@ class Agreement:
 
     def _count(self, view: View, votes: dict[bytes, Received], vote: Vote) -> None:
         """Counts a vote, even a liar's second one: the quorum behind a proposal that we have not seen may include it,
-        and two quorums share an honest member anyway.
-        """
+        and two quorums share an honest member anyway."""
         ballot, quorum = vote.ballot, self.roster.quorum
         tally = view.tallies[ballot]
         count = tally[vote.manifest] = tally.get(vote.manifest, 0) + 1

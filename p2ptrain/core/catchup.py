@@ -264,8 +264,7 @@ class CatchingUp:
 
     def _stay(self, asked: HistoryRequest, history: History, beginning: Beginning) -> None:
         """Remembers that a branch whose beginning was verified has lost, and so has the peer's current branch if it
-        descends from that one. Other branches are not recorded, because the peer may have made them up.
-        """
+        descends from that one. Other branches are not recorded, because the peer may have made them up."""
         begun = {beginning.branch}
         for step in (*history.changes, *history.steps):
             if isinstance(step, Beginning) and step.parent_branch in begun:

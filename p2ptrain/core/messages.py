@@ -2,8 +2,8 @@
 
 A message travels in an envelope, msgpack [body, signature, attachment]; the body is an array of the kind's tag and its
 fields in order. There are no maps, floats or optional fields. `decode` encodes its result again and compares, so that a
-message has exactly one encoding: an integer in nine bytes, an extra field or a string in place of bytes is refused. The
-author signs
+message has exactly one encoding: an integer in nine bytes, an extra field or a string in place of bytes is refused.
+The author signs
 
     "p2ptrain" | protocol version | run id | kind | digest of the body
 

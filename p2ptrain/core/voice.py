@@ -155,8 +155,7 @@ class Voice:
             self._forget_backing(place)
 
     def _forget_places(self) -> None:
-        """Forgets the oldest rounds and stays silent there for good, but not in the current round or later ones of its
-        branch.
+        """Forgets the oldest rounds and stays silent there for good, but not in this round of its branch or later.
 
         Rounds that are not the last of their branch go first: if a branch that we left wins after all, the swarm may
         need our vote in its last rounds.

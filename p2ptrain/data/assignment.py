@@ -9,8 +9,7 @@ A run chooses one of three policies (`data.assignment`):
 
     drawn       every place has as many slots, and they lie anywhere in the data
     window      every place has as many slots, and for many rounds all of them lie in one window of the data, so that a
-                node that cannot keep the whole set fetches each piece once a pass; windows are drawn, and sequences
-                are drawn within them
+                node that cannot keep the whole set fetches each piece once a pass; windows are drawn, then sequences
     capability  as drawn, but a place has slots in proportion to the steps that its node has lately taken, counted
                 on in the agreed state (p2ptrain/share.py)
 

@@ -448,8 +448,7 @@ def _token_document(tokens: Tokens, tokenizer: Tokenizer) -> Document:
 
 def _token_type(file: BinaryIO, source: SourceFile, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int | None]:
     """Returns the type of the tokens that follow, and their count if the header of a .npy gives it. Without a header
-    the type is nanoGPT's 16 bits, or 32 bits if the vocabulary needs them.
-    """
+    the type is nanoGPT's 16 bits, or 32 bits if the vocabulary needs them."""
     if source.form == ".bin":
         return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4"), None
     try:

@@ -262,9 +262,7 @@ class _ReadSoFar(msgspec.Struct, array_like=True):
         """Returns the nearest border that leaves neither split empty, if the documents allow it."""
         if -1 < self.highest < border:
             return self.highest  # if all documents are the same text, it is trained on
-        if border <= self.lowest < self.highest:
-            return self.lowest + 1
-        return border
+        return self.lowest + 1 if border <= self.lowest < self.highest else border
 
 
 def _write_splits(

@@ -107,8 +107,7 @@ def sum_votes(
     device: torch.device,
 ) -> Votes:
     """Adds up `count` contributions, one at a time and in the order of the scales, if there are any. The votes are
-    integers, so any order gives the same sums.
-    """
+    integers, so any order gives the same sums."""
     largest = count * recipe.vote_max
     assert largest < EXACT_MAX, "the config's bound keeps votes in range"
     dtype = torch.int16 if largest <= INT16_MAX else torch.int32 if largest <= INT32_MAX else torch.int64

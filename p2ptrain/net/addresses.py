@@ -139,9 +139,7 @@ def kind_of_address(address: str) -> str:
         return "relay"
     if host is None:
         return "name" if address.startswith("/dns") else "unknown"
-    if host.is_loopback:
-        return "loopback"
-    return "public" if host.is_global else "private"
+    return "loopback" if host.is_loopback else "public" if host.is_global else "private"
 
 
 @lru_cache(1_024)  # asked for every connected peer, again and again

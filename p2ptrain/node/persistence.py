@@ -119,7 +119,7 @@ class Persistence:
             self.fresh = {payload: at for payload, at in self.fresh.items() if now - at < FRESH_SECONDS}
             known = self.store.payloads.names()  # `needed` cannot name payloads that arrive from now on
             try:
-                await self.on_disk(self.store.prune, {*self._needed(), *self.fresh}, known)
+                await self.on_disk(self.store.prune, {*self._needed(), *self.fresh}, known, self._states.fetched())
                 if self._forget_before is not None and await self.on_disk(self._forget_before):
                     self._forget_before = None
             except DataError as error:

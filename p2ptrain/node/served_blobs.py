@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
+from time import monotonic
 
 from p2ptrain.config import RunConfig
 from p2ptrain.core.origin import ORIGIN_BYTES_MAX, decode_origin, succeed
@@ -22,6 +24,8 @@ from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.store import ORIGIN_NAME, Store
 
 STATES_SERVED = 8  # states whose leaves are kept in memory
+PAUSE_SECONDS = 30.0  # between two pieces of a state, until nobody is said to fetch it
+FETCH_SECONDS = 1_800.0  # 1.8 GB at 1 MB/s
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -43,6 +47,12 @@ class SavedStates:
         offered = self._offered.items()
         found = sorted(((blob.checkpoint.round, root) for root, blob in offered if blob.is_there), reverse=True)
         return tuple(found[: questions.STATES_MAX])
+
+    def fetched(self) -> Path | None:
+        """Returns the oldest checkpoint that a peer is fetching; not for ever, as nobody knows whether it ends."""
+        now = monotonic()
+        going = (each for each in self._offered.values() if each.read_at > now - PAUSE_SECONDS)
+        return next((each.checkpoint.path for each in going if each.begun_at > now - FETCH_SECONDS), None)
 
     def find(self, root: bytes) -> StateBlob | None:
         blob = self._offered.get(root)
@@ -174,6 +184,12 @@ class StateBlob(TreeFile):
     def __init__(self, checkpoint: Checkpoint, leaves: bytes) -> None:
         super().__init__(checkpoint.path / STATE_NAME, checkpoint.state_bytes, leaves)
         self.checkpoint = checkpoint
+        self.begun_at, self.read_at = math.inf, -math.inf  # its first piece, and its last
+
+    def read(self, index: int) -> bytes:
+        self.read_at = monotonic()
+        self.begun_at = min(self.begun_at, self.read_at)
+        return super().read(index)
 
     @property
     def is_there(self) -> bool:

@@ -42,8 +42,7 @@ class World:
 
 
 class Region:
-    """Tracks a region and the world for one node. All but `hear`, `follow` and `lose` are called while the replica is
-    locked.
+    """Tracks a region and the world for one node. All but `hear`, `follow` and `lose` want the replica locked.
 
     round_reach: how far the steps of a round can move a weight
     """
@@ -112,8 +111,7 @@ class Region:
 
     def applied(self, number: int, tails: Mapping[bytes, Tail], agreed: Tensor) -> Tensor | None:
         """Takes notice of a round of the region, by its contributions' authors. Returns how far the region has moved
-        since it contributed last, with the sign of a gradient, if this node is to contribute it.
-        """
+        since it contributed last, with the sign of a gradient, if this node is to contribute it."""
         if self._number not in (0, number - 1):
             self.forget()
         self._number = number

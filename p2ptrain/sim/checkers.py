@@ -261,8 +261,7 @@ class BoundedBuffers(Checker):
 
 class NothingCensored(Checker):
     """A contribution that every honest member holds is in the manifest, unless its author was removed or, in an open
-    run, has no seat and others without one were drawn: a quarter as many as there are members.
-    """
+    run, has no seat and others without one were drawn: a quarter as many as there are members."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger

@@ -168,8 +168,7 @@ class Checkpoints:
     ) -> Checkpoint:
         """Writes a checkpoint durably.
 
-        save: writes the trainer's file; weights: the agreed weights; leaves: the digests of their pieces, if these lead
-        to the root"""
+        save: writes the trainer's file; weights: the agreed weights; leaves: their digests, if they lead to the root"""
         made = max((int(path.name[:8]) for path in self._directories()), default=0) + 1
         path = self.directory / f"{made:08d}-round-{number}"
         with files.new_directory(path) as partial, ThreadPoolExecutor(1, "digest") as beside:  # digests meanwhile
@@ -258,17 +257,21 @@ class Checkpoints:
             _log.warning("checkpoint skipped: path %s, why %s", checkpoint.path, why)
         return None
 
-    def prune(self, kept: int, journal: Journal) -> None:
+    def prune(self, kept: int, journal: Journal, fetched: Path | None = None) -> None:
         """Removes all checkpoints but the newest `kept`, the newest `kept` on the saved history (the others' branch may
         have lost), the newest certified one (later ones may turn out wrong), and those that a successor may begin with:
-        of several motions to go back, those with most assents (core/succession.py). What cannot be read stays."""
+        of several motions to go back, those with most assents (core/succession.py). What cannot be read stays.
+        `fetched`, which a peer still reads, stays in the place of another: or who is slow would never have one."""
         paths = self._directories()  # listed first, so that a checkpoint that another thread finishes now stays
         looked = self.found()
         found = [each for each in looked if isinstance(each, Checkpoint)]
         judged = [(each, each.judged_by(journal)) for each in found]
         ours = [each for each, judgement in judged if judgement.is_on_history]
         certified = [each for each, judgement in judged if judgement.is_certified]
+        is_old = kept > 1 and fetched in [each.path for each in found[:-kept]]
+        kept -= is_old
         keep: set[Path | None] = {each.path for each in (*found[-kept:], *ours[-kept:], *certified[-1:])}
+        keep |= {fetched} if is_old else set()
         keep |= {each.path for each in looked if isinstance(each, NewerError)}
         keep |= {each.path.parent for each in looked if isinstance(each, files.DiskError) and each.path}
         here = journal.state.succession

@@ -173,13 +173,13 @@ class Store:
         self.payloads.keep(self.payloads.fleeting(taken))
         self.log.append(records)
 
-    def prune(self, payloads: Collection[bytes] = (), known: Collection[bytes] | None = None) -> None:
-        """Removes old checkpoints, and payloads that neither the history, our messages nor `payloads` need.
-
-        Called every few rounds; also writes out payloads that arrived after their round was decided.
-        """
+    def prune(
+        self, payloads: Collection[bytes] = (), known: Collection[bytes] | None = None, fetched: Path | None = None
+    ) -> None:
+        """Removes old checkpoints, and payloads that neither the history, our messages nor `payloads` need, every few
+        rounds. Writes out payloads that arrived after their round was decided."""
         needed = self.journal.payloads()
         self.payloads.keep(self.payloads.fleeting(needed))
         self.payloads.prune(needed.union(payloads), known)
-        self.checkpoints.prune(self.checkpoints_kept, self.journal)
+        self.checkpoints.prune(self.checkpoints_kept, self.journal, fetched)
         self.diary.forget(min((each.stamp.trained for each in self.checkpoints.present()), default=0))

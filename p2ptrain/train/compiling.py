@@ -36,8 +36,7 @@ class Compiling:
         layers: nn.ModuleList | None = None,
     ) -> None:
         """is_built_in: other models take far longer to compile, and win less: these only if the owner wants it
-        layers: are compiled one by one in passes in which other processes wait, so that none is taken to try it
-        """
+        layers: are compiled one by one in passes in which other processes wait, so that none is taken to try it"""
         self.model, self.device = model, device
         self.is_wanted = config.compile is True  # by the owner, who is not to get anything else
         self.is_on = self.is_wanted or (config.compile == "auto" and device.type == "cuda" and is_built_in)

@@ -184,8 +184,7 @@ class Learner:
         return self.recipe.drift
 
     def positions_for(self, share: Share) -> Positions:
-        """Returns the sequences that `train` uses, in its order. A node that takes more steps than its slots last for
-        uses them again."""
+        """Returns the sequences that `train` uses, in its order. Who takes more steps than its slots repeats them."""
         count, length, seed = self.run.recipe.round_sequences, self.run.model.sequence_length, self._data_seed
         if self.run.data.source == "own":
             return self.own.positions(self.run, share.round, count) if self.own else np.empty(0, np.int64)
@@ -357,8 +356,7 @@ class Learner:
         return payload
 
     # A learner that loaded an older state may not know a contribution that was announced after that state was saved.
-    # Then it has not left the residual: there is nothing to restore, and a part that a manifest took may be sent again
-    # in later rounds.
+    # Then it has not left the residual: there is nothing to restore, and what a manifest took may be sent again.
 
     def restore(self, round_number: int) -> bool:
         """Puts a contribution that no manifest can take any more back into the residual."""

@@ -181,8 +181,7 @@ def _shown(answers: Answers) -> float:
 
 def _strength(others: Answers, own: int, references: list[int]) -> float:
     """Returns the mean answer to other sequences, and SURE standard errors more, over the median of the other
-    contributions' mean answers. Where that median is no larger than chance, or of too few: 1, unless it surely goes the
-    other way."""
+    contributions' mean answers. Where that median is no larger than chance, or of too few: 1, unless surely below 0."""
     means = others.mean(axis=0)
     error = float(others[:, own].std(ddof=1)) / math.sqrt(len(others))
     middle = float(np.median(means[references])) if len(references) >= OTHERS_MIN else 0.0

@@ -14,7 +14,15 @@ from p2ptrain.digest import PIECE_BYTES, leaf_digests
 from p2ptrain.errors import DataError
 from p2ptrain.models.adapters import read_base
 from p2ptrain.net.blobs.blob import BlobName, WholeFile, verified
-from p2ptrain.node.served_blobs import STATES_SERVED, SavedStates, ServedBlobs, StateBlob
+from p2ptrain.node import served_blobs as module
+from p2ptrain.node.served_blobs import (
+    FETCH_SECONDS,
+    PAUSE_SECONDS,
+    STATES_SERVED,
+    SavedStates,
+    ServedBlobs,
+    StateBlob,
+)
 from p2ptrain.store.checkpoints import STATE_NAME
 from tests.helpers.net import some_bytes
 
@@ -49,6 +57,33 @@ def test_the_last_states_that_were_saved_and_are_there_are_served(library: Serve
     found = library.states.find(last.root)
     assert found is not None and found.checkpoint is last
     assert library.find(BlobName("state", last.root), NOBODY) is not None
+
+
+def test_of_the_states_that_peers_fetch_the_oldest_is_known_as_long_as_it_is_read(
+    library: ServedBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1_000.0
+    monkeypatch.setattr(module, "monotonic", lambda: now)
+    made = [checkpoint(tmp_path, number) for number in range(3)]
+    for each in made:
+        (each.path / STATE_NAME).write_bytes(bytes(10))
+        library.states.offer(each, b"".join(leaf_digests(bytes(10))))
+    assert library.states.fetched() is None
+
+    def read(number: int) -> None:
+        blob = library.states.find(made[number].root)
+        assert blob is not None and len(blob.read(0)) == 10
+
+    for number in (2, 1):
+        read(number)
+        assert library.states.fetched() == made[number].path
+    now += PAUSE_SECONDS
+    read(2)
+    assert library.states.fetched() == made[2].path
+    for _ in range(int(FETCH_SECONDS / PAUSE_SECONDS)):
+        now += PAUSE_SECONDS
+        read(2)
+    assert library.states.fetched() is None, "one that is read for ever stands in nobody's way"
 
 
 def test_peers_may_ask_for_states_while_others_are_saved(library: ServedBlobs, tmp_path: Path) -> None:

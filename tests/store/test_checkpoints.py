@@ -236,6 +236,18 @@ def test_pruning_keeps_the_last_made_and_those_of_the_history(tmp_path: Path) ->
     assert int(again.path.name[:8]) == int(lost[-1].path.name[:8]) + 1
 
 
+def test_a_checkpoint_that_a_peer_still_fetches_stays_in_the_place_of_another(tmp_path: Path) -> None:
+    journal, states = history()
+    checkpoints = opened(tmp_path)
+    made = [write(checkpoints, state.round, state.head) for state in states[-6:-1]]
+    checkpoints.prune(3, journal, made[0].path)
+    assert checkpoints.present() == [made[0], *made[-2:]]
+    checkpoints.prune(3, journal, made[-1].path)
+    assert checkpoints.present() == [made[0], *made[-2:]], "that is one of the newest"
+    checkpoints.prune(1, journal, made[0].path)
+    assert checkpoints.present() == made[-1:], "a node of one checkpoint goes on from its newest"
+
+
 def test_a_checkpoint_to_which_members_move_to_go_back_stays_until_that_is_settled(tmp_path: Path) -> None:
     journal, states = history()
     checkpoints = opened(tmp_path)
