@@ -75,7 +75,7 @@ class LocalWork:
         self.is_quarantined = False  # our root is not the certified one
         self.catching: dict[int, bytes] | None = None  # the candidate roots of the state being fetched
         self.attempt = -1  # number of the last fetch of a state: the chain may change before an earlier one ends
-        self.fetched_round = -1  # of the state that was fetched last
+        self.fetched_round = -REPLAY_ROUNDS_MAX  # of the state that was fetched last
         self.retry_at: float | None = None
         self.tries = 0
 
@@ -174,7 +174,7 @@ class LocalWork:
         state = self.chain.state
         entry = self.chain.entry(self.applied_round + 1)
         can_jump = state.root_round > self.applied_round
-        is_far = state.round - self.applied_round > REPLAY_ROUNDS_MAX and self.applied_round != self.fetched_round
+        is_far = min(state.round - self.applied_round - 1, self.applied_round - self.fetched_round) >= REPLAY_ROUNDS_MAX
         if entry is None or (can_jump and is_far):
             self._catch_up()
             return

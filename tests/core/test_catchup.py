@@ -297,6 +297,21 @@ def test_who_lags_by_more_than_is_kept_jumps_and_fetches_the_state() -> None:
     assert [effect.roots[0] for effect in found] == [(19, root_of(19))]
 
 
+def test_who_fetched_a_state_that_is_old_by_now_applies_what_followed_before_it_fetches_another() -> None:
+    """Or a fast run whose state takes a minute to fetch could not be joined."""
+    bench = Bench(4, me=1)
+    line = other_line(bench, 60)
+    assert of_kind(meet(bench, line), ev.CatchUp) != []
+    effects, applied = bench.do(ev.CaughtUp(10, root_of(10))), 10
+    while not of_kind(effects, ev.CatchUp) and applied < line.state.round:
+        for wanted in [each for each in effects if isinstance(each, ev.Fetch)]:
+            effects += bench.arrives(wanted.payload)
+        assert of_kind(effects, ev.Apply) != []
+        applied += 1
+        effects = bench.do(ev.Applied(bench.state.branch, applied, root_of(applied)))
+    assert applied == line.state.round
+
+
 def test_a_jump_whose_base_nothing_certifies_is_refused() -> None:
     bench = Bench(4, me=1)
     line = other_line(bench, 20, kept=8)
