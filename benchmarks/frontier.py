@@ -438,7 +438,7 @@ def draw(file: Figures, picture: Path) -> None:
     axes.legend(fontsize=8)
     title = f"30M parameters, four nodes, {PACE_SECONDS:g} s a step, round trip 25 ms (open: 100); dotted: the model"
     axes.set_title(title, fontsize=10)
-    figure.savefig(picture, dpi=100)
+    figure.savefig(picture, dpi=80)
     pyplot.close(figure)
     Image.open(picture).convert("RGB").quantize(64).save(picture, optimize=True)
 
