@@ -320,7 +320,7 @@ def _agreeing(found: Sequence[Measured], in_both: bool) -> Sequence[Measured]:
 
     def is_near(each: Measured, one: Measured) -> bool:
         apart = abs(_clipped(each.strength) - _clipped(one.strength)) if in_both else 0
-        return abs(each.z - one.z) <= FAR_OFF and apart <= FAR_OFF
+        return max(apart, abs(each.z - one.z)) <= FAR_OFF
 
     return max(([each for each in found if is_near(each, one)] for one in found), key=len, default=())
 

@@ -172,8 +172,8 @@ class Inbox:
     # -- Announcements ------------------------------------------------------------------------------
 
     def _announcement(self, event: MessageReceived) -> None:
-        received = event.received
-        self.announcement(event.sender, received, self.here.questions.needs(received.name), event.payload_good)
+        is_needed = self.here.questions.needs(event.received.name)
+        self.announcement(event.sender, event.received, is_needed, event.payload_good)
 
     def announcement(
         self, sender: bytes, received: msg.Received, is_needed: bool, payload_good: bool | None = None

@@ -1,7 +1,7 @@
 """The node: events in, effects out.
 
 Most messages only increase a count, and the node advances when the count reaches a threshold. So it rests: while
-nothing that its parts count (`Participant.counted`) has changed and the deadline has not passed, nothing is due.
+nothing that its parts count (`Participant.counted`) has changed and the deadline has not passed, it does nothing.
 
 A single deadline stands for all timers. Only time in which the node ran counts: a clock that jumps back is treated as
 having stood still, and so is one that jumps far beyond the deadline, because the machine slept or the clock was set.

@@ -62,7 +62,7 @@ def origin_of(chain: Chain, run: RunConfig) -> Descent | None:
 
 
 def succeed(origin: Descent) -> tuple[RunConfig, AgreedState]:
-    """Returns the config of the run that follows, and the agreed state that it begins with; or RemoteProtocolError."""
+    """Returns the config and the first agreed state of the run that follows; RemoteProtocolError if none does."""
     run, last, before = RunConfig.from_canonical(origin.config), origin.last.manifest, origin.before
     if (last.state, last.round, last.branch) != (before.digest, before.round + 1, before.branch):
         raise RemoteProtocolError("the last manifest does not follow the agreed state")

@@ -57,7 +57,7 @@ class Participant:
             ev.MessageReceived: self._message_received,
             ev.MalformedReceived: self._malformed_received,
             ev.PeerSeen: self._peer_seen,
-            ev.PeerLost: lambda event: [each.pop(event.peer, None) for each in (context.peers, self.catching_up.late)],
+            ev.PeerLost: self._peer_lost,
             ev.TrainingFinished: lambda event: self.work.finished(event, self.here),
             ev.TrainingFailed: self.work.failed,
             ev.Audited: self.work.auditing.done,
@@ -129,6 +129,10 @@ class Participant:
             if self.trust is None:
                 self.repair.greet(self.here, event.peer)
             self.work.peer_seen()
+
+    def _peer_lost(self, event: ev.PeerLost) -> None:
+        self.context.peers.pop(event.peer, None)
+        self.catching_up.late.pop(event.peer, None)  # its answer will not come
 
     def _payload_arrived(self, event: ev.PayloadArrived) -> None:
         if self.pools.payloads.arrived(event.payload, event.good, event.author, event.payload_bytes, event.content):

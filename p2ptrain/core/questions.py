@@ -101,16 +101,15 @@ class Questions:
 
     def give_up(self, name: bytes) -> bool:
         """Closes a question whose answer does not fit, unless a proposal waits for it; returns whether it was open."""
-        was_open = name in self.open
-        if not self.needs(name):
-            self.close(name)
-        return was_open
+        question = self.open.get(name) if self.needs(name) else self.close(name)
+        return question is not None
 
-    def close(self, name: bytes) -> None:
-        """Closes a question, if it is open: the message has come, or others are more important."""
+    def close(self, name: bytes) -> MissingMessage | None:
+        """Closes a question, if it is open, and returns it: the message has come, or others are more important."""
         question = self.open.pop(name, None)
         if question is not None:
             self.unneeded -= not question.is_needed
+        return question
 
     def tick(self, is_known: Callable[[bytes], bool]) -> None:
         now = self.context.now

@@ -173,8 +173,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             window = tuple(entry for entry in window if entry[1] >= filled[0])
         oldest = manifest.round - audits.AUDIT_ROUNDS
         taken_lately = (*self.taken_lately, *((taken.author, manifest.round) for taken in manifest.taken))
-        settled = audits.settle(self, manifest, run.protocol)
-        is_by_capability = run.data.assignment == "capability"
+        settled, is_by_capability = audits.settle(self, manifest, run.protocol), run.data.assignment == "capability"
         spent = (*self.spent, *((join.bearer, join.last_round) for join in manifest.joins if join.last_round))
         return AgreedState(
             branch=self.branch,

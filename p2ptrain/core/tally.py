@@ -3,7 +3,7 @@
 A contribution counts as offered when its announcement is accepted, applied when a manifest on this node's chain takes
 it, late when it arrives after the last round that could have taken it, and refused for a reason. One that was offered
 but neither applied nor refused has expired or may still be taken. Each node counts its own observations since its
-start: other nodes receive other messages, and of rounds that it caught up with a node knows what was applied.
+start: other nodes receive other messages, and of rounds that it caught up with a node knows only what was applied.
 
 Nothing that is agreed depends on a claim. An announcement claims the steps behind a contribution and their mean
 training loss. Every `eval.every_rounds` rounds, three members are drawn by the digest of the last manifest; each

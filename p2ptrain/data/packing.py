@@ -96,7 +96,7 @@ class Packing:
     def split(self, sequences: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns inputs, targets (negative where nothing is to be learned) and positions, each [batch, length].
 
-        sequences: what `batch` has made, int64; positions: each input's place in its document, None: none are apart
+        sequences: what `batch` has made, int64; positions: each input's place in its document; None if not apart
         """
         if self.masking is not None:
             return sequences[:, 0], sequences[:, 1], None

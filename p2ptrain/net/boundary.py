@@ -64,7 +64,7 @@ class Boundary:
 
     @contextmanager
     def contain(self, place: str, peer: bytes = b"", failed: Failed = lambda why: None) -> Iterator[None]:
-        """Ends an exchange here, whatever it raises, and calls `failed` with the reason: any error is a bug."""
+        """Ends an exchange here, whatever it raises, and tells `failed` why. What is no FaultError is a bug."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  # only this module catches all

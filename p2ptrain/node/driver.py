@@ -1,7 +1,7 @@
 """The driver: passes events from the intake to the core, and carries out the core's effects.
 
 The effect queue (core/effect_queue.py) decides in which order effects are carried out and which of them wait for the
-disk. Long work (training, applying, fetching) runs in a task, and comes back as an event. Nothing is decided here.
+disk. Long work (training, applying, fetching) runs in a task, and comes back as an event. No round is decided here.
 
 The queue of events, and what peers put into it, is in intake.py. Contributions are fetched here, and checked before the
 core hears that they are here.

@@ -24,7 +24,7 @@ from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.store import ORIGIN_NAME, Store
 
 STATES_SERVED = 8  # states whose leaves are kept in memory
-PAUSE_SECONDS = 30.0  # between two pieces of a state, until nobody is said to fetch it
+PAUSE_SECONDS = 30.0  # between two pieces of a state, until a fetch counts as broken off
 FETCH_SECONDS = 1_800.0  # 1.8 GB at 1 MB/s
 
 log = logging.getLogger("p2ptrain.node")
@@ -49,7 +49,7 @@ class SavedStates:
         return tuple(found[: questions.STATES_MAX])
 
     def fetched(self) -> Path | None:
-        """Returns the oldest checkpoint that a peer is fetching; not for ever, as nobody knows whether it ends."""
+        """Returns the oldest checkpoint that a peer is fetching. One that is fetched for too long counts no more."""
         now = monotonic()
         going = (each for each in self._offered.values() if each.read_at > now - PAUSE_SECONDS)
         return next((each.checkpoint.path for each in going if each.begun_at > now - FETCH_SECONDS), None)

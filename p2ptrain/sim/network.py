@@ -2,7 +2,7 @@
 
 Each node reaches every other over a link of its own, so gossip is one message per link, and losses that gossip would
 repair stay: harsher than the real thing. A node's uplink is shared by all its messages; gossip costs it FANOUT copies,
-since others pass them on. Streams (messages to one peer) lose nothing, but take longer on a lossy link.
+since others pass them on. Streams (to one peer) lose nothing, but take longer on a lossy link, and fail on a cut one.
 """
 
 from __future__ import annotations

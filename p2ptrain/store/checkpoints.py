@@ -270,8 +270,8 @@ class Checkpoints:
         certified = [each for each, judgement in judged if judgement.is_certified]
         is_old = kept > 1 and fetched in [each.path for each in found[:-kept]]
         kept -= is_old
-        keep: set[Path | None] = {each.path for each in (*found[-kept:], *ours[-kept:], *certified[-1:])}
-        keep |= {fetched} if is_old else set()
+        spared = {fetched} if is_old else set[Path | None]()
+        keep = spared | {each.path for each in (*found[-kept:], *ours[-kept:], *certified[-1:])}
         keep |= {each.path for each in looked if isinstance(each, NewerError)}
         keep |= {each.path.parent for each in looked if isinstance(each, files.DiskError) and each.path}
         here = journal.state.succession

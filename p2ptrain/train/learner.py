@@ -184,7 +184,7 @@ class Learner:
         return self.recipe.drift
 
     def positions_for(self, share: Share) -> Positions:
-        """Returns the sequences that `train` uses, in its order. Who takes more steps than its slots repeats them."""
+        """Returns the sequences that `train` uses, in its order. A node with too few slots uses them again."""
         count, length, seed = self.run.recipe.round_sequences, self.run.model.sequence_length, self._data_seed
         if self.run.data.source == "own":
             return self.own.positions(self.run, share.round, count) if self.own else np.empty(0, np.int64)

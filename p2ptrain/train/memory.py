@@ -248,7 +248,7 @@ class MemoryDemand:
 
 
 def demands_of(run: RunConfig, config: NodeConfig, taken: int | None = None) -> list[MemoryDemand]:
-    """Returns demand and size of main memory and, if the device has its own, of that. DeviceError if it has none.
+    """Returns demand and size of main memory and, if the device has its own, of that. DeviceError without a device.
 
     taken: bytes that the node occupies already; by default this process's
     """

@@ -92,7 +92,7 @@ class LocalRecipe:
     A round that begins before the last one is agreed on starts with a part of this node's own contribution to it (Eager
     Updates: Kale et al. 2025, arXiv 2502.12996): half, because of what one node moves about half is what all move.
     Every round also starts with a share of the residual applied (`residual_share`), or a node would learn again what it
-    has not sent yet. With fragments, what this round does not agree on has moved here alone: it is `pending`.
+    has not sent yet. With fragments, what this round does not agree on has moved here alone, and stays (`pending`).
     """
 
     def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:

@@ -494,7 +494,7 @@ def launches_of(layout: Layout, device: torch.device) -> Launches | None:
 
 
 def leaves(state: Tensor) -> list[bytes]:
-    """Returns the digests of the pieces of a flat state of 32-bit numbers; a shorter last one takes main memory."""
+    """Returns the digests of the pieces of a flat state of 32-bit numbers, a shorter last one by way of memory."""
     pieces = state.numel() // WORDS
     rest = state[pieces * WORDS :].view(torch.int32)
     if not pieces:
