@@ -283,7 +283,7 @@ def test_a_device_whose_programs_give_other_bits_is_left_to_torch(
     monkeypatch.setattr(exactness, "is_usable", lambda device: True)
     turns, real = itertools.count(), aggregate.launches_of  # torch applies first, then the programs, on one device here
     monkeypatch.setattr(aggregate, "launches_of", lambda *where: real(*where) if next(turns) % 2 else None)
-    recipe = RecipeConfig(chunk=32, k=(20,) if "rule" in setting else (20, 40), warmup_rounds=2, **setting)
+    recipe = RecipeConfig(chunk=32, k=20 if "rule" in setting else (20, 40), warmup_rounds=2, **setting)
     check_kernels(recipe, CPU)
     assert not launches.refused
     monkeypatch.setattr(launches, "limbs", lambda most: 1)
