@@ -89,23 +89,16 @@ def rows_of(path: Path) -> list[dict[str, Json]]:
 
 
 def measured_now() -> dict[str, Json]:
-    """Returns what a row of a file that grows has of its own: this process' command, the commit, today."""
+    """Returns what a row of a file that grows has of its own: this process' command, the commit, this machine, today."""
     program = Path(sys.argv[0]).resolve()
     name = str(program.relative_to(ROOT)) if program.is_relative_to(ROOT) else program.name
     command = " ".join(["python", name, *sys.argv[1:]])
-    return {"command": command, "commit": STARTED_AT, "date": strftime("%Y-%m-%d")}
+    return {"command": command, "commit": STARTED_AT, "machine": machine(), "date": strftime("%Y-%m-%d")}
 
 
 def save(path: Path, found: dict[str, Json] | Sequence[Json], about: Sequence[str]) -> None:
-    """Writes what a benchmark found, with the head: this process' command, the commit, this machine, today."""
-    now = measured_now()
-    head = {
-        "command": now["command"],
-        "commit": now["commit"],
-        "machine": machine(),
-        "date": now["date"],
-        "about": list(about),
-    }
+    """Writes what a benchmark found, with the head: `measured_now`, and the code that it is about."""
+    head = measured_now() | {"about": list(about)}
     whole = head | (dict(found) if isinstance(found, dict) else {"rows": list(found)})
     path.write_text(as_text(whole), encoding="utf-8")
 

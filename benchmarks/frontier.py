@@ -294,7 +294,7 @@ class Figures:
         return any(each["name"] == cell.name for each in self.found["cells"])
 
     def add(self, kind: str, row: dict[str, Any]) -> dict[str, Any]:
-        """Puts a row in the place of the one with its name, or at the end, with its own commit, writes all, and returns
+        """Puts a row in the place of the one with its name, or at the end, with its own head, writes all, and returns
         the row as it is written."""
         rows, row = [each for each in self.found[kind] if each["name"] != row["name"]], row | figures.measured_now()
         self.found[kind] = [*rows, row]
@@ -309,7 +309,7 @@ class Figures:
 
     @property
     def costs(self) -> Costs:
-        found = self.found["costs"]
+        found = {key: each for key, each in self.found["costs"].items() if key not in figures.HEAD}
         return Costs(**(found | {"payloads": {int(k): size for k, size in found["payloads"].items()}}))
 
 

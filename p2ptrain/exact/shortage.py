@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,15 @@ SIGNS = re.compile(r"allocate memory|out of memory|ALLOC_FAILED")
 SMALLER = 'device.checkpointing = true, device.half_state = true or device.autocast = "bf16" needs less memory'
 SETTINGS_THAT_HELP = f"A smaller device.sequences_per_pass, {SMALLER}"
 T = TypeVar("T")
+log = logging.getLogger("p2ptrain.exact")
+short: set[torch.device] = set()
+
+
+def tell_short(device: torch.device) -> None:
+    """Warns once that a device lacks memory for its part of a round's arithmetic, which nobody would see otherwise."""
+    if device not in short:
+        short.add(device)
+        log.warning("%s has no memory left for a round's arithmetic, which takes longer so: what else uses it?", device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -38,6 +48,7 @@ def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+    tell_short(device)
     return work(CPU)  # outside the `except`, so that the traceback and the failed attempt's tensors are freed
 
 

@@ -19,7 +19,7 @@ from scipy import fft
 from p2ptrain.config import BASIS_PEAK, RecipeConfig, StateConfig
 from p2ptrain.digest import PIECE_BYTES, digest, leaf_digest, merkle_root
 from p2ptrain.errors import DeviceError
-from p2ptrain.exact import aggregate, transform
+from p2ptrain.exact import aggregate, shortage, transform
 from p2ptrain.exact.aggregate import (
     Votes,
     apply_payloads,
@@ -435,14 +435,17 @@ def test_a_device_without_memory_leaves_the_work_to_the_cpu_and_changes_no_bit(
     assert failed > 20
 
 
-def test_votes_that_a_device_cannot_hold_are_summed_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_votes_that_a_device_cannot_hold_are_summed_by_the_cpu_which_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shortage, "short", set())
     recipe = RecipeConfig(name="local")
     layout = Layout(SHAPES, recipe.chunk)
     form = PayloadFormat.of(layout, recipe)
     packed = [Packed(pack(contribution(peer, layout, recipe), form), form) for peer in range(3)]
     states = []
     real = aggregate.sum_votes
-    for often in (itertools.repeat(False), iter((True, False))):
+    for often in (itertools.repeat(False), iter((True, False)), iter((True, False))):
 
         def sometimes(*arguments: Any, often: Iterator[bool] = often) -> Votes:
             found = real(*arguments)
@@ -453,8 +456,10 @@ def test_votes_that_a_device_cannot_hold_are_summed_by_the_cpu(monkeypatch: pyte
         monkeypatch.setattr(aggregate, "sum_votes", sometimes)
         states.append(flat_weights(3))
         apply_payloads(layout, recipe, packed, Terms(Fraction(1, 3)), parts(states[-1]))
-    assert torch.equal(*states)
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
     assert not torch.equal(states[0], flat_weights(3))
+    assert caplog.text.count("no memory left for a round's arithmetic") == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,7 +27,7 @@ from p2ptrain.digest import PIECE_BYTES, leaf_digest
 from p2ptrain.exact import codec
 from p2ptrain.exact.cards import lacks_compiler
 from p2ptrain.exact.scales import Scales
-from p2ptrain.exact.shortage import is_out_of_memory
+from p2ptrain.exact.shortage import is_out_of_memory, tell_short
 from p2ptrain.exact.transform import Group, Layout, integer_basis, orthonormal_basis
 
 CHUNK_LEAST = 32  # the smallest sides whose products a card's units for small integers take
@@ -119,6 +119,8 @@ def attempt(work: Callable[[], T], device: torch.device) -> T | None:
             refuse(device, f"a program cannot be compiled ({error})")
         elif not is_out_of_memory(error):
             raise
+        else:
+            tell_short(device)
     return None
 
 
