@@ -240,7 +240,7 @@ def ranks() -> str:
     return table([*head, "a pass", "a rank: the last three together", f"fits {size(CARD_BYTES)}"], rows)
 
 
-def machine() -> str:
+def main_memory() -> str:
     """Main memory of a machine whose cards are ranks, and how it adds up; traffic and work of a round."""
     rows, nodes = [], NODES[0]
     for model in SHARDED:
@@ -298,7 +298,7 @@ def arithmetic() -> dict[str, Any]:
         "bytes a parameter": {f"{k}": round(need("7B", k).payload / need("7B", k).parameters, 5) for k in KS},
         "billions of parameters": {model: round(need(model, KS[0]).parameters / 1e9, 2) for model in MODELS},
         "ranks": ranks(),
-        "machine": machine(),
+        "main memory": main_memory(),
     }
 
 
