@@ -1,4 +1,5 @@
-"""What limits a run of 1, 7 or 72 billion parameters with 16, 64 or 256 nodes: the tables of docs/explanation/scale.md.
+"""What limits a run of 1, 7 or 72 billion parameters with 16, 64 or 256 nodes, and what a machine with eight cards has
+room for: the tables of docs/explanation/scale.md.
 
     python benchmarks/scale.py                      writes figures/scale.json
     python benchmarks/scale.py --simulate 1000 20   times the simulator, too, with every checker
@@ -20,7 +21,7 @@ from figures import FIGURES, load, save
 
 from p2ptrain.config import RunConfig
 from p2ptrain.exact.codec import index_widths
-from p2ptrain.train.memory import Need, PassSettings, need_of
+from p2ptrain.train.memory import RANK_BYTES, Need, PassSettings, need_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "1B": {"preset": "1b", "vocab_size": 32_768},
@@ -28,11 +29,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "dim": 4_096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_dim": 14_336, "vocab_size": 32_768,
         "sequence_length": 4_096,
     },
+    "13B": {
+        "dim": 5_120, "layers": 40, "heads": 40, "kv_heads": 40, "ffn_dim": 13_824, "vocab_size": 32_768,
+        "sequence_length": 4_096,
+    },
     "72B": {
         "dim": 8_192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn_dim": 29_568, "vocab_size": 152_064,
         "sequence_length": 4_096,
     },
 }  # fmt: skip
+OVER_NODES = ("1B", "7B", "72B")  # in the tables over numbers of nodes
+SHARDED = ("7B", "13B", "72B")  # in that of a machine with several cards
+CARDS, CARD_BYTES = 8, 80e9
 NODES = (16, 64, 256)
 KS = (256, 64)  # the default, and a quarter of it
 HISTORY_ROUNDS, CHECKPOINTS = 256, 4  # the defaults
@@ -67,9 +75,30 @@ def measured() -> Measured:
     )
 
 
+@dataclass(frozen=True)
+class OnProcessor:
+    """Seconds a parameter of one core, measured at 1B with ten contributions of k = 8 and 32 beside an H100."""
+
+    count: float  # for one contribution with k = 256: a place takes as long there as between 8 and 32
+    update: float  # for a round
+
+
 @cache
-def need(model: str, k: int) -> Need:
-    """Returns what production says that a run takes, with bf16 state on a card and checkpointing."""
+def on_processor() -> OnProcessor:
+    """Reads figures/gpu-h100.json."""
+    found = load("gpu-h100")["parts"]["codec"]["figures"]
+    few, more = (found[f"1b, k={k}, cpu"] for k in (8, 32))
+    place = (more["apply_ms"] - few["apply_ms"]) / (32 - 8)  # of each chunk, in ten contributions
+    a_number = 1e-3 / few["parameters"]
+    return OnProcessor(KS[0] * place / 10 * a_number, (few["apply_ms"] - 8 * place) * a_number)
+
+
+@cache
+def need(model: str, k: int, device: str = "cuda") -> Need:
+    """Returns what production says that a run takes, with bf16 state on a card and checkpointing.
+
+    device: where a node's own tensors lie; "cpu", if its cards are its ranks' alone
+    """
     run = RunConfig.model_validate(
         {
             "name": "scale",
@@ -79,7 +108,7 @@ def need(model: str, k: int) -> Need:
         }
     )
     passes = PassSettings(
-        autocast=True, checkpointing=True, sequences_per_pass=1, device="cuda", half_state=True, is_compiled=True
+        autocast=True, checkpointing=True, sequences_per_pass=1, device=device, half_state=True, is_compiled=True
     )
     return need_of(run, passes)
 
@@ -140,7 +169,7 @@ def bytes_down() -> str:
     head = ["", "k", "a payload", *(f"down a round, {nodes} nodes" for nodes in NODES)]
     head += [f"{nodes} nodes at 1 Gbit/s" for nodes in NODES]
     rows = []
-    for model in MODELS:
+    for model in OVER_NODES:
         for k in KS:
             payload = need(model, k).payload
             each = [down(nodes, payload) for nodes in NODES]
@@ -153,7 +182,7 @@ def bytes_down() -> str:
 def work() -> str:
     """Seconds of a round that are not training."""
     cost, rows = measured(), []
-    for model in MODELS:
+    for model in OVER_NODES:
         parameters = need(model, KS[0]).parameters
         once = (cost.make + cost.update) * parameters
         rows.append(
@@ -171,7 +200,7 @@ def work() -> str:
 def room() -> str:
     """Memory and disk of a node, and what a newcomer fetches."""
     rows = []
-    for model in MODELS:
+    for model in OVER_NODES:
         each = need(model, KS[0])
         disks = [each.disk(CHECKPOINTS, HISTORY_ROUNDS, nodes) for nodes in NODES]
         few = each.disk(CHECKPOINTS, 16, NODES[1])
@@ -190,6 +219,42 @@ def room() -> str:
     head = ["", "on the card", "main memory", *(f"disk, {nodes} nodes" for nodes in NODES)]
     head += [f"disk, {NODES[1]} nodes, 16 rounds kept", "a state"]
     return table([*head, *(f"fetched at {line}" for line in LINES)], rows)
+
+
+def on_cards(model: str) -> tuple[Need, int]:
+    """Returns what a rank takes whose node has so many cards, and the main memory of that machine: as `demands_of`."""
+    own = need(model, KS[0], "cpu")
+    return need(model, KS[0]), own.main("cpu") + own.state + own.inner + (CARDS + 1) * RANK_BYTES
+
+
+def ranks() -> str:
+    """Memory of a card that is one of several ranks with a part each, and how it adds up."""
+    rows = []
+    for model in SHARDED:
+        each, _ = on_cards(model)
+        part = (2 * each.state + each.inner) / CARDS
+        terms = each.state, each.inner, part, each.gathered, each.activations, each.rank(CARDS)
+        rows.append([model, f"{each.parameters / 1e9:.1f}", *map(size, terms)])
+        rows[-1].append("yes" if each.rank(CARDS) <= CARD_BYTES else "no")
+    head = ["", "billions of parameters", "weights (w)", "inner state (i)", f"(2 w + i) / {CARDS}", "gathered"]
+    return table([*head, "a pass", "a rank: the last three together", f"fits {size(CARD_BYTES)}"], rows)
+
+
+def main_memory() -> str:
+    """Main memory of a machine whose cards are ranks, and how it adds up; traffic and work of a round."""
+    rows, nodes = [], NODES[0]
+    for model in SHARDED:
+        own, (_, whole) = need(model, KS[0], "cpu"), on_cards(model)
+        begun, passes = own.optimizer - own.inner, max(own.activations, own.codec, own.filter)
+        shared, files = own.state + own.inner, own.checkpoint
+        terms = 3 * own.state, begun, own.inner, own.residual, shared, passes, files
+        rest = whole - sum(terms)
+        one = (on_processor().update + nodes * on_processor().count) * own.parameters
+        rows.append([model, *map(size, (*terms, rest, whole)), size(own.payload), size(down(nodes, own.payload))])
+        rows[-1] += [span(one), span(one / CORES)]
+    head = ["", "3 w", "where a round began", "i", "residual", "shared with ranks: w + i", "a pass or the codec"]
+    head += ["a checkpoint", "the rest", "main memory: all of these", "a payload", f"down a round, {nodes} nodes"]
+    return table([*head, f"apply {nodes}, one core", f"with {CORES}, if that divides evenly"], rows)
 
 
 def sums() -> str:
@@ -232,6 +297,8 @@ def arithmetic() -> dict[str, Any]:
         },
         "bytes a parameter": {f"{k}": round(need("7B", k).payload / need("7B", k).parameters, 5) for k in KS},
         "billions of parameters": {model: round(need(model, KS[0]).parameters / 1e9, 2) for model in MODELS},
+        "ranks": ranks(),
+        "main memory": main_memory(),
     }
 
 

@@ -45,12 +45,10 @@ _DECODER = msgspec.msgpack.Decoder(ScriptRequest)
 
 def _node_config(begin: Begin) -> NodeConfig:
     config = load_node_config(_path(begin.config_file))
-    options: dict[tuple[str, str], object] = {("device", "name"): "cpu", ("device", "compile"): False}
-    options["device", "processes"] = 1  # the script takes the steps
-    for key, value in begin.options.items():
-        section, _, name = key.partition(".")
-        options[section, name] = value
-    return with_options(config, options)
+    own = {"name": "cpu", "compile": False, "processes": 1, "shard": False, "nnodes": 1}  # the script takes the steps
+    options = {f"device.{name}": value for name, value in own.items()} | begin.options
+    parts = ((key.partition("."), value) for key, value in options.items())
+    return with_options(config, {(section, name): value for (section, _, name), value in parts})
 
 
 def take_part(begin: Begin, connection: socket.socket, memory: Memory) -> None:

@@ -193,11 +193,11 @@ def is_on_battery() -> bool:
 
 
 def resident_bytes() -> int:
-    me = psutil.Process()
-    total = 0
-    for process in (me, *me.children(recursive=True)):
+    total = int((me := psutil.Process()).memory_info().rss)
+    for process in me.children(recursive=True):
         with suppress(psutil.Error):  # the process has just ended
-            total += process.memory_info().rss
+            memory = process.memory_info()
+            total += int(memory.rss - getattr(memory, "shared", 0))  # what ranks share is counted once
     return total
 
 

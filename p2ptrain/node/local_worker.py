@@ -89,9 +89,8 @@ class _Diary:
     def again(self, task: Task, round_number: int) -> _Repeated | None:
         """Returns what the repeated training of this task, which ended with the weights of this round, has given."""
         repeated = self.repeated.get(task.round)
-        if repeated is None:
-            return None
-        return repeated if (repeated.entry.share, repeated.done.base) == (task.share, round_number) else None
+        is_it = repeated and (repeated.entry.share, repeated.done.base) == (task.share, round_number)
+        return repeated if is_it else None
 
     def next_number(self) -> int:
         self.trained += 1

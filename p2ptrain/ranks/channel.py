@@ -11,7 +11,9 @@ ranks have done all of their steps, and is whole when one of them dies while it 
 from __future__ import annotations
 
 import mmap
+import os
 import socket
+import weakref
 from time import monotonic
 from typing import Self
 
@@ -161,7 +163,9 @@ class RoundMemory:
         """inner: the optimizer, in a recipe that has one; descriptor: of the memory; None: it is made"""
         tensors = [live.weights, *(inner.state().values() if inner else [live.gradient])]
         sizes = [-(-each.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for each in tensors]
-        self.descriptor = make_shared(sum(sizes)) if descriptor is None else descriptor  # until this process ends
+        if descriptor is None:
+            weakref.finalize(self, os.close, descriptor := make_shared(sum(sizes)))
+        self.descriptor = descriptor
         whole, pairs, start = mmap.mmap(self.descriptor, sum(sizes)), list[tuple[Tensor, Tensor]](), 0
         for each, size in zip(tensors, sizes, strict=True):
             flat = torch.frombuffer(whole, dtype=each.dtype, count=each.numel(), offset=start)

@@ -39,6 +39,7 @@ from p2ptrain.ranks import channel
 from p2ptrain.ranks.channel import RankAnswer, RankFailed, RankStarted, StepTaken, StoreValue
 from p2ptrain.ranks.devices import kind_of
 from p2ptrain.ranks.machines import NAP_SECONDS, Machines, begin, has_ended
+from p2ptrain.train.devices import find_device
 from p2ptrain.train.learner import RankFigures
 from p2ptrain.train.live import LiveModel, StepResult
 from p2ptrain.train.recipes import LocalRecipe, Recipe
@@ -66,7 +67,8 @@ class RankWork:
 class Patience:
     """How long a group is waited for; guesses."""
 
-    machines_seconds: float = 300.0  # until all machines are there, at the start and when one was lost
+    machines_seconds: float = 300.0  # until all machines are there, at the start
+    again_seconds: float = 60.0  # until those are there again that took part before all ranks were started again
     start_seconds: float = 300.0  # until all ranks are there
     first_step_seconds: float = 900.0  # a model may be compiled in it
     step_seconds_min: float = 60.0
@@ -114,6 +116,8 @@ class RankGroup:
         self, work: RankWork, devices: Sequence[str], live: LiveModel, recipe: Recipe, patience: Patience = Patience()
     ) -> None:
         self._work, self._live, self._recipe, self._patience, self._own = work, live, recipe, patience, [*devices]
+        _, is_half = find_device(work.settings.model_copy(update={"name": devices[0]}))
+        self._settings = work.settings.model_copy(update={"autocast": "bf16" if is_half else "off"})  # alike in all
         self._memory = channel.RoundMemory(live, recipe.inner if isinstance(recipe, LocalRecipe) else None)
         self._begun: channel.BeginSteps | None = None  # the round; None: its steps were lost
         self._steps = self.kept = 0
@@ -122,11 +126,11 @@ class RankGroup:
         self.machines: Machines | None = None
         if work.token:
             self.machines = Machines(work.settings, work.token, kind_of(devices[0]), work.run.model.plugin)
-        self._start()
+        self._start(patience.machines_seconds)
 
-    def _start(self) -> None:
+    def _start(self, patience_seconds: float) -> None:
         """Starts the ranks on this machine."""
-        self._slowest_seconds, self._waits_until = 0.0, monotonic() + self._patience.machines_seconds
+        self._slowest_seconds, self._waits_until = 0.0, monotonic() + patience_seconds
         self.figures = [RankFigures(each, 0, 0, 0, 0.0) for each in self._own]
         try:
             self._launch = _Launch(len(self._own))
@@ -137,7 +141,7 @@ class RankGroup:
         self._begun, self._steps, self.kept = None, 0, 0
         there, machines = self._launch.connections, self.machines
         has_come = machines is not None and machines.missing > 0 and bool(machines.waiting())
-        if len(there) == len(self.figures) and not has_come and not any(map(has_ended, there.values())):
+        if len(there) == len(self.figures) and not has_come and not any(map(has_ended, [*there.values()])):
             return False
         if there:  # one has died since the last round, or a machine has come
             self._start_again()
@@ -181,7 +185,7 @@ class RankGroup:
 
     def _fail(self, failed: RankFailed, step: int, positions: Positions) -> NoReturn:
         """Raises the error that a learner sees; starts all ranks again where they cannot go on."""
-        if is_short := failed.kind == MemoryShortError.__name__:
+        if (is_short := failed.kind == MemoryShortError.__name__) and failed.sequences_per_pass:
             log.warning("a rank ran out of memory: going on with %d sequences per pass", failed.sequences_per_pass)
             self._live.set_sequences_per_pass(failed.sequences_per_pass)
         if failed.leaves_others or failed.kind == DeviceError.__name__:
@@ -218,7 +222,7 @@ class RankGroup:
             self._launch.end()
             if self._is_stopped:
                 raise StoppedError("the node ends")
-            self._start()
+            self._start(self._patience.again_seconds)
 
     @contextmanager
     def _lost_if_it_fails(self) -> Iterator[None]:
@@ -265,14 +269,14 @@ class RankGroup:
         self._launch.connections[rank], self.figures[rank].pid = connection, pid
         work, ranks = self._work, len(self.figures)
         address = self.machines.address if self.machines and ranks > len(self._own) else ""
-        settings, base = work.settings.model_dump_json(exclude_defaults=True).encode(), str(work.base or "")
+        settings, base = self._settings.model_dump_json(exclude_defaults=True).encode(), str(work.base or "")
         where = rank, ranks, address, work.run.canonical(), settings, self.figures[rank].device
         channel.say(connection, channel.RankJob(*where, self._live.packing, base, work.plugins))
 
     def _ask(self, orders: Sequence[channel.Order], seconds: float) -> list[RankAnswer]:
         """Asks all ranks, with one order or one for each, and returns their answers in their order."""
         with self._lost_if_it_fails():
-            for rank, each in self._launch.connections.items():
+            for rank, each in list(self._launch.connections.items()):
                 try:
                     channel.say(each, orders[rank % len(orders)])
                 except OSError as error:
@@ -281,10 +285,12 @@ class RankGroup:
 
     def _gather(self, until: float, *, is_starting: bool = False) -> dict[int, RankAnswer]:
         """Returns the answers of all ranks; while they start, those until the first that cannot."""
-        answers, there, values = dict[int, RankAnswer](), self._launch.connections, self._launch.values
+        answers, values = dict[int, RankAnswer](), self._launch.values
         with selectors.DefaultSelector() as selector:
-            for rank, connection in there.items():
-                selector.register(connection, selectors.EVENT_READ, rank)
+            with self._ending:  # which another thread may do from now on
+                there = {**self._launch.connections}
+                for rank, connection in there.items():
+                    selector.register(connection, selectors.EVENT_READ, rank)
             while len(answers) < len(there):
                 self._check(until, answers, is_starting=is_starting)
                 for key, _ in selector.select(NAP_SECONDS):
@@ -301,6 +307,7 @@ class RankGroup:
                     answers[rank] = answer
                     if isinstance(answer, RankFailed) and (is_starting or answer.leaves_others):
                         return answers
+        self._check(inf, is_starting=is_starting)  # if it has been closed, none was there
         return answers
 
     def _check(self, until: float, heard: Collection[int] = (), *, is_starting: bool) -> None:

@@ -160,22 +160,25 @@ class Machines:
         self.place = at.at_port(self._listener.getsockname()[1])
         self._come, self._lock, self._told, self._is_closed = dict[tuple[str, int], Guest](), Lock(), 0, False
         self.missing, self._hosts = 0, set[str]()  # machines that are not there, and where there ever were some
+        self._last: set[str] | None = None  # those that took part last; None: before they do for the first time
         for _ in range(GREETED_AT_ONCE):
             Thread(target=self._accept, daemon=True).start()
 
     def come(self, until: float, check: Callable[[], None]) -> list[Guest]:
-        """Waits for all, or so long, and lets those that are there take part. Between two looks it calls `check`."""
+        """Waits for all, those of last time, or so long; who is there takes part. It calls `check` between looks."""
         said: bool | None = None
         while True:
-            there, is_over = self.waiting(), monotonic() > until
-            hosts, self.missing = {each.host for each in there}, self.others - len({it.lent.machine for it in there})
+            there = self.waiting()
+            hosts, names = {each.host for each in there}, {each.lent.machine for each in there}
+            is_over = monotonic() > until or (self._last is not None and self._last <= names)
+            self.missing = self.others - len(names)
             if self.missing and said is not is_over:
                 said, lost = is_over, ", ".join(sorted(self._hosts - hosts))
                 what = "%d of %d other machines are not there%s: %s. On each run: p2ptrain lend %s"
                 then = "going on without" if is_over else "waiting"
                 log.warning(what, self.missing, self.others, lost and f" ({lost})", then, self.place)
             if is_over or not self.missing:
-                self._hosts |= hosts
+                self._hosts, self._last = self._hosts | hosts, names
                 return self.waiting(takes=True)
             check()
             sleep(NAP_SECONDS)
@@ -244,5 +247,5 @@ def has_ended(connection: socket.socket) -> bool:
     """Whether the other end is closed, where it has nothing to say."""
     try:
         return bool(ready([connection], 0)) and connection.recv(1, socket.MSG_PEEK) == b""
-    except OSError:
+    except (OSError, ValueError):  # or it has been closed here
         return True

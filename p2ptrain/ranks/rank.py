@@ -22,7 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -134,7 +134,7 @@ def _open(job: channel.RankJob, memory: int | None, store: NodeStore) -> RankTra
     return ShardedTrainer(job, memory, store)
 
 
-def _listen(connection: socket.socket, orders: SimpleQueue[channel.Order], store: NodeStore, directory: Path) -> None:
+def _listen(connection: socket.socket, orders: SimpleQueue[channel.Order], store: NodeStore) -> None:
     """Passes orders on; ends this process, whatever it waits for, when the node has ended or is done with it."""
     with suppress(OSError, EOFError):
         while True:
@@ -143,31 +143,35 @@ def _listen(connection: socket.socket, orders: SimpleQueue[channel.Order], store
                 store.told.put(order)
             else:
                 orders.put(order)
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends this process at once, without waiting for what others have begun."""
     if "RANK" not in os.environ:  # otherwise its agent does
-        shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+    os._exit(status)
 
 
 def main() -> int:
-    directory, rank, memory = Path(sys.argv[1]), int(os.environ.get("RANK", "0")), None
+    rank, memory = int(os.environ.get("RANK", "0")), None
     if (lent := lent_here(rank)) is not None:
         connection = lent[1]
     else:
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(str(directory / channel.SOCKET_NAME))
+        connection.connect(str(Path(sys.argv[1], channel.SOCKET_NAME)))
         channel.say(connection, channel.RankStarted(rank, os.getpid()))
         _, (memory, *_), _, _ = socket.recv_fds(connection, 1, 1)  # which travels with a byte
     job = channel.hear_order(connection)
     assert isinstance(job, channel.RankJob), "the node's first message"
     if lent is not None:  # with which code and devices is for this machine's owner to say
-        mine, address = lent[0], connection.getsockname()[0]
-        job = replace(
-            job, base="", address=address, device=mine.devices[rank], plugins=mine.plugins, threads=mine.threads
-        )
+        mine, here = lent[0], connection.getsockname()[0]
+        job = replace(job, base="", address=here, device=mine.devices[rank], plugins=mine.plugins, threads=mine.threads)
     orders, store = SimpleQueue[channel.Order](), NodeStore(connection)
-    Thread(target=_listen, args=(connection, orders, store, directory), daemon=True).start()
+    Thread(target=_listen, args=(connection, orders, store), daemon=True).start()
     try:
-        trainer = _open(job, memory, store)
+        with told("starting a rank", torch.device(job.device)):
+            trainer = _open(job, memory, store)
     except P2ptrainError as error:
         store.say(channel.RankFailed.by(error))
         return 1
@@ -183,9 +187,10 @@ def main() -> int:
                 trainer.begin(order)
             case channel.TakeStep():
                 try:
-                    answer = trainer.take(order)
-                except TrainingError as error:  # in all of them
-                    answer = channel.RankFailed.by(error)
+                    with told("taking a step", trainer.device):
+                        answer = trainer.take(order)
+                except P2ptrainError as error:  # a TrainingError is raised in all of them
+                    answer = channel.RankFailed.by(error, leaves_others=not isinstance(error, TrainingError))
             case channel.BringBack():
                 trainer.bring_back()
 
@@ -194,4 +199,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (OSError, EOFError):  # the node or another rank is gone
-        os._exit(1)  # without waiting for what the others have begun
+        _leave(1)

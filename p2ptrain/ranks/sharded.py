@@ -149,8 +149,7 @@ class ShardedTrainer(Rank):
     def _gradient(self, step: int, passes: Sequence[Tensor], blank: Tensor, learned: float) -> Tensor:
         """Leaves its rows of the gradient of the mean over all ranks; returns its part of that mean.
 
-        blank: is passed where it has no sequences, and counts nothing
-        """
+        blank: is passed where it has no sequences, and counts nothing"""
         total, whole = torch.zeros((), device=self.device), self.whole
         whole.model.zero_grad(set_to_none=True)
         with self.drawing(whole.model, step):
@@ -223,11 +222,10 @@ def _exchange(
 ) -> list[list[Tensor]]:
     """Sends these tensors to each rank, and returns those that come from each, which have the shapes of the wanted.
 
-    nothing: an empty one of their type, where none is sent
-    """
+    nothing: an empty one of their type, where none is sent"""
     there, back = ([sum(each.numel() for each in some) for some in every] for every in (sent, wanted))
     came, flat = nothing.new_empty(sum(back)), [each.reshape(-1) for some in sent for each in some]
-    with gone_if_it_fails():
+    with gone_if_it_fails(), told("taking a step", nothing.device):
         dist.all_to_all_single(came, torch.cat([nothing, *flat]), back, there)
     parts = iter(torch.split(came, [each.numel() for some in wanted for each in some]))
     return [[next(parts).view(each.shape) for each in some] for some in wanted]

@@ -223,9 +223,8 @@ class WorldLink:
                     self.hear(answered, session)
             raise DataError(f"the world node has ended; {directory / channel.LOG_NAME} says why")
         except TimeoutError as error:
-            raise DataError(
-                "the world node does not answer, or finds nobody at the addresses that it was told"
-            ) from error
+            what = "the world node does not answer, or finds nobody at the addresses that it was told"
+            raise DataError(what) from error
         finally:
             if session.sent is not None:
                 self._keep(session.sent[1])
@@ -292,29 +291,15 @@ def _begin(run: RunConfig, config: NodeConfig, shapes: NamedShapes, directory: P
     options = {f"limits.{name}": getattr(config.limits, name) for name in LIMITS}
     options |= {f"network.{name}": getattr(config.network, name) for name in ("nat", "relay", "relay_for_others")}
     options |= {
-        "identity.file": "",
-        "network.listen": list(own.listen),
-        "network.announce": [],
-        "network.bootstrap": list(met),
-        "network.trusted_relays": [],
-        "network.run": "",
-        "storage.directory": str(directory),
-        "storage.own_data": "",
-        "http.enabled": False,
-        "tracking.tensorboard": "",
-        "tracking.wandb": "",
-        "logging.level": config.logging.level,
-        "device.threads": 1,
-    }
+        "network.listen": list(own.listen), "network.announce": [], "network.bootstrap": list(met),
+        "network.trusted_relays": [], "network.run": "", "identity.file": "", "http.enabled": False,
+        "storage.directory": str(directory), "storage.own_data": "", "tracking.tensorboard": "", "tracking.wandb": "",
+        "logging.level": config.logging.level, "device.threads": 1,
+    }  # fmt: skip
     return Begin(
-        joins=True,
-        run={},
-        options=options,
-        parameters=shapes,
-        wanted=run.world.run,
-        invitation=own.invitation,
+        joins=True, run={}, options=options, parameters=shapes, wanted=run.world.run, invitation=own.invitation,
         reads_data=False,
-    )
+    )  # fmt: skip
 
 
 def _end(process: Popen[bytes]) -> None:

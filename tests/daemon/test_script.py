@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from p2ptrain.config import DataConfig, ModelConfig, RecipeConfig, RunConfig, WorldConfig
+from p2ptrain.daemon import script
 from p2ptrain.daemon.script import run_of as run_and_said
 from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.errors import ConfigError, DataError
@@ -34,6 +35,18 @@ def begun(frozen: str = "", **said: Any) -> Begin:
 
 def run_of(begin: Begin) -> RunConfig:
     return run_and_said(begin)[1]
+
+
+def test_a_node_whose_steps_a_script_takes_has_no_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also a region's world node: it gets the owner's settings by the environment."""
+    for name, value in {"SHARD": "true", "NNODES": "2", "RENDEZVOUS": "/ip4/127.0.0.1/tcp/1", "PROCESSES": "2"}.items():
+        monkeypatch.setenv(f"P2PTRAIN_DEVICE__{name}", value)
+    orders = list[Any]()
+    monkeypatch.setattr(script.launch, "take_part", lambda order, loop: orders.append(order))
+    begin = Begin(True, {}, {"storage.directory": str(tmp_path)}, WEIGHT)
+    script.take_part(begin, None, None)  # type: ignore[arg-type]  # nothing is said yet
+    device = orders[0].config.device
+    assert (device.name, device.processes, device.is_sharded, device.nnodes) == ("cpu", 1, False, 1)
 
 
 def test_a_run_names_what_does_not_train() -> None:

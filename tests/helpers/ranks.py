@@ -19,18 +19,20 @@ from tests.helpers.trainer import ONE_THREAD, TINY, Trainer, make
 GONE_SECONDS = 30.0  # for processes to end
 PATIENCE = Patience()
 SHARDED = ONE_THREAD.model_copy(update={"shard": True})
-# Imported by each Python that starts: one rank's backward pass fails while the file is there.
+# Imported by each Python that starts: one rank's call of this name fails while the file is there.
 SHORT = """
 import os
 if os.environ.get("RANK", "0") == {rank!r}:
-    import torch
-    backward = torch.Tensor.backward
-    def short(self, *args, **kwargs):
+    import pkgutil, torch
+    of, _, name = {what!r}.rpartition(".")
+    holder = pkgutil.resolve_name(of)
+    usual = getattr(holder, name)
+    def short(*args, **kwargs):
         if os.path.exists({file!r}):
             import p2ptrain.errors
             raise {error}
-        return backward(self, *args, **kwargs)
-    torch.Tensor.backward = short
+        return usual(*args, **kwargs)
+    setattr(holder, name, short)
 """
 
 
@@ -87,10 +89,14 @@ def adapted(directory: Path) -> tuple[Trainer, Trainer, Path]:
 
 
 def make_short(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, rank: str, error: str = 'torch.OutOfMemoryError("of this test")'
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: str,
+    error: str = 'torch.OutOfMemoryError("of this test")',
+    what: str = "torch.Tensor.backward",
 ) -> Path:
-    """Returns the file that takes this rank's memory away while it is there, or causes another error."""
+    """Returns the file that takes this rank's memory away in a call while it is there, or causes another error."""
     file = directory / "short"
-    (directory / "sitecustomize.py").write_text(SHORT.format(rank=rank, file=str(file), error=error))
+    (directory / "sitecustomize.py").write_text(SHORT.format(rank=rank, file=str(file), error=error, what=what))
     monkeypatch.setenv("PYTHONPATH", str(directory), prepend=":")
     return file

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ from p2ptrain.config import LimitsConfig, NodeConfig, RecipeConfig, RunConfig
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
 from p2ptrain.exact.shortage import mega
+from p2ptrain.loop.channel import make_shared
 from p2ptrain.node import limits as limits_module
 from p2ptrain.node import pacing
 from p2ptrain.node.home import Home
@@ -90,6 +94,31 @@ def test_memory_over_its_limit_is_complained_of() -> None:
     assert over_memory(LimitsConfig(memory_bytes=10**9), 10**9 + 1) == told
     assert "1,000,000,001 bytes are in use, and limits.memory_bytes allows 1,000,000,000;" in told.text
     assert resident_bytes() > 50 * 10**6  # torch alone is more
+
+
+SHARES = """
+import mmap
+import sys
+shared = mmap.mmap(int(sys.argv[1]), 10**8)
+shared[:] = bytes(10**8)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_that_processes_share_is_counted_once() -> None:
+    descriptor, command = make_shared(10**8), [sys.executable, "-c", SHARES]
+    before, both = resident_bytes(), subprocess.PIPE
+    with mmap.mmap(descriptor, 10**8) as shared:
+        shared[:] = bytes(10**8)
+        with ExitStack() as stack:
+            for _ in range(2):
+                child = subprocess.Popen([*command, str(descriptor)], stdin=both, stdout=both, pass_fds=[descriptor])
+                stack.enter_context(child)
+                assert child.stdout is not None
+                child.stdout.readline()
+            assert 0.9e8 < resident_bytes() - before < 1.8e8
+    os.close(descriptor)
 
 
 def config_of(memory: int) -> NodeConfig:

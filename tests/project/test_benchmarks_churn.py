@@ -105,7 +105,7 @@ def test_the_page_about_scale_has_the_tables_that_the_function_computes() -> Non
     text, found = page.read_text(encoding="utf-8"), scale.arithmetic()
     kept = json.loads((scale.FIGURES / "scale.json").read_text())
     assert {name: kept[name] for name in found} == json.loads(json.dumps(found)), "python benchmarks/scale.py"
-    for name in ("bytes down", "work", "room", "sums"):
+    for name in ("bytes down", "work", "room", "ranks", "main memory", "sums"):
         assert found[name] in text, name
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import errno
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
-from itertools import pairwise
+import tempfile
+from itertools import count, pairwise
 from pathlib import Path
 from random import Random
 from threading import Timer
@@ -23,8 +26,10 @@ from p2ptrain.config import DeviceConfig
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import DataError, RanksLostError, StoppedError, TrainingError
 from p2ptrain.node.local_worker import LearnerThread
+from p2ptrain.ranks import channel
 from p2ptrain.ranks import group as group_module
 from p2ptrain.ranks.group import Patience, RankGroup
+from p2ptrain.ranks.machines import begin
 from p2ptrain.share import Share
 from p2ptrain.train.live import StepResult
 from tests.helpers.ranks import GONE_SECONDS, SHARDED, make_short, ranked
@@ -195,6 +200,102 @@ def test_a_card_that_fails_within_a_step_costs_the_round(
             trainer.train(Share(0, 0, 1))
         file.unlink()
         assert len(trainer.train(Share(1, 0, 1))) == 4
+
+
+def test_a_card_that_fails_while_a_rank_starts_is_left_out(
+    dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = 'RuntimeError("CUDA error: an illegal memory access was encountered")'
+    file = make_short(tmp_path, monkeypatch, "1", failure, what="p2ptrain.models.kinds.build")
+    file.touch()
+    with ranked(dataset, TWO, **LOCAL) as (trainer, group):
+        with pytest.raises(RanksLostError, match=r"rank 1 .* cannot begin: the graphics card has failed: CUDA error"):
+            trainer.train(Share(0, 0, 1))
+        assert len(trainer.train(Share(0, 0, 1))) == 4
+        assert len(group.figures) == 1
+
+
+def test_memory_that_runs_out_while_a_rank_starts_is_told(
+    dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make_short(tmp_path, monkeypatch, rank="0", what="p2ptrain.models.kinds.build")
+    file.touch()
+    with ranked(dataset, ONE, **LOCAL) as (trainer, _):
+        with pytest.raises(RanksLostError, match=r"rank 0 .* cannot begin: out of memory while starting a rank"):
+            trainer.train(Share(0, 0, 1))
+        file.unlink()
+        assert len(trainer.train(Share(0, 0, 1))) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        (ONE_THREAD, "p2ptrain.train.inner.orthogonalised"),
+        (SHARDED, "p2ptrain.train.inner.orthogonalised"),
+        (SHARDED, "torch.distributed.all_to_all_single"),
+    ],
+    ids=["whole", "parts", "exchanged"],
+)
+def test_memory_that_runs_out_in_the_inner_step_is_told(
+    dataset: TokenDataset, settings: DeviceConfig, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make_short(tmp_path, monkeypatch, rank="1", what=what)
+    with ranked(dataset, TWO, settings=settings, **LOCAL) as (trainer, _):
+        trainer.train(Share(0, 0, 1))
+        trainer.contribute(0)
+        before = {name: each.clone() for name, each in trainer.recipe.state().items()}
+        file.touch()
+        with pytest.raises(RanksLostError, match=r"out of memory while taking a step.*; 2 ranks are started again"):
+            trainer.train(Share(1, 0, 1))
+        for name, each in trainer.recipe.state().items():
+            assert torch.equal(each, before[name]), f"{name} has been changed"
+        file.unlink()
+        assert len(trainer.train(Share(1, 0, 1))) == 4
+
+
+@pytest.mark.parametrize("step", [0, 3], ids=["within a step", "while tensors are brought back"])
+@pytest.mark.parametrize("hears", [False, True])
+def test_a_round_in_which_the_node_ends_never_counts_as_done(
+    dataset: TokenDataset, step: int, hears: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ranked(dataset, TWO, **LOCAL) as (trainer, group):
+
+        class Closing(selectors.DefaultSelector):
+            def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+                """As if another thread ended the ranks, with answers that have come or before they do."""
+                found = super().select(timeout) if hears else []
+                group.close()
+                return found
+
+        steps = count()
+
+        def end(_: StepResult) -> None:
+            if next(steps) == step:
+                monkeypatch.setattr(group_module.selectors, "DefaultSelector", Closing)
+
+        with pytest.raises(StoppedError, match="the node ends"):
+            trainer.train(Share(0, 0, 1), end)
+
+
+def test_a_group_that_is_gone_keeps_no_memory(dataset: TokenDataset) -> None:
+    trainer = make(dataset, "local", **LOCAL)
+    memory = channel.RoundMemory(trainer.live, None)
+    descriptor = memory.descriptor
+    os.fstat(descriptor)
+    del memory
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_one_rank_removes_its_directory_where_the_node_dies_before_it_has_work() -> None:
+    directory = Path(tempfile.mkdtemp(prefix="p2ptrain-ranks-", dir="/tmp"))  # a socket's name is short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / channel.SOCKET_NAME))
+        listener.listen(1)
+        with begin(directory, 1) as rank:
+            listener.accept()[0].close()
+            assert rank.wait(GONE_SECONDS) == 1
+    assert not directory.exists()
 
 
 def test_a_step_that_cannot_be_taken_leaves_the_ranks_as_they_are(tmp_path: Path) -> None:

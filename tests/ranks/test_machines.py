@@ -6,6 +6,7 @@ import hmac
 import logging
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,13 +20,14 @@ from time import monotonic, perf_counter
 import msgspec
 import psutil
 import pytest
+import torch
 from msgspec.structs import replace
 
 from p2ptrain.config import DeviceConfig, NodeConfig
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, RanksLostError, StoppedError
 from p2ptrain.ranks import machines as machines_module
-from p2ptrain.ranks.channel import RankStarted, exactly
+from p2ptrain.ranks.channel import RankJob, RankStarted, exactly, hear_order
 from p2ptrain.ranks.group import Patience, RankGroup, RankWork
 from p2ptrain.ranks.machines import GREETED_AT_ONCE, LENDING, RELEASES, Machines, lend_devices, lent_here, token_in
 from p2ptrain.share import Share
@@ -35,7 +37,7 @@ from tests.helpers.trainer import ONE_THREAD, embedded, make
 TOKEN, OTHER_TOKEN = b"a token of enough characters", b"another token"
 TWO_MACHINES = ONE_THREAD.model_copy(update={"nnodes": 2, "rendezvous": "/ip4/127.0.0.2/tcp/0"})
 SPREAD = {"token": TOKEN, "settings": TWO_MACHINES, "inner": "muon"}
-SOON = Patience(machines_seconds=0.0)
+SOON = Patience(machines_seconds=0.0, again_seconds=0.0)
 COME_SECONDS = 150.0  # for a machine whose processes import torch one after the other, on a busy one
 BOTH = ["cpu", "cpu at 127.0.0.1"]
 pytestmark = [
@@ -144,6 +146,19 @@ def test_a_node_trains_without_a_machine_that_is_lost_and_with_one_that_comes(
         until(group.machines.waiting)
         trainer.train(Share(4, 0, 1))
         assert [each.device for each in group.figures] == BOTH
+
+
+def test_a_machine_that_was_not_there_is_not_waited_for_again(
+    dataset: TokenDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ranked(dataset, ["cpu"], patience=Patience(machines_seconds=1.0), **SPREAD) as (trainer, group):
+        trainer.train(Share(0, 0, 1))
+        for times in (2, 3):
+            os.kill(group.figures[0].pid, signal.SIGKILL)
+            psutil.wait_procs([psutil.Process(group.figures[0].pid)], GONE_SECONDS)
+            trainer.train(Share(times, 0, 1))
+            assert caplog.text.count("1 of 1 other machines are not there: going on without") == times
+        assert caplog.text.count("are not there: waiting") == 1
 
 
 def test_a_node_that_ends_waits_for_no_machine(dataset: TokenDataset) -> None:
@@ -293,6 +308,51 @@ def test_a_machine_is_there_when_all_of_its_ranks_are_and_no_more_than_wanted(
             (taken,) = machines.waiting(takes=True)
             taken.connection.close()
             assert machines.waiting() == []
+
+
+def test_those_that_took_part_are_waited_for_and_those_that_did_not_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = Machines(TWO_MACHINES.model_copy(update={"nnodes": 3}), TOKEN, "cpu")
+    with ExitStack() as stack:
+        stack.callback(three.close)
+
+        def comes(*names: str) -> None:
+            for name in names:
+                stack.enter_context(come(three.place, monkeypatch, machine=name))
+            until(lambda: {each.lent.machine for each in three.waiting()} >= {*names})
+
+        def took(names: list[str], seconds: float = 1e9) -> list[str]:
+            taken = three.come(monotonic() + seconds, lambda: comes(*(names.pop() for _ in names[:1])))
+            for each in taken:
+                stack.enter_context(each.connection)
+            return [each.lent.machine for each in taken]
+
+        comes("a")
+        assert took([], -1.0) == ["a"]
+        assert took(["a"]) == ["a"], "b was not there before either"
+        comes("b")
+        assert took(["a"]) == ["a", "b"], "a is waited for, not replaced"
+        comes("b")
+        assert took([], -1.0) == ["b"], "a is lost"
+        assert took(["b"]) == ["b"]
+
+
+def test_lent_processors_compute_as_precisely_as_the_node_does(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    automatic = TWO_MACHINES.model_copy(update={"autocast": "auto"})
+    with ranked(dataset, ["cpu"], token=TOKEN, settings=automatic) as (_, group):
+        assert group.machines is not None
+        with come(group.machines.place, monkeypatch) as connection:
+            until(group.machines.waiting)
+            with ThreadPoolExecutor() as pool:
+                meeting = pool.submit(group.wait)
+                job = hear_order(connection)
+                assert isinstance(job, RankJob)
+                assert DeviceConfig.model_validate_json(job.settings).autocast == "bf16"
+                group.stop()
+                with pytest.raises(StoppedError):
+                    meeting.result()
 
 
 def test_devices_of_another_kind_and_plug_ins_that_are_not_allowed_are_refused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -139,7 +138,8 @@ dist.barrier()
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_holds_its_rows_and_no_more(dataset: TokenDataset, ranks: int, tmp_path: Path) -> None:
     alone = make(dataset, "local", **ADAMW)
-    descriptor = channel.RoundMemory(alone.live, alone.recipe.inner).descriptor
+    memory = channel.RoundMemory(alone.live, alone.recipe.inner)
+    descriptor = memory.descriptor
     said = alone.run.canonical(), SHARDED.model_dump_json(exclude_defaults=True).encode(), "cpu", alone.live.packing
     (tmp_path / "job").write_bytes(msgspec.msgpack.encode(channel.RankJob(0, ranks, "", *said, "", ())))
     command = [sys.executable, "-c", PART, str(tmp_path)]
@@ -148,7 +148,6 @@ def test_a_rank_holds_its_rows_and_no_more(dataset: TokenDataset, ranks: int, tm
         for rank in range(ranks)
     ]
     held = [[int(count) for count in part.communicate()[0].split()] for part in parts]
-    os.close(descriptor)
     expected = [
         sum(math.prod(shape[1:]) * len(range(shape[0])[rows_of(shape[0], rank, ranks)]) for shape in alone.live.shapes)
         for rank in range(ranks)
