@@ -89,7 +89,7 @@ def rows_of(path: Path) -> list[dict[str, Json]]:
 
 
 def measured_now() -> dict[str, Json]:
-    """Returns what a row of a file that grows has of its own: this process' command, the commit, this machine, today."""
+    """Returns what a row of a file that grows has of its own: command, commit, machine and date of this process."""
     program = Path(sys.argv[0]).resolve()
     name = str(program.relative_to(ROOT)) if program.is_relative_to(ROOT) else program.name
     command = " ".join(["python", name, *sys.argv[1:]])

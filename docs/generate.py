@@ -324,11 +324,11 @@ def _memory() -> Iterator[str]:
     yield "# Which card trains what\n\n" + NOTE.format(source="p2ptrain/train/memory.py") + "\n"
     yield (
         "Memory of the card in GB, by the estimate that a node makes before it starts, with bf16 arithmetic, compiled\n"
-        "layers and the run's other settings as they are by default. The last column names the smallest card that it\n"
-        "fits, of 8, 12, 16, 24, 40 and 80 GB: of each 1.04 * 10^9 bytes, as drivers tell them. The node chooses these\n"
-        "settings by itself where you have not set them. The estimate of the round's own arithmetic has not been\n"
-        "measured on a card yet. 1B with `local` in 24 GB was wanted: reached by this estimate, with both settings.\n"
-        "7B in 80 GB was wanted, too: it is not built, and takes more ([scale](../explanation/scale.md)).\n"
+        "layers and the run's other settings as they are by default. The last column names the smallest card that\n"
+        "it fits, of 8, 12, 16, 24, 40 and 80 GB, whose GB has 1.04 * 10^9 bytes, as drivers tell it. The node\n"
+        "chooses these settings by itself where you have not set them. The estimate of the round's own arithmetic\n"
+        "has not been measured on a card yet. 1B with `local` in 24 GB was wanted: reached by this estimate, with\n"
+        "both settings. 7B on one card of 80 GB was wanted, too, and [takes more](../explanation/scale.md).\n"
     )
     yield "\n" + _row("model", "recipe", "sequences of a pass", "`half_state`", "`checkpointing`", "GB", "card")
     yield "|---|---|---|---|---|---|---|\n"
