@@ -89,7 +89,8 @@ def measure(
     if not payloads:
         made = []
         for each in gradients:
-            residual.clear()
+            residual.coefficients.zero_()
+            residual.keep({})
             gradient = each.to(device)
             made.append(bytes_of(encode()))
         payloads += [made[index % len(made)] for index in range(CONTRIBUTIONS)]

@@ -83,9 +83,8 @@ class Report:
         found = [str(finding) for finding in self.findings]
         if left_out := self.counts.total() - len(found):
             found.append(f"and {left_out:,} more findings in the same directory")
-        rounds = "no certified round"
-        if self.certified is not None:
-            rounds = f"rounds {self.certified[0]} to {self.certified[1]} certified"
+        ends = self.certified
+        rounds = f"rounds {ends[0]} to {ends[1]} certified" if ends else "no certified round"
         replayed = "nothing replayed"
         if (done := self.replayed) is not None:
             replayed = (
@@ -93,11 +92,9 @@ class Report:
                 f"{done.final_root}; the newest certified root that it reproduced is of round "
                 f"{'none' if done.proved_round is None else done.proved_round}"
             )
-        ends = f"{self.counts[Grade.WRONG]} wrong, {self.counts[Grade.OPEN]} not checkable"
-        return [
-            *found,
-            f"run {self.run_name} {self.run_id}: {rounds}; {replayed}; {self.signatures} signatures; {ends}",
-        ]
+        bad = f"{self.counts[Grade.WRONG]} wrong, {self.counts[Grade.OPEN]} not checkable"
+        last = f"run {self.run_name} {self.run_id}: {rounds}; {replayed}; {self.signatures} signatures; {bad}"
+        return [*found, last]
 
     def as_json(self) -> dict[str, Any]:
         told: dict[str, Any] = msgspec.to_builtins(self)

@@ -162,8 +162,7 @@ def check_said(kept: LogContents, me: bytes | None, report: Report) -> None:
 
 def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report: Report) -> ProvedLog:
     """Follows the log from genesis to its head and returns what holds, up to the first step that does not."""
-    beginning = kept.beginning
-    journal, base = kept.journal, kept.journal.base
+    beginning, journal, base = kept.beginning, kept.journal, kept.journal.base
     proved = ProvedLog(kept_from=max(base.round, journal.state.round - run.agreement.history_rounds))
     if journal.halted is not None:
         number = journal.halted.first.manifest.round
@@ -190,9 +189,8 @@ def prove(kept: LogContents, run: RunConfig, verifier: CountingVerifier, report:
             report.wrong(where, "the agreed state in the log is not the one that the step leads to", RESTORE_FIX)
         proved.states.append(state)
     if not is_named:
-        report.open(
-            "agreed state", f"no certificate names that of round {base.round}", "Let the node finish one more round"
-        )
+        what = f"no certificate names that of round {base.round}"
+        report.open("agreed state", what, "Let the node finish one more round")
     if not is_led_to:
         proved.states, proved.entries = [], []  # nobody knows by whose quorum
     if proved.certified is not None:
@@ -212,17 +210,16 @@ def _check_changes(kept: LogContents, beginning: AgreedState, verifier: Counting
         if name_of(change) in inside:
             break  # from here on, each step is followed
         changes.append(change)
-    what = f"{len(changes)} changes lead from genesis to the {len(base.members)} members of round {base.round}"
     try:
         jump(beginning, tuple(changes), base, verifier)
     except RemoteProtocolError as error:
         if journal.trunk is not None and len(journal.trunk.changes) >= CHANGES_MAX:
             report.open("roster", f"more than {CHANGES_MAX} changes: the first ones are not kept", "")
         else:
-            report.wrong(
-                "roster", f"its changes do not lead from genesis to round {base.round}: {error.why}", SIGNED_FIX
-            )
+            what = f"its changes do not lead from genesis to round {base.round}: {error.why}"
+            report.wrong("roster", what, SIGNED_FIX)
         return False
+    what = f"{len(changes)} changes lead from genesis to the {len(base.members)} members of round {base.round}"
     report.holds("roster", what)
     return True
 
@@ -234,9 +231,8 @@ def _check_trunk(trunk: Trunk | None, steps: list[Step], beginning: AgreedState,
     for step in steps:
         if (isinstance(step, Beginning) or step.manifest.changes_roster) and name_of(step) not in named:
             number = step.round if isinstance(step, Beginning) else step.manifest.round
-            report.wrong(
-                "roster", f"the change of round {number} is not among those that are kept forever", RESTORE_FIX
-            )
+            what = f"the change of round {number} is not among those that are kept forever"
+            report.wrong("roster", what, RESTORE_FIX)
     if trunk is None:
         return
     begun = [BranchStart(change.branch, change.round) for change in changes if isinstance(change, Beginning)]

@@ -13,17 +13,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from p2ptrain.audit import weights
 from p2ptrain.audit.findings import Grade, Report
 from p2ptrain.audit.history import RESTORE_FIX, CountingVerifier, ProvedLog, check_said, prove, read_log
-from p2ptrain.audit.weights import (
-    LARGER_FIX,
-    PAYLOADS_MAX,
-    PayloadFiles,
-    RunModel,
-    check_checkpoints,
-    found_checkpoints,
-    replay,
-)
 from p2ptrain.capacity import free_memory_bytes
 from p2ptrain.config import RunConfig
 from p2ptrain.config.run import CONFIG_BYTES_MAX
@@ -64,8 +56,7 @@ def find_directory(directory: Path, wanted: str | None) -> Path:
         raise ConfigError(f"there are {len(found)} runs: {names}", key="--run", fix="Name one of them")
     if found:
         raise ConfigError(f"no run {wanted} in {directory}, only {names}", key="--run", fix="Name one of them")
-    fix = "Name a node's data directory, or one of a run in it"
-    raise ConfigError(f"no run in {directory}", key="DIR", fix=fix)
+    raise ConfigError(f"no run in {directory}", key="DIR", fix="Name a node's data directory, or one of a run in it")
 
 
 def _is_run(directory: Path) -> bool:
@@ -87,7 +78,7 @@ def _look(directory: Path) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     for name in ("wal", "checkpoints", "payloads"):
         with suppress(DataError):
-            found += [(path.name, kind.st_size) for path, kind in listed(directory / name, PAYLOADS_MAX)]
+            found += [(path.name, kind.st_size) for path, kind in listed(directory / name, weights.PAYLOADS_MAX)]
     return found
 
 
@@ -105,10 +96,10 @@ def _audit(directory: Path, report: Report) -> Report:
     verifier, proved, replayed = CountingVerifier(run.id), ProvedLog(), None
     try:
         me = None if is_copy else _read_identity(directory / "identity", report)
-        found = found_checkpoints(directory, run, report)
+        found = weights.found_checkpoints(directory, run, report)
         kept = read_log(directory, run, verifier, report)
-        model = RunModel(run)
-        payloads = PayloadFiles(directory / "payloads", model)
+        model = weights.RunModel(run)
+        payloads = weights.PayloadFiles(directory / "payloads", model)
         if kept is not None:
             check_said(kept, me, report)
             proved = prove(kept, run, verifier, report)
@@ -116,10 +107,10 @@ def _audit(directory: Path, report: Report) -> Report:
             payloads.check(proved, report)
         if model.memory_bytes > (free := free_memory_bytes()):
             what = f"the run's state has {model.state_bytes:,} bytes, but only {free:,} bytes of memory are free here"
-            report.open("checkpoints", f"{what}: nothing is replayed", LARGER_FIX)
+            report.open("checkpoints", f"{what}: nothing is replayed", weights.LARGER_FIX)
         else:
-            states = check_checkpoints(found, directory, model, proved, report)
-            replayed = replay(states, payloads, model, proved, report)
+            states = weights.check_checkpoints(found, directory, model, proved, report)
+            replayed = weights.replay(states, payloads, model, proved, report)
         _check_hints(directory, report)
     except DataError as error:  # the disk
         report.open(directory, str(error), "Let this user read it, and check the disk")

@@ -200,8 +200,7 @@ def check_checkpoints(
         if why is not None:
             report.wrong(each.path, why, CHECKPOINT_FIX)
             continue
-        placed = _place(each, proved, report)
-        if placed is not None:
+        if (placed := _place(each, proved, report)) is not None:
             states.append(placed)
     return sorted(states, key=lambda state: (state.round, state.checkpoint.path.name))
 
@@ -255,9 +254,8 @@ def _place(checkpoint: Checkpoint, proved: ProvedLog, report: Report) -> State |
     elif checkpoint.stamp.branch and not is_proved and checkpoint.head != _head_of(proved, number):
         report.open(path, f"from another history: it follows a different manifest of round {number}", CHECKPOINT_FIX)
     else:
-        report.holds(
-            path, f"intact, of round {number}, " + ("whose root is certified" if is_proved else "on the history")
-        )
+        what = "whose root is certified" if is_proved else "on the history"
+        report.holds(path, f"intact, of round {number}, {what}")
         return State(checkpoint, is_proved)
     return None
 
@@ -331,9 +329,8 @@ def _content(
         return None
     content = payloads.of(entry)
     if content is None and number > proved.newest_root:
-        report.note(
-            Grade.NOTE, "replay", f"{so_far}: payloads of round {number} are missing, and its root is not certified yet"
-        )
+        what = f"{so_far}: payloads of round {number} are missing, and its root is not certified yet"
+        report.note(Grade.NOTE, "replay", what)
     elif content is None:
         fix = "If the node is running, try again; otherwise start it, and it fetches them"
         report.open("replay", f"{so_far}: payloads of round {number} are not here", fix)
@@ -346,15 +343,13 @@ def _compare(number: int, root: bytes, start: State, saved: State | None, proved
     if certified is not None and certified != root:
         what = f"it gives the state root {root.hex()[:16]}, but {certified.hex()[:16]} was certified"
         from_where = "a certified" if start.is_proved else "an uncertified"
-        report.wrong(
-            f"round {number}", f"{what}; the replay started from {from_where} state of round {start.round}", SIGNED_FIX
-        )
+        what += f"; the replay started from {from_where} state of round {start.round}"
+        report.wrong(f"round {number}", what, SIGNED_FIX)
         return False
     if saved is not None and saved.checkpoint.root != root:
-        what = f"of another history: round {number} gives the state root {root.hex()[:16]}"
-        report.wrong(
-            saved.checkpoint.path, f"{what}, but this checkpoint has {saved.checkpoint.root.hex()[:16]}", CHECKPOINT_FIX
-        )
+        what = f"of another history: round {number} gives the state root {root.hex()[:16]}, "
+        what += f"but this checkpoint has {saved.checkpoint.root.hex()[:16]}"
+        report.wrong(saved.checkpoint.path, what, CHECKPOINT_FIX)
     return True
 
 

@@ -70,9 +70,8 @@ def _percent(text: str) -> Fraction:
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--held-out") from error
     if not 0 <= share < 1:
-        raise typer.BadParameter(
-            f"{text} is out of range: choose at least 0 and less than 100", param_hint="--held-out"
-        )
+        what = f"{text} is out of range: choose at least 0 and less than 100"
+        raise typer.BadParameter(what, param_hint="--held-out")
     return share
 
 

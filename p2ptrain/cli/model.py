@@ -134,16 +134,10 @@ def evaluate(
     typer.echo(_which(found), err=True)
     length = found.run.model.sequence_length
     at_a_time = home.config.device.sequences_per_pass or found.run.recipe.sequences_per_pass
+    loss = partial(packing.loss, model)
     with _measuring() as progress:
         result = measure(
-            partial(packing.loss, model),
-            dataset,
-            packing,
-            length,
-            sequences=count,
-            at_a_time=at_a_time,
-            device=device,
-            on_pass=progress,
+            loss, dataset, packing, length, sequences=count, at_a_time=at_a_time, device=device, on_pass=progress
         )
     error = "" if isnan(result.error) else f" (standard error {result.error:.4f})"
     typer.echo(

@@ -246,8 +246,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
     home.check_whom_to_ask(home.current(run))
     from p2ptrain.daemon.launch import take_part  # last, so that errors need not wait two seconds for torch
 
-    order = JoinOrder(config=home.config, data=data, wanted=run, invitation=invitation, trust=trust, asks=not yes)
-    take_part(order)
+    take_part(JoinOrder(config=home.config, data=data, wanted=run, invitation=invitation, trust=trust, asks=not yes))
 
 
 def lend(

@@ -118,8 +118,7 @@ def replay(file: Annotated[Path, typer.Argument(help="A node's events, as JSON l
         )
     if not replayed.lives:
         return
-    typer.echo(
-        f"{replayed.events:,} events of {replayed.lives} starts: {replayed.difference or 'all effects are the same'}"
-    )
+    found = replayed.difference or "all effects are the same"
+    typer.echo(f"{replayed.events:,} events of {replayed.lives} starts: {found}")
     if replayed.difference:
         raise typer.Exit(ExitStatus.FAILED)

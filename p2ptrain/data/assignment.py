@@ -1,9 +1,9 @@
 """Assigns data: maps (run seed, round, place in the roster) to positions of sequences.
 
-There is no scheduler. Each pass over the data is a pseudo-random permutation of all sequences, rounds
-take consecutive slots of it, and within a round each place has its own slots. So members never overlap
-in a round, a pass of a fixed roster repeats nothing, and any node computes any other's shard from a few agreed
-integers, without a table and in time that depends only on the shard.
+There is no scheduler. Each pass over the data is a pseudo-random permutation of all sequences, rounds take consecutive
+slots of it, and within a round each place has its own slots. So members never overlap in a round, a pass of a fixed
+roster repeats nothing, and any node computes any other's shard from a few agreed integers, without a table and in time
+that depends only on the shard.
 
 A run chooses one of three policies (`data.assignment`):
 
@@ -13,12 +13,12 @@ A run chooses one of three policies (`data.assignment`):
     capability  as drawn, but a place has slots in proportion to the steps that its node has lately taken, counted
                 on in the agreed state (p2ptrain/share.py)
 
-The permutation is a keyed, format-preserving one: a Feistel network over the smallest power of two that
-holds all positions, walked along its cycle until it lands on a position that exists (Black and Rogaway,
-"Ciphers with arbitrary finite domains", 2002). A Feistel network is a bijection for
-any round functions, and walking a cycle from a set back into the set is a bijection of that set; the domain
-is less than twice the number of sequences, so a walk takes at most two steps on average. The round function is
-splitmix64's finaliser (Steele et al. 2014). This only scatters; it is no cipher.
+The permutation is a keyed, format-preserving one: a Feistel network over the smallest power of two that holds all
+positions, walked along its cycle until it lands on a position that exists (Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002). A Feistel network is a bijection for any round functions, and walking a cycle from a set back
+into the set is a bijection of that set; the domain is less than twice the number of sequences, so a walk takes at most
+two steps on average. The round function is splitmix64's finaliser (Steele et al. 2014). This only scatters; it is no
+cipher.
 
 Everything is 64-bit integer arithmetic, the same on every machine. It is part of the protocol: a different
 permutation is a different version.
@@ -44,9 +44,8 @@ WINDOW_PIECES = 64
 def shard(seed: int, round_number: int, place: int, places: int, count: int, sequences: int) -> Positions:
     """Returns the `count` sequences, of all `sequences`, that `place` of `places` trains on in a round.  # [count]
 
-    With less data than one round needs, members have to share sequences: the round then cycles through all of
-    them, so that no two sequences differ by more than one in how often they are used.
-    """
+    With less data than one round needs, members have to share sequences: the round then cycles through all of them, so
+    that no two sequences differ by more than one in how often they are used."""
     assert 0 <= place < places, f"place {place} of {places}"
     assert count > 0 and round_number >= 0, f"{count} sequences in round {round_number}"
     assert 0 < sequences <= SEQUENCES_MAX, f"{sequences} sequences"

@@ -158,9 +158,7 @@ class _Writer:
         """Returns the end of a turn whose words end at `end`: after the token that ends it, if there is one."""
         ends = self._ends.match(text, end)
         found = end if ends is None else ends.end()
-        if is_last and (ends is None or not text[found:].strip()):
-            return len(text)
-        return found
+        return len(text) if is_last and (ends is None or not text[found:].strip()) else found
 
     def _prompt(self, chat: list[Message]) -> str:
         """Returns the prompt before an answer to these messages; empty if the template has none."""
@@ -180,11 +178,8 @@ class _Writer:
 
     def _written(self, chat: list[Message], prompts: bool) -> str:
         """Writes messages; with `prompts`, also the prompt for the assistant's next message."""
-        text = str(
-            self._template.render(
-                messages=chat, add_generation_prompt=prompts, tools=None, documents=None, **self._names
-            )
-        )
+        given = {"messages": chat, "add_generation_prompt": prompts, "tools": None, "documents": None}
+        text = str(self._template.render(**given, **self._names))
         if len(text) > TEXT_MAX:
             raise ValueError(f"a text of {len(text):,} characters; the limit is {TEXT_MAX:,}")
         text.encode()  # raises now if the text has half a character, rather than when it is stored
@@ -310,8 +305,7 @@ def _environment() -> Any:
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     def refuse(message: object) -> None:
         raise TemplateError(str(message))

@@ -177,8 +177,7 @@ def embedded_sources() -> list[SourceFile]:
     sources = [SourceFile(name, len(text), partial(io.BytesIO, text)) for name, text in texts]
     library = Path(sysconfig.get_path("stdlib"))
     # Taken from Python's own list of names: distributions add files of their own, which contain paths.
-    modules = [library / f"{name}.py" for name in sorted(sys.stdlib_module_names)]
-    modules = [path for path in modules if path.is_file()]
+    modules = [path for name in sorted(sys.stdlib_module_names) if (path := library / f"{name}.py").is_file()]
     if not modules:
         raise _incomplete_python(str(library))
     return sources + file_sources(modules)
@@ -235,8 +234,7 @@ class _Zstandard(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            packed = self._file.read(PACKED_BYTES)
-            if not packed:
+            if not (packed := self._file.read(PACKED_BYTES)):
                 if self._frame is not None:
                     raise EOFError("it is cut off")
                 return 0
@@ -478,8 +476,7 @@ def _library(name: str, source: str) -> Any:
     try:
         return __import__(name)
     except ImportError as error:
-        fix = "Run: pip install 'p2ptrain[data]'"
-        raise ConfigError(f"needs {name} to be read", source=source, fix=fix) from error
+        raise ConfigError(f"needs {name} to be read", source=source, fix="Run: pip install 'p2ptrain[data]'") from error
 
 
 def _incomplete_python(what: str) -> ConfigError:

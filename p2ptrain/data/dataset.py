@@ -7,16 +7,15 @@ A data set is a directory:
     fetched/<hex digest>    the same, fetched by a node that joined; it keeps as many as there is room for
     tokenizer.json          the tokenizer that made the tokens; absent if they are bytes
 
-It holds two splits: `training`, and `held_out`, which is never trained on and has its own
-methods so that this cannot happen by mistake. A piece is named by its digest: anyone may serve it, and
-anyone can check it. Tokens are little-endian and one, two or four bytes wide, depending on the size of the
-vocabulary; a piece holds a whole number of them. In a data set with a loss mask they are signed, and a token that is
-not to be learned is stored as its complement (data/packing.py). The manifest has exactly one encoding: sorted keys, no
-white space, no floats.
+It holds two splits: `training`, and `held_out`, which is never trained on and has its own methods so that this cannot
+happen by mistake. A piece is named by its digest: anyone may serve it, and anyone can check it. Tokens are
+little-endian and one, two or four bytes wide, depending on the size of the vocabulary; a piece holds a whole number of
+them. In a data set with a loss mask they are signed, and a token that is not to be learned is stored as its complement
+(data/packing.py). The manifest has exactly one encoding: sorted keys, no white space, no floats.
 
-A sequence of length L at position i is the tokens from i*L to i*L + L, both included: L inputs and, shifted
-by one, L targets. Neighbours share one token, the last target of one and the first input of the next, so
-that every token but the first is a target exactly once in a pass.
+A sequence of length L at position i is the tokens from i*L to i*L + L, both included: L inputs and, shifted by one, L
+targets. Neighbours share one token, the last target of one and the first input of the next, so that every token but the
+first is a target exactly once in a pass.
 """
 
 from __future__ import annotations
@@ -123,10 +122,8 @@ def read_manifest(directory: Path) -> bytes:
 
 
 def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> TokenDataset:
-    """Begins a data set in `directory` from a manifest that a peer sent; its pieces may all be missing.
-
-    A different manifest there is replaced, because the digest says which one belongs there.
-    """
+    """Begins a data set in `directory` from a manifest that a peer sent; its pieces may all be missing. A different
+    manifest there is replaced, because the digest says which one belongs there."""
     if len(encoded) > MANIFEST_BYTES_MAX:
         raise RemoteProtocolError(f"data manifest of {len(encoded)} bytes; the limit is {MANIFEST_BYTES_MAX}")
     if (found := manifest_digest(encoded)) != expected_digest:
@@ -221,8 +218,7 @@ class TokenDataset:
     def fetched_bytes_min(self, sequences: int, held_out: int, length: int) -> int:
         """Returns the space that a node needs for the pieces of a round and of the first held-out sequences."""
         drawn = pieces_of_a_round(sequences, length * self._type.itemsize / PIECE_BYTES)
-        pieces = min(drawn, len(self.manifest.training.pieces))
-        pieces += len(self._held_out_pieces(held_out, length))
+        pieces = min(drawn, len(self.manifest.training.pieces)) + len(self._held_out_pieces(held_out, length))
         return min(pieces * PIECE_BYTES, self.size_bytes - self._prepared_pieces)
 
     @property
@@ -295,15 +291,12 @@ class TokenDataset:
             self._write(self._own / name, piece)
             self._bad.discard(name)
         else:
-            path = self._fetched / name
-            self._kept.add(name, len(piece), lambda: self._write(path, piece))
+            self._kept.add(name, len(piece), lambda: self._write(self._fetched / name, piece))
         self._damaged.discard(name)
 
     def piece_size(self, name_digest: bytes) -> int | None:
-        """Returns the size of a piece that a peer may have; None if it is missing or belongs to another data set.
-
-        Damage is noticed only by `piece`, which reads it.
-        """
+        """Returns the size of a piece that a peer may have; None if it is missing or belongs to another data set. Only
+        `piece`, which reads it, notices damage."""
         name = name_digest.hex()
         return None if name not in self._sizes or self._absent([name]) else self._sizes[name]
 
@@ -335,10 +328,8 @@ class TokenDataset:
     def store_tokenizer(self, file_bytes: bytes) -> None:
         """Stores the tokenizer's file that a peer sent, after checking that the manifest names it."""
         assert self.tokenizer.kind == "json", "the bytes tokenizer has no file"
-        if len(file_bytes) > tokenizers.TOKENIZER_BYTES_MAX:
-            raise RemoteProtocolError(
-                f"tokenizer file of {len(file_bytes)} bytes; the limit is {tokenizers.TOKENIZER_BYTES_MAX}"
-            )
+        if (size := len(file_bytes)) > (most := tokenizers.TOKENIZER_BYTES_MAX):
+            raise RemoteProtocolError(f"tokenizer file of {size} bytes; the limit is {most}")
         if (found := tokenizers.tokenizer_digest(file_bytes)) != self.tokenizer.digest:
             raise RemoteProtocolError(f"tokenizer file {found} instead of {self.tokenizer.digest}")
         try:
@@ -464,8 +455,7 @@ def _sequences(split: Split, length: int) -> int:
 
 def _check_positions(split: Split, positions: Positions, length: int) -> None:
     assert positions.ndim == 1, f"positions of shape {positions.shape}"
-    is_there = (positions >= 0) & (positions < _sequences(split, length))
-    assert is_there.all(), "a position does not exist"
+    assert ((positions >= 0) & (positions < _sequences(split, length))).all(), "a position does not exist"
 
 
 def _piece_sizes(manifest: DatasetIndex) -> dict[str, int]:

@@ -127,12 +127,9 @@ PLAIN = Packing()
 
 
 def within_documents(positions: Tensor, dtype: torch.dtype) -> Tensor:  # [batch, length] -> [batch, 1, length, length]
-    """Returns an additive attention mask: 0 for an input itself and those before it in its document, else -inf.
-
-    Additive rather than boolean: each layer would convert a boolean mask to floats and keep its own copy.
-    """
+    """Returns an additive attention mask: 0 for an input itself and those before it in its document, else -inf. Each
+    layer would convert a boolean mask to floats and keep its own copy."""
     places = torch.arange(positions.shape[1], device=positions.device)
-    starts = places - positions
-    is_seen = (places <= places[:, None]) & (places >= starts[:, :, None])
+    is_seen = (places <= places[:, None]) & (places >= (places - positions)[:, :, None])
     hidden = torch.full((), -torch.inf, dtype=dtype, device=positions.device)
     return torch.where(is_seen, hidden.new_zeros(()), hidden)[:, None]

@@ -32,16 +32,8 @@ from typing import Any, Literal, cast
 import msgspec
 import numpy as np
 
-from p2ptrain.data import dataset
-from p2ptrain.data.corpus import (
-    Document,
-    Reading,
-    SourceFile,
-    documents,
-    embedded_sources,
-    file_sources,
-    wikitext_sources,
-)
+from p2ptrain.data import corpus, dataset
+from p2ptrain.data.corpus import Document, Reading, SourceFile
 from p2ptrain.data.tokenizer import JsonTokenizer, Marked, Tokenizer, Tokens, token_type
 from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.errors import ConfigError, DataError
@@ -164,8 +156,8 @@ def prepare(
     """
     if not 0 <= held_out < 1:
         raise ConfigError(f"{held_out} of the text", key="held_out", fix="Choose a fraction from 0 to below 1")
-    sources = (embedded_sources() if embedded else []) + (wikitext_sources(wikitext) if wikitext else [])
-    sources += file_sources(files)
+    sources = corpus.embedded_sources() if embedded else []
+    sources += (corpus.wikitext_sources(wikitext) if wikitext else []) + corpus.file_sources(files)
     if not sources:
         raise ConfigError("nothing to prepare", fix="Name text files or JSON lines, or ask for the embedded corpus")
     tokenizer = how.tokenizer
@@ -271,7 +263,7 @@ def _write_splits(
     done, pieces, dtype = _unfinished(out, _name_of(sources, how, border)), out / dataset.PIECES_NAME, _dtype_of(how)
     end = np.array([how.tokenizer.end_of_document], dtype=dtype)
     total, since_saved = sum(source.size for source in sources), 0
-    found = (document for source in sources for document in documents(source, how))
+    found = (document for source in sources for document in corpus.documents(source, how))
     progress(min(done.bytes_read, total), total, done.tokens)
     for batch, encoded in in_processes(how.tokenizer, dtype, _batches(islice(found, done.documents, None)), processes):
         for document, tokens in zip(batch, encoded, strict=True):
@@ -311,8 +303,7 @@ def _name_of(sources: Sequence[SourceFile], how: Reading, border: int) -> str:
 def _unfinished(out: Path, call: str) -> _ReadSoFar:
     """Returns the saved progress of the same call, and removes all pieces that do not belong to it."""
     try:
-        encoded = (out / UNFINISHED_NAME).read_bytes()
-        done = msgspec.msgpack.decode(encoded, type=_ReadSoFar)
+        done = msgspec.msgpack.decode((out / UNFINISHED_NAME).read_bytes(), type=_ReadSoFar)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         done = _ReadSoFar(call)
     done = done if done.call == call else _ReadSoFar(call)
@@ -330,8 +321,7 @@ def _size_of(document: Document) -> int:
 
 
 def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
+    batch, size = list[Document](), 0
     for document in found:
         batch.append(document)
         size += _size_of(document)

@@ -41,14 +41,8 @@ VOCAB_SIZE_MAX = 2**20  # the bound of RunConfig.model.vocab_size
 WHY_MAX = 300  # characters kept of a message by the library, which may quote the file
 FILE_NAME = "tokenizer.json"
 PANIC = "PanicException"  # pyo3_runtime's error, which cannot be imported; each Rust library has its own
-END_OF_DOCUMENT_NAMES = (  # the end tokens of common tokenizers, in order of preference
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<｜end▁of▁sentence｜>",
-    "[SEP]",
-)
+# The end tokens of common tokenizers, in order of preference.
+END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 MASK_NAMES = ("[MASK]", "<mask>")  # what BERT and RoBERTa call the token that stands for a hidden one
 
 

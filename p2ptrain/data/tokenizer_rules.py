@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -19,9 +20,7 @@ import msgspec
 from p2ptrain.errors import ConfigError, DataError
 
 COMPONENTS_MAX = 24  # components of one kind; DeepSeek's file has seven
-ONCE = frozenset(
-    {"BertNormalizer", "ByteLevel", "Metaspace", "NFC", "NFD", "NFKC", "NFKD"}
-)  # repeated, these could double the text
+ONCE = {"BertNormalizer", "ByteLevel", "Metaspace", "NFC", "NFD", "NFKC", "NFKD"}  # repeated, these could double a text
 TEXT_MAX = 64  # characters of a prefix, a separator or a replacement
 ADDED_MAX = 100_000  # tokens beside the vocabulary
 GROWTH_MAX = 4.0  # growth of a text, in characters, through all replacements together
@@ -93,8 +92,7 @@ def judged(file_bytes: bytes, source: str) -> bytes:
     """Returns the file in the form that the library may read. Raises ConfigError if it breaks the rules above."""
     try:
         file = msgspec.json.decode(file_bytes, type=_File)
-        model = msgspec.json.decode(file.model, type=_Model)
-        why = _refused(file, model)
+        why = _refused(file, msgspec.json.decode(file.model, type=_Model))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         fix = "Name a tokenizer.json as the tokenizers library saves it"
         raise ConfigError(f"not a tokenizer: {str(error)[:300]}", source=source, fix=fix) from error
@@ -121,11 +119,9 @@ def _refused(file: _File, model: _Model) -> str:
 
 
 def _refused_part(kind: str, part: dict[str, object]) -> str:
-    components: list[dict[str, object]] = []
-    for each in _components(part):
-        components.append(each)
-        if len(components) > COMPONENTS_MAX:
-            return f"more than {COMPONENTS_MAX} parts in {kind}"
+    components = [*islice(_components(part), COMPONENTS_MAX + 1)]
+    if len(components) > COMPONENTS_MAX:
+        return f"more than {COMPONENTS_MAX} parts in {kind}"
     counts, growth = Counter(str(each.get("type")) for each in components), 1.0
     for each in components:
         name = str(each.get("type"))

@@ -43,8 +43,7 @@ def _for_its_owner(there: Path) -> Diagnosis:
     if status.st_uid != os.geteuid():
         text = f"{there} belongs to another user"
         return Diagnosis("data directory", "warning", text, f"sudo chown -R $USER {there}, or choose another")
-    open_to = {0o022: "write", 0o055: "read"}
-    for bits, verb in open_to.items():
+    for bits, verb in ((0o022, "write"), (0o055, "read")):
         if stat.S_IMODE(status.st_mode) & bits:
             return Diagnosis("data directory", "warning", f"other users may {verb} in {there}", f"chmod 700 {there}")
     return Diagnosis("data directory", "good", f"{there}, accessible to its owner only")
@@ -116,10 +115,8 @@ def check_speed(directory: Path, need: Need | None, free: int, probe_bytes: int 
             os.fsync(file.fileno())
             rate = probe_bytes / max(perf_counter() - before, 1e-9)
     except OSError as error:
-        fix = "Choose another disk with --data-dir"
-        return Diagnosis(
-            "disk speed", "failed", f"writing {mega(probe_bytes)} to {there} failed: {error.strerror}", fix
-        )
+        text = f"writing {mega(probe_bytes)} to {there} failed: {error.strerror}"
+        return Diagnosis("disk speed", "failed", text, "Choose another disk with --data-dir")
     return judge_speed(rate, need)
 
 

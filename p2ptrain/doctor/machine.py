@@ -107,8 +107,7 @@ def check_torch(version: str) -> Diagnosis:
     """Checks torch's version; an empty one means that torch is not installed."""
     if not version:
         return Diagnosis("torch", "failed", "it is not installed", "Install p2ptrain with its dependencies")
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if numbers < TORCH_FROM:
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < TORCH_FROM:
         fix = f"Install torch {TORCH_FROM[0]}.{TORCH_FROM[1]} or newer; constraints.txt names the tested version"
         return Diagnosis("torch", "failed", version, fix)
     return Diagnosis("torch", "good", version)
@@ -190,9 +189,8 @@ def _check_cuda(name: str, config: DeviceConfig, found: Hardware, try_it: Callab
         fix = "Update the driver, or set device.name to cpu"
         return Diagnosis("device", "failed", f"{what}: it cannot compute: {first}", fix)
     if config.autocast == "bf16" and not gpu.is_bf16:
-        return Diagnosis(
-            "device", "warning", f"{what}, without bf16", 'Set device.autocast to "auto": bf16 is slow there'
-        )
+        fix = 'Set device.autocast to "auto": bf16 is slow there'
+        return Diagnosis("device", "warning", f"{what}, without bf16", fix)
     what = f"{what}, {'bf16' if gpu.is_bf16 else 'no bf16: it trains in fp32'}{slow}"
     if found.rocm_build:
         return Diagnosis("device", "warning", f"{what}; {ROCM}", TELL)

@@ -59,9 +59,8 @@ class ScriptWorker:
         self.evaluate, self.sample, self.measure = thread.evaluate, thread.sample, thread.measure
         if self.learner.run.recipe.fragments > 1:  # or its model, which it may save, would not be the agreed one
             what = "a script's model would not be the agreed one while its own movement waits for its round"
-            raise ConfigError(
-                what, key="recipe.fragments", fix="Join with `p2ptrain join`, or use 1 in a run for scripts"
-            )
+            fix = "Join with `p2ptrain join`, or use 1 in a run for scripts"
+            raise ConfigError(what, key="recipe.fragments", fix=fix)
         self._work: Work | None = None
         self._loop = asyncio.get_running_loop()
         self._has_work = asyncio.Event()
@@ -126,8 +125,7 @@ class ScriptWorker:
         work = Work(task, self.positions(task.share), self._base, asyncio.get_running_loop().create_future())
         self._work = work
         self._has_work.set()
-        trained = await work.done
-        return await self._thread.run(self._contribute, work, trained)
+        return await self._thread.run(self._contribute, work, await work.done)
 
     @property
     def _base(self) -> tuple[int, int]:

@@ -190,8 +190,7 @@ def _stored_type(tensor: Tensor) -> torch.dtype:
 
 def read_base(path: Path) -> FrozenBase:
     """Reads the whole file to compute its digests."""
-    leaves: list[bytes] = []
-    size = 0
+    leaves, size = list[bytes](), 0
     with trouble(path, "cannot be read"), open_regular(path.resolve()) as file:  # may be a link
         while piece := file.read(PIECE_BYTES):
             leaves.append(leaf_digest(len(leaves), piece))

@@ -71,10 +71,8 @@ def rotary_tables(length: int, head_dim: int, theta: int, device: torch.device) 
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotates each pair of `heads` [batch, heads, length, head_dim] by its position's angle.
-
-    A pair is coordinates i and i + head_dim / 2, as in Llama; the paper pairs neighbours.
-    """
+    """Rotates each pair of `heads` [batch, heads, length, head_dim] by its position's angle. A pair is coordinates i
+    and i + head_dim / 2, as in Llama; the paper pairs neighbours."""
     first, second = heads.chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return turned.type_as(heads)  # the tables are fp32, the heads may be bf16

@@ -250,9 +250,8 @@ def model_config(config: ModelConfig, end: int) -> dict[str, Any]:
 
 def _peft_config(run: RunConfig) -> dict[str, Any]:
     """Returns the adapter_config.json with which the peft library loads the adapters beside the run's model."""
-    modules = [
-        name.removesuffix(f".{FIRST}") for name, _ in kinds.named_shapes(run.model, run.adapt) if name.endswith(FIRST)
-    ]
+    named = kinds.named_shapes(run.model, run.adapt)
+    modules = [name.removesuffix(f".{FIRST}") for name, _ in named if name.endswith(FIRST)]
     return {
         "base_model_name_or_path": None,
         "bias": "none",
@@ -365,9 +364,8 @@ def model_card(weights: Weights, members: tuple[int, int] | None, only_adapters:
     }
     if run.adapt.is_on:
         facts["adapters"] = f"{run.adapt.kind}, rank {run.adapt.rank}, alpha {run.adapt.alpha}: "
-        facts["adapters"] += (
-            f"{kinds.parameter_count(config, run.adapt):,} parameters beside the base `{run.adapt.base}`"
-        )
+        count = kinds.parameter_count(config, run.adapt)
+        facts["adapters"] += f"{count:,} parameters beside the base `{run.adapt.base}`"
     table = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items())
     kind = config.hf.model_type if config.hf else "llama"
     length = f"{config.sequence_length:,}"

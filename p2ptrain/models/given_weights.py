@@ -129,8 +129,7 @@ def _files(path: Path) -> list[Path]:
     if encoded is None:
         if (path / SINGLE_NAME).is_file():
             return [path / SINGLE_NAME]
-        pickles = sorted(each.name for each in path.iterdir() if each.suffix in PICKLES)
-        if pickles:
+        if pickles := sorted(each.name for each in path.iterdir() if each.suffix in PICKLES):
             what = f"its weights are a pickle ({pickles[0]}), which runs code when it is read, so it is not read"
             raise ConfigError(what, source=str(path), fix=SAFE_FIX)
         fix = f"Name a directory that a model was saved to, or a file. {DRAWN}"

@@ -159,7 +159,6 @@ class WorldLink:
             task.cancel()
 
     def worker(self, thread: LearnerThread, me: bytes, note: Note) -> RegionWorker:
-
         def moved(by: Tensor) -> None:  # in the replica's thread
             self._loop.call_soon_threadsafe(self.contribute, by)
 
@@ -213,9 +212,8 @@ class WorldLink:
         reader, writer = await asyncio.open_connection(sock=ours)
         self._session = session = Session(writer, memory)
         try:
-            writer.write(
-                channel.framed(ScriptRequest(0, _begin(self._run, self._config, self._shapes, directory, met)))
-            )
+            first = _begin(self._run, self._config, self._shapes, directory, met)
+            writer.write(channel.framed(ScriptRequest(0, first)))
             with suppress(asyncio.IncompleteReadError, ConnectionError):
                 while True:
                     async with asyncio.timeout(SILENT_SECONDS if session.steps else JOIN_SECONDS):

@@ -93,8 +93,7 @@ class ClaimsToBeAhead(Unsolicited):
         return [SendHistory(effect.peer, told)] if told is not None else []
 
     def told(self, core: Participant, effect: SendHistory) -> History | None:
-        nothing = History(effect.history.lineage, msg.NUMBER_MAX - 1, (), None, ())
-        return self.rng.choice((None, nothing))
+        return self.rng.choice((None, History(effect.history.lineage, msg.NUMBER_MAX - 1, (), None, ())))
 
 
 @dataclass(eq=False)

@@ -67,11 +67,8 @@ class Calendar:
         self.is_over = True
 
     def run(self, until: float, nodes: Sequence[SimNode], give: Callable[[SimNode, Gossiped], None]) -> None:
-        """Runs until stopped, or until this time.
-
-        The garbage collector is off meanwhile: it would scan millions of messages again and again, and the garbage of a
-        round has no cycles.
-        """
+        """Runs until stopped, or until this time, with the garbage collector off: it would scan millions of messages
+        again and again, and the garbage of a round has no cycles."""
         was_on = gc.isenabled()
         gc.disable()
         try:

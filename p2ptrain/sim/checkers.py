@@ -21,6 +21,7 @@ from p2ptrain.sim.ledger import (
     Checker,
     Guarantee,
     Ledger,
+    Members,
     TwoHistories,
     Violation,
     are_liars,
@@ -107,8 +108,7 @@ class RealQuorums(Checker):
         if len(seats) < quorum(len(members)) or seats[-1] >= len(members):
             raise Violation(f"{what} has {len(seats)} of {len(members)} members; the quorum is {quorum(len(members))}")
         fields = ("vote", certificate.branch, certificate.round, certificate.view, 2, certificate.manifest)
-        signers = [members[seat] for seat in seats]
-        self._verify(world, what, fields, signers, certificate.signatures)
+        self._verify(world, what, fields, tuple(members[seat] for seat in seats), certificate.signatures)
 
     def _beginning(self, world: SimWorld, index: int, step: Beginning) -> None:
         what = f"node {index}'s branch after round {step.round}"
@@ -120,12 +120,7 @@ class RealQuorums(Checker):
         self._verify(world, what, fields, step.signers, step.signatures)
 
     def _verify(
-        self,
-        world: SimWorld,
-        what: str,
-        fields: tuple[object, ...],
-        signers: Sequence[bytes],
-        signatures: Sequence[bytes],
+        self, world: SimWorld, what: str, fields: tuple[object, ...], signers: Members, signatures: Sequence[bytes]
     ) -> None:
         known = self.expected.setdefault(fields, {})
         for key, signature in zip(signers, signatures, strict=True):
@@ -190,24 +185,17 @@ class OnlyForward(Checker):
         elif type(event) is ev.CaughtUp:
             self.applied.pop(index, None)
         for record in certified(effects):
-            self._advance(self.decided, index, record.state.branch, record.state.round, "decided", record.step)
-        for effect in effects:
-            if type(effect) is ev.Apply:
-                manifest = effect.manifest
-                self._advance(self.applied, index, manifest.branch, manifest.round, "applied", None)
+            state, begins = record.state, isinstance(record.step, Beginning)
+            self._advance(self.decided, index, state.branch, state.round, "decided", begins)
+        for manifest in (effect.manifest for effect in effects if type(effect) is ev.Apply):
+            self._advance(self.applied, index, manifest.branch, manifest.round, "applied", False)
 
     def _advance(
-        self,
-        kept: dict[int, dict[bytes, int]],
-        index: int,
-        branch: bytes,
-        number: int,
-        what: str,
-        step: Entry | Beginning | None,
+        self, kept: dict[int, dict[bytes, int]], index: int, branch: bytes, number: int, what: str, begins: bool
     ) -> None:
         rounds = kept.setdefault(index, {})
         last = rounds.get(branch, -1)
-        if number <= last and not isinstance(step, Beginning):
+        if number <= last and not begins:
             raise Violation(f"node {index} {what} round {number} after round {last} of the same branch")
         rounds[branch] = number
 
@@ -361,10 +349,8 @@ def _place(message: Message) -> tuple[object, ...] | None:
 
 
 class HonestClaims(Checker):
-    """No honest node shows a loss that only liars have claimed, where these are a minority of those who spoke.
-
-    Every simulated liar claims absurd losses (devices.py).
-    """
+    """No honest node shows a loss that only liars have claimed, where these are a minority of those who spoke. Every
+    simulated liar claims absurd losses (devices.py)."""
 
     def __init__(self) -> None:
         self.looked_at = self.shown = 0  # rounds whose training loss was looked at, and held-out losses
@@ -422,11 +408,8 @@ class Recovered(Checker):
     def at_end(self, world: SimWorld) -> None:
         if not self._is_promised(world):
             return
-        late = [
-            node.index
-            for node in world.nodes
-            if node.honest and not node.is_gone and not world.goal.is_reached_by(node)
-        ]
+        honest = [node for node in world.nodes if node.honest and not node.is_gone]
+        late = [node.index for node in honest if not world.goal.is_reached_by(node)]
         if late and not world.calendar.is_over:
             raise Violation(f"{world.calendar.now:.0f} s, and nodes {late} have not applied round {world.goal.round}")
         self._one_line(world)
@@ -437,7 +420,7 @@ class Recovered(Checker):
     def _heads(self, world: SimWorld) -> dict[int, AgreedState]:
         """Returns the states of honest nodes, except those that currently follow a branch of liars alone, or whose run
         is over (succession.py)."""
-        heads = {node.index: node.disk.state for node in world.nodes if node.honest and node.alive}
+        heads = {node.index: node.disk.state for node in world.honest}
         going = {index: head for index, head in heads.items() if head.head not in self.ledger.ended}
         return {index: head for index, head in going.items() if not are_liars(world, head.members)}
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.events import Effect, Event, Started, Tick
-from p2ptrain.core.history import History, decode_history, encode_answer
+from p2ptrain.core.history import decode_history, encode_answer
 from p2ptrain.core.membership import OVER
-from p2ptrain.core.messages import Message
 from p2ptrain.core.node import Node
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.replay import FAILURES
@@ -108,12 +107,9 @@ class Executor:
 
     def write(self, node: SimNode, records: Sequence[ev.Record]) -> None:
         for record in records:
-            message: Message | None = None
-            if type(record) is ev.Said:
-                received = self.world.decode(record.envelope)
-                message = received.message if received else None
+            received = self.world.decode(record.envelope) if type(record) is ev.Said else None
             members = node.disk.state.members
-            node.disk.write(record, message)
+            node.disk.write(record, received.message if received else None)
             if type(record) is ev.Certified:
                 if node.honest and record.state.members != members:
                     was_lost = any(map(self._has_lost_the_quorum, self.world.honest))
@@ -174,8 +170,7 @@ class Executor:
         size = sum(map(len, effect.envelopes))
         for envelope in effect.envelopes:
             self.world.metrics.sent("sent to one", len(envelope))
-        reached = self.world.reach(node, effect.peer, size)
-        if reached:
+        if reached := self.world.reach(node, effect.peer, size):
             peer, at = reached
             events = [self._event_of(node, each) for each in effect.envelopes]
             self.world.calendar.timer(peer, at, self._arrive, peer, events)
@@ -213,8 +208,7 @@ class Executor:
         if encoded is None:
             return
         self.world.metrics.sent("history", len(encoded))
-        reached = self.world.reach(node, effect.peer, len(encoded))
-        if reached:
+        if reached := self.world.reach(node, effect.peer, len(encoded)):
             peer, at = reached
             self.world.calendar.timer(peer, at, self._history_came, peer, node, bytes(encoded))
 
@@ -223,8 +217,7 @@ class Executor:
             return  # it was never asked for
         event: ev.Event
         try:
-            history: History = decode_history(encoded)
-            event = ev.HistoryArrived(peer.key, history)
+            event = ev.HistoryArrived(peer.key, decode_history(encoded))
         except RemoteProtocolError as error:
             event = ev.HistoryFailed(peer.key, error.why)
         self.give(node, event)
@@ -272,10 +265,8 @@ class Cluster(SimWorld):
         node.state.become(saved.applied_round, saved.applied_root, head, node.disk.kept)
         rng = setup.stream("node", node.index, node.life + 1)
         node.begin(Node(setup.run_config, setup.run_id, node.key, node.signer, rng))
-        self.give(
-            node,
-            Started(saved, node.disk.is_forgetful, node.claim, audit_share=self.setup.scenario.training.audit_share),
-        )
+        share = setup.scenario.training.audit_share
+        self.give(node, Started(saved, node.disk.is_forgetful, node.claim, audit_share=share))
         self.topology.refresh(node)
 
     def kill(self, node: SimNode) -> None:
@@ -305,11 +296,9 @@ class Cluster(SimWorld):
 
     def give(self, node: SimNode, event: Event) -> None:
         """Gives a node an event, carries out its effects, and schedules its next tick."""
-        process = node.process
-        core = process.core
+        process, core, now = node.process, node.process.core, self.calendar.now
         if core is None:
             return
-        now = self.calendar.now
         if process.asleep_until > now:
             if len(process.held_up) < HELD_UP_MAX:
                 process.held_up.append(event)
@@ -337,13 +326,11 @@ class Cluster(SimWorld):
         self.calendar.timer(node, time, self._tick, node, deadline)
 
     def _tick(self, node: SimNode, due: float) -> None:
-        process = node.process
-        core = process.core
+        process, core = node.process, node.process.core
         if core is None or process.tick_at != due:
             return  # another tick was scheduled meanwhile
         process.expect_tick(NEVER)
-        deadline = core.deadline
-        if deadline is None:
+        if (deadline := core.deadline) is None:
             return
         if deadline > node.clock.local(self.calendar.now):
             self._schedule_tick(node, deadline)

@@ -85,12 +85,11 @@ class Devices:
         name, payload = self.world.payloads.make(node, effect.round, effect.base_round)
         node.held_payloads.add(name)
         loss, held_out = claims_of(node, effect.round)
-        size, attachment, said = payload.payload_bytes, payload.attachment, held_out if effect.evaluates else 0
+        size, attachment, content = payload.payload_bytes, payload.attachment, payload.content
+        said = held_out if effect.evaluates else 0
         applies_between = self.world.setup.run_config.agreement.staleness_rounds_max > 0
         base = node.state.round if applies_between else effect.base_round
-        done = ev.TrainingFinished(
-            effect.round, name, size, attachment, steps, loss, said, base, content=payload.content
-        )
+        done = ev.TrainingFinished(effect.round, name, size, attachment, steps, loss, said, base, content=content)
         self.give(node, done)
 
     def _on_device(self, node: SimNode, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
@@ -165,9 +164,8 @@ class Devices:
     def _serves_state(self, source: SimNode, place: tuple[int, bytes], node: SimNode) -> bool:
         """Whether a node can serve this state: it keeps the newest, and one every few rounds."""
         kept, (number, root) = source.state.kept, place
-        is_kept = place in kept and (
-            number % self.world.setup.scenario.disk.checkpoint_rounds == 0 or place == [*kept][-1]
-        )
+        every = self.world.setup.scenario.disk.checkpoint_rounds
+        is_kept = place in kept and (number % every == 0 or place == [*kept][-1])
         return is_kept and (source.liar is None or source.liar.serves(root, node.key))
 
     def _caught_up(self, node: SimNode, effect: ev.CatchUp, found: tuple[int, bytes] | None, is_mine: bool) -> None:

@@ -47,7 +47,6 @@ def _strike(cluster: Cluster, number: int, fault: Any) -> None:
 
 
 def _each(cluster: Cluster, at: float, nodes: sc.Nodes, act: Callable[[SimNode], None]) -> None:
-
     def act_on_all() -> None:
         for node in _picked(cluster, nodes):
             act(node)
@@ -131,14 +130,12 @@ def _slow_disk(cluster: Cluster, number: int, fault: sc.SlowDisk) -> None:
 
 def _partition(cluster: Cluster, number: int, fault: sc.Partition) -> None:
     groups = [bits(cluster.setup.scenario.pick(group)) for group in fault.groups]
+    pairs = [(one, other) for one in groups for other in groups if one != other]
     if fault.one_way:
         pairs = [(other, groups[0]) for other in groups[1:]]
-    else:
-        pairs = [(one, other) for one in groups for other in groups if one != other]
 
     def change(wanted: list[tuple[int, int]]) -> None:
-        is_cut = number in cluster.network.cuts
-        if bool(wanted) != is_cut:
+        if bool(wanted) != (number in cluster.network.cuts):
             cluster.network.cut(number, wanted)
             cluster.topology.refresh(*cluster.nodes)
 
@@ -189,9 +186,8 @@ def _claim(cluster: Cluster, newcomer: FakeSigner, kind: str) -> bytes:
         return b""
     if kind == "stolen":
         return shown
-    hosts = [
-        cluster.nodes[index].signer for index in cluster.setup.scenario.pick(cluster.setup.scenario.admission_keys)[:1]
-    ]
+    scenario = cluster.setup.scenario
+    hosts = [cluster.nodes[index].signer for index in scenario.pick(scenario.admission_keys)[:1]]
     signer = newcomer if kind == "false" or not hosts else hosts[0]
     run_id, bearer = cluster.setup.run_id, digest("simulated invitation", newcomer.key)
     ticket = make_ticket(signer.key, signer.sign, run_id, bearer, 1, 1 if kind == "expired" else LAST_ROUND)

@@ -159,8 +159,7 @@ class ProposesAnew(Forks):
 
     def votes(self, core: Participant, message: Vote) -> list[Said]:
         ours = self.plan.pairs.get((message.branch, message.round, message.view))
-        choice = ours[0] if ours else self._proposed(core, message)
-        vote = self.signed(replace(message, manifest=choice))
+        vote = self.signed(replace(message, manifest=ours[0] if ours else self._proposed(core, message)))
         if message.ballot is Ballot.PREVOTE or ours:
             return [Publish(vote.envelope)]
         few, rest = self._few(core, message.round)
@@ -193,8 +192,7 @@ Make: TypeAlias = Callable[[Random, FakeSigner, SimWorld], Liar]
 
 
 def _schedule(rng: Random, signer: FakeSigner, world: SimWorld) -> Liar:
-    moods = {name: KINDS[name](rng, signer, world) for name in MOODS}
-    return Schedule(rng, signer, world, moods)
+    return Schedule(rng, signer, world, {name: KINDS[name](rng, signer, world) for name in MOODS})
 
 
 KINDS: dict[str, Make] = {  # by its name in a scenario

@@ -200,9 +200,7 @@ class Lifetime:
         self.asleep_until = until
 
     def wake(self) -> list[Event]:
-        self.asleep_until = 0.0
-        events = list(self.held_up)
-        self.held_up.clear()
+        events, self.held_up, self.asleep_until = list(self.held_up), deque(), 0.0
         return events
 
     def expect_tick(self, at: float) -> None:
@@ -245,9 +243,7 @@ class LocalClock:
         return (local - self.offset) / self.rate
 
     def set(self, now: float, jump: float, rate: float) -> None:
-        here = self.local(now) + jump
-        self.rate = rate
-        self.offset = here - rate * now
+        self.rate, self.offset = rate, self.local(now) + jump - rate * now
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ since others pass them on. Streams (to one peer) lose nothing, but take longer o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from math import log
 from random import Random
 
@@ -50,11 +51,8 @@ class LinkModel:
             del self.losing[fault]
 
     def is_open(self, source: int, target: int) -> bool:
-        return not any(
-            sources >> source & 1 and targets >> target & 1
-            for pairs in self.cuts.values()
-            for sources, targets in pairs
-        )
+        cuts = chain.from_iterable(self.cuts.values())
+        return not any(sources >> source & 1 and targets >> target & 1 for sources, targets in cuts)
 
     def loses(self, author: int, message: Message) -> bool:
         return any(authors >> author & 1 and name_of(message) in kinds for authors, kinds in self.losing.values())
@@ -66,8 +64,7 @@ class LinkModel:
         rate = self.links.bytes_per_second
         if not rate:
             return now
-        leaves = max(now, self.uplink.get(source, 0.0)) + size / rate
-        self.uplink[source] = leaves
+        leaves = self.uplink[source] = max(now, self.uplink.get(source, 0.0)) + size / rate
         return leaves
 
     def spread(self, source: int, targets: Sequence[int], now: float, size: int) -> list[Arrival]:

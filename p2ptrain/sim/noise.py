@@ -160,23 +160,18 @@ class Forges(Unsolicited):
         rng, here = self.rng, core.here
         branch, number, long = here.branch, here.number, rng.randbytes(32)
         victim = rng.choice([key for key in here.roster.members if key != self.me] or [bytes(32)])
-        view = here.agreement.view
+        view, short = here.agreement.view, long[: msg.SHORT_BYTES]
         proposal = here.agreement.views[view].proposal
         wanted = getattr(proposal.message, "manifest", long) if proposal and rng.random() < 0.5 else long
         vote = msg.Vote(branch, number, view, rng.choice(tuple(msg.Ballot)), wanted, victim)
+        announcement = msg.Announcement(branch, number, number - 1, long, long, 40, short, 1, 2, 0, victim)
         members = tuple(sorted({victim, self.me}))
         makes: tuple[Callable[[], bytes], ...] = (
             lambda: self.signed(vote).envelope,
             lambda: msg.encode(vote, bytes(64)),
             lambda: msg.encode(vote, rng.randbytes(64)),
             lambda: self.signed(msg.Leave(branch, number, victim)).envelope,
-            lambda: (
-                self.signed(
-                    msg.Announcement(
-                        branch, number, number - 1, long, long, 40, long[: msg.SHORT_BYTES], 1, 2, 0, victim
-                    )
-                ).envelope
-            ),
+            lambda: self.signed(announcement).envelope,
             lambda: self.signed(msg.Proposal(branch, number, view, -1, (long,), long, victim)).envelope,
             lambda: self.signed(msg.Regroup(branch, here.state.head, 0, members, victim)).envelope,
             lambda: msg.encode(msg.Certificate(branch, number, view, long, b"\x01", (rng.randbytes(64),))),

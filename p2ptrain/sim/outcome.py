@@ -121,8 +121,8 @@ def _furthest(cluster: Cluster) -> SimNode | None:
 
 def _failures(cluster: Cluster, expect: Expect, clean: float | None) -> Iterator[str]:
     if not cluster.calendar.is_over:
-        left = [node for node in cluster.nodes if node.honest and not node.is_gone]
-        left = [node for node in left if not cluster.goal.is_reached_by(node)]
+        here = (node for node in cluster.nodes if node.honest and not node.is_gone)
+        left = [node for node in here if not cluster.goal.is_reached_by(node)]
         laggard = min(left, key=lambda node: node.state.round, default=None)
         yield (
             f"round {cluster.goal.round} was not reached by everyone within {cluster.setup.scenario.seconds:g} s: "
@@ -222,22 +222,17 @@ def summary(outcome: Outcome, seed: int) -> str:
     later = sum(view > 0 for view in views)
     taken = sum(manifest.taken for manifest in decided)
     empty = sum(not manifest.taken for manifest in decided)
+    heard = f"{metrics.heard_messages / nodes / rounds:,.1f} messages and {metrics.heard_bytes / nodes / rounds:,.0f}"
+    states = metrics.states_fetched.total()
     lines = [
         ("scenario", scenario.sentence),
         ("nodes", f"{swarm}, {calendar.deliveries:,} messages arrived"),
         ("rounds", f"{len(decided)} decided{losers}, {rate(cluster):.1f} a minute{share}"),
         ("views", f"{later} rounds took more than one, the longest {max(views, default=0) + 1}"),
         ("taken", f"{taken:,} contributions, {taken / rounds:.1f} a round; {empty} empty rounds"),
-        (
-            "traffic",
-            f"a node and round: {metrics.heard_messages / nodes / rounds:,.1f} messages and "
-            f"{metrics.heard_bytes / nodes / rounds:,.0f} bytes in, before gossip's own duplication",
-        ),
+        ("traffic", f"a node and round: {heard} bytes in, before gossip's own duplication"),
         ("lost quorum", f"{sum(metrics.stalls.values())} alarms, {len(metrics.branches)} branches begun"),
-        (
-            "catching up",
-            f"{sum(metrics.states_fetched.values())} states and {metrics.payloads_fetched.total():,} payloads fetched",
-        ),
+        ("catching up", f"{states} states and {metrics.payloads_fetched.total():,} payloads fetched"),
         ("shut out", f"banned: {banned}; lost a seat: {unseated}; {metrics.disconnects.total()} disconnections"),
         ("members", f"{len(final_members(cluster))} in the end"),
         ("audits", f"{metrics.audits.total():,}; on trial or suspended in the end: {_named(final_uncounted(cluster))}"),

@@ -26,7 +26,6 @@ from p2ptrain.sim.world import SimWorld
 
 TWINS_MAX = 256  # second versions remembered, so that a message sent again is the same
 
-
 Said: TypeAlias = Effect | ToSome
 OfRound: TypeAlias = msg.Announcement | msg.Availability | msg.Proposal | msg.Vote
 
@@ -132,22 +131,19 @@ def choose(
     core: Participant, pool: Iterable[msg.Received], rank: Callable[[msg.Availability], object]
 ) -> tuple[msg.Received, ...]:
     """Returns the first q availabilities by rank, one from each member, or all if there are fewer."""
-    ordered = sorted(pool, key=lambda received: (rank(availability_of(received)), received.digest))
     one_each: dict[bytes, msg.Received] = {}
-    for received in ordered:
+    for received in sorted(pool, key=lambda received: (rank(availability_of(received)), received.digest)):
         one_each.setdefault(availability_of(received).author, received)
     return tuple(sorted(list(one_each.values())[: core.here.roster.quorum], key=lambda received: received.digest))
 
 
 def manifest_from(core: Participant, named: Iterable[msg.Received]) -> Manifest | None:
     """Returns the manifest that these availabilities lead to; None if we lack something that they name."""
-    context = core.context
-    availabilities = [availability_of(received) for received in named]
+    availabilities, pools = [availability_of(received) for received in named], core.pools
     if len(availabilities) != core.here.roster.quorum:
         return None
-    found = manifest_of(
-        core.here.state, context.run, availabilities, core.pools.offers.announcement, core.pools.requests.request
-    )
+    run, announcement, request = core.context.run, pools.offers.announcement, pools.requests.request
+    found = manifest_of(core.here.state, run, availabilities, announcement, request)
     return None if isinstance(found, Missing) else found
 
 

@@ -204,8 +204,7 @@ class Silent(Liar):
 
 class SpeaksToSome(Liar):
     def say(self, core: Participant, received: msg.Received) -> list[Said]:
-        number = getattr(received.message, "round", 0)
-        return [ToSome(received.envelope, self.sides(number)[0])]
+        return [ToSome(received.envelope, self.sides(getattr(received.message, "round", 0))[0])]
 
 
 PRAISE, BLAME = (1_900, 1_000), (-msg.Z_MAX, -msg.STRENGTH_MAX)

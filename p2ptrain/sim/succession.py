@@ -145,8 +145,7 @@ class Successions(Checker):
 
     def after(self, world: SimWorld, index: int, event: Event, effects: Sequence[Effect]) -> None:
         if not self.minutes:
-            remembers = world.setup.run_config.protocol >= UPGRADED
-            self.minutes[world.setup.genesis.head] = Minutes(0, 0, remembers)
+            self.minutes[world.setup.genesis.head] = Minutes(0, 0, world.setup.run_config.protocol >= UPGRADED)
         for record in certified(effects):
             step, state = record.step, record.state
             before = self.minutes.get(step.parent if isinstance(step, Beginning) else step.manifest.parent)
@@ -193,7 +192,7 @@ class Successions(Checker):
         """Looks for nodes whose run goes on, though its end lies ahead of them, or the old roster's quorum went there
         from where their branch began."""
         promises, ended = self.ledger.promises, self.ledger.ended
-        states = {node.index: node.disk.state for node in world.nodes if node.honest and node.alive}
+        states = {node.index: node.disk.state for node in world.honest}
         heads = {at: each.head for at, each in states.items() if promises(each.head) is Guarantee.EVERYTHING}
         for last in ended.intersection(heads.values()):
             way = self._line(last)
@@ -201,9 +200,8 @@ class Successions(Checker):
                 mine = {*self._line(head)}
                 fork = next((place for place, each in enumerate(way) if each in mine), 0)
                 if head not in ended and fork and (way[fork] == head or way[fork - 1] not in world.metrics.branches):
-                    raise Violation(
-                        f"node {index} is in round {states[index].round}, and has missed the end of its run"
-                    )
+                    number = states[index].round
+                    raise Violation(f"node {index} is in round {number}, and has missed the end of its run")
 
     def _line(self, head: bytes) -> list[bytes]:
         """Returns what was decided up to a manifest, the latest first."""

@@ -192,8 +192,7 @@ class _Draw:
         return sorted(self.rng.sample(among, self.rng.randint(1, len(among))))
 
     def _span(self) -> dict[str, float]:
-        length = self.end - self.start
-        at = self.start + self.rng.uniform(0.0, 0.8) * length
+        at = self.start + self.rng.uniform(0.0, 0.8) * (self.end - self.start)
         return {"at": round(at, 3), "until": round(at + self.rng.uniform(0.02, 1.0) * (self.end - at), 3)}
 
     def _training(self) -> Table:

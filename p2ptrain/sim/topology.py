@@ -57,8 +57,7 @@ class Topology:
 
     def tell(self, node: SimNode, peer: bytes, event: Event) -> bool:
         """Schedules an event's arrival at a peer, on a stream; False if the peer cannot be reached."""
-        reached = self.world.reach(node, peer, REQUEST_BYTES)
-        if reached:
+        if reached := self.world.reach(node, peer, REQUEST_BYTES):
             self.world.calendar.timer(reached[0], reached[1], self.give, reached[0], event)
         return reached is not None
 

@@ -92,6 +92,5 @@ class Watch:
 
 def _is_progress(event: Event, effects: Sequence[Effect | ToSome]) -> bool:
     """Whether a round was decided or applied, or it is time to sample an event that was only taken in."""
-    if type(event) is Applied or (type(event) is MessageReceived and not effects):
-        return True
-    return bool(certified(effects))
+    is_sampled = type(event) is MessageReceived and not effects
+    return type(event) is Applied or is_sampled or bool(certified(effects))

@@ -102,9 +102,8 @@ class Measurements:
             applied[node.index] += since < now <= until
 
     def look_for_stall(self, node: SimNode) -> None:
-        if node.core is None:
-            return
-        self.stalls[node.index] += node.process.begins_to_stall(node.core.view().is_stalled)
+        if node.core is not None:
+            self.stalls[node.index] += node.process.begins_to_stall(node.core.view().is_stalled)
 
     def rounds_between(self, index: int, since: float, until: float) -> int:
         """Returns how many rounds a node applied in a period that the scenario has expectations of."""
@@ -202,8 +201,7 @@ class MadePayloads:
 
     def is_good(self, name: bytes) -> bool:
         """Whether a payload that came with its announcement exists and decodes."""
-        payload = self.by_name.get(name)
-        return payload is not None and payload.good
+        return name in self.by_name and self.by_name[name].good
 
     def make(self, node: SimNode, number: int, base_round: int, good: bool = True) -> tuple[bytes, Payload]:
         size = self.payload_bytes
@@ -211,15 +209,8 @@ class MadePayloads:
         start = digest("simulated payload", node.key, seed)
         content = start if not self.is_inline else (start * (size // len(start) + 1))[: size - len(node.key)]
         content = authored(node.key, content)
-        payload = Payload(
-            node.key,
-            size,
-            good,
-            content if self.is_inline else b"",
-            number,
-            content_name(content),
-            node.liar is None or node.liar.works,
-        )
+        attachment, is_work = content if self.is_inline else b"", node.liar is None or node.liar.works
+        payload = Payload(node.key, size, good, attachment, number, content_name(content), is_work)
         name = payload_digest(content)
         self.by_name[name] = payload
         return name, payload

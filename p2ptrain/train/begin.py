@@ -23,7 +23,7 @@ from p2ptrain.data.corpus import Reading
 from p2ptrain.data.dataset import MANIFEST_NAME, TOKENIZER_NAME, TokenDataset, manifest_digest, read_manifest
 from p2ptrain.data.prepare import prepare
 from p2ptrain.data.run_data import check_data
-from p2ptrain.data.tokenizer import TOKENIZER_BYTES_MAX, load_tokenizer, tokenizer_digest
+from p2ptrain.data.tokenizer import TOKENIZER_BYTES_MAX, tokenizer_digest
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.exact.root import octets, state_root
 from p2ptrain.files import forget, read_regular
@@ -92,12 +92,9 @@ def begin(
         weights = torch.cat([weights, torch.zeros_like(weights)])
     root = state_root(weights).hex()
     if run.state.initial_root not in ("", root):
-        raise ConfigError(
-            f"this machine makes different first weights ({root})",
-            key="state.initial_root",
-            fix="Join the run if it was begun elsewhere, or give the --weights that it began with; to begin another, "
-            "remove the key",
-        )
+        fix = "Join the run if it was begun elsewhere, or give the --weights that it began with; "
+        fix += "to begin another, remove the key"
+        raise ConfigError(f"this machine makes different first weights ({root})", key="state.initial_root", fix=fix)
     try:
         manifest = manifest_digest(data.manifest_bytes())
         shapes = "" if run.model.kind == "builtin" else shapes_digest(named_shapes(run.model, run.adapt))
@@ -210,14 +207,10 @@ def _find_data(run: RunConfig, directory: Path, dataset: Path | None) -> Path:
         fix = f"Write the digest that `p2ptrain data prepare` printed for {dataset}, or leave --data out"
         raise ConfigError(f"is {EMBEDDED}, but a data set was given", key="data.manifest", fix=fix)
     if run.tokenizer.kind != "bytes":
-        fix = (
-            "Prepare it with `p2ptrain data prepare --embedded --tokenizer FILE`, and write the digest that this prints"
-        )
+        fix = "Prepare it with `p2ptrain data prepare --embedded --tokenizer FILE`, "
+        fix += "and write the digest that this prints"
         what = f"{EMBEDDED} text is read as bytes, but the run has a tokenizer"
         raise ConfigError(what, key="data.manifest", fix=fix)
-    if not is_made:
-        tokenizer = load_tokenizer(None)
-        prepare(
-            directory, [], embedded=True, how=Reading(tokenizer=tokenizer), held_out=HELD_OUT, progress=lambda *_: None
-        )
+    if not is_made:  # the bytes tokenizer reads it
+        prepare(directory, [], embedded=True, how=Reading(), held_out=HELD_OUT, progress=lambda *_: None)
     return directory

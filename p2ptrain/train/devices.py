@@ -22,8 +22,7 @@ def find_device(config: DeviceConfig) -> tuple[torch.device, bool]:
     except RuntimeError as error:  # the driver lists it, and it does not answer
         raise cannot_be_opened(device, error) from error
     fast = fast or (device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported()))
-    autocast = config.autocast == "bf16" or (config.autocast == "auto" and fast)
-    return device, autocast
+    return device, config.autocast == "bf16" or (config.autocast == "auto" and fast)
 
 
 def named_cards(config: DeviceConfig) -> list[str]:

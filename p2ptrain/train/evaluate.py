@@ -55,10 +55,9 @@ def evaluate(
             losses.append(float(loss(batch.to(device))))
             weights.append(learned)
         on_pass(start + len(positions), count)
-    tokens = sum(weights)
-    if not tokens:
-        what = "no held-out token is learned"
-        raise DataError(f"{what}. Measure more sequences, or prepare the data with a larger --held-out")
+    if not (tokens := sum(weights)):
+        fix = "Measure more sequences, or prepare the data with a larger --held-out"
+        raise DataError(f"no held-out token is learned. {fix}")
     mean = sum(each * weight for each, weight in zip(losses, weights, strict=True)) / tokens
     return Evaluation(mean, _error(losses, weights, mean), tokens, count)
 

@@ -47,6 +47,7 @@ from p2ptrain.models.kinds import build, first_model
 from p2ptrain.models.plugins import blamed_in_run
 from p2ptrain.models.sample import SampleRequest, sample
 from p2ptrain.share import Share
+from p2ptrain.train import saved_state
 from p2ptrain.train.compiling import Compiling
 from p2ptrain.train.devices import find_device
 from p2ptrain.train.evaluate import evaluate
@@ -54,16 +55,7 @@ from p2ptrain.train.live import LiveModel, StepResult, drawing
 from p2ptrain.train.matched_filter import SET, Match, audit
 from p2ptrain.train.own_data import OwnData
 from p2ptrain.train.recipes import LocalRecipe, Recipe, make_recipe
-from p2ptrain.train.saved_state import (
-    STATE_FORMAT,
-    STATE_TYPES,
-    Capture,
-    in_memory,
-    is_agreed,
-    is_finite,
-    read_kept,
-    run_digest,
-)
+from p2ptrain.train.saved_state import Capture, in_memory, is_agreed, read_kept
 
 EVALUATED_SEQUENCES = 64  # 16 KB of held-out text at the smallest preset, enough for a curve; a guess
 BLOCK = 2**22  # numbers that are compared at a time
@@ -330,8 +322,7 @@ class Learner:
         is_drawn = self.live.model.draws or bool(self.run.recipe.plugin)
         drawn = partial(drawing, self.run, self.device, share, step, is_drawn=is_drawn)
         with blamed_in_run(self.run, "trained"), told("training", self.device):
-            tokens = self.trained_on.batch(chosen, length)
-            batch = self.live.packing.batch(tokens, chosen, share.round)
+            batch = self.live.packing.batch(self.trained_on.batch(chosen, length), chosen, share.round)
             if self.compiling.is_due and len(batch):
                 with drawn():
                     self.compiling.begin(partial(self.live.try_pass, batch, self.run.recipe))
@@ -364,10 +355,8 @@ class Learner:
 
     @property
     def kept_rounds(self) -> tuple[int, ...]:
-        """The rounds whose contributions are neither forgotten nor restored.
-
-        After `load`, some of these contributions may never have been announced.
-        """
+        """The rounds whose contributions are neither forgotten nor restored; after `load`, some may never have been
+        announced."""
         return tuple(sorted(self.recipe.residual.kept))
 
     # -- A look at the agreed weights ---------------------------------------------------------------
@@ -459,7 +448,8 @@ class Learner:
             if not self.run.recipe.is_dense:  # otherwise they are known
                 tensors[f"kept.{number}.indices"] = in_memory(kept.indices).to(torch.int32)
             tensors[f"kept.{number}.removed"] = in_memory(kept.removed)
-        metadata = {"format": STATE_FORMAT, "round": str(self.round), "run": run_digest(self.run)}
+        run = saved_state.run_digest(self.run)
+        metadata = {"format": saved_state.STATE_FORMAT, "round": str(self.round), "run": run}
         if self.live.privacy is not None:
             metadata["private"] = "yes"
         return Capture(self.round, tensors, metadata, agreed)
@@ -473,7 +463,8 @@ class Learner:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise DataError(f"{path}: not a saved state ({error})") from error
-        if metadata.get("format") != STATE_FORMAT or metadata.get("run") != run_digest(self.run):
+        expected = saved_state.STATE_FORMAT, saved_state.run_digest(self.run)
+        if (metadata.get("format"), metadata.get("run")) != expected:
             raise DataError(f"{path}: not the saved state of run {self.run.name}: {json.dumps(metadata)[:200]}")
         if not re.fullmatch(r"\d{1,15}", metadata.get("round", "")):
             raise DataError(f"{path}: the round is missing")
@@ -482,11 +473,11 @@ class Learner:
         kept = read_kept(path, {name: tensor for name, tensor in tensors.items() if name not in known}, self.outer)
         for name, tensor in known.items():
             saved = tensors.get(name)
-            is_private = tensor.dtype in STATE_TYPES and not is_agreed(name)
-            types = STATE_TYPES if is_private else (tensor.dtype,)  # device.half_state may have changed
+            is_private = tensor.dtype in saved_state.STATE_TYPES and not is_agreed(name)
+            types = saved_state.STATE_TYPES if is_private else (tensor.dtype,)  # device.half_state may have changed
             if saved is None or saved.shape != tensor.shape or saved.dtype not in types:
                 raise DataError(f"{path}: {name} is missing or not of shape {tuple(tensor.shape)}, {tensor.dtype}")
-            if saved.is_floating_point() and not is_finite(saved):
+            if saved.is_floating_point() and not saved_state.is_finite(saved):
                 raise DataError(f"{path}: {name} is not finite")
         if self.live.privacy is not None and "private" not in metadata:  # what follows would tell of what came before
             log.warning("%s was trained without privacy: what was not contributed of it is dropped", path)

@@ -1,7 +1,7 @@
 """The model in training: weights and gradients as two flat tensors, and one checked step.
 
-Flat, because the agreed state is one sequence of bytes: its digest, pieces and copies need no
-loop over parameters, and neither does the norm of a gradient or an optimizer.
+Flat, because the agreed state is one sequence of bytes: its digest, pieces and copies need no loop over parameters, and
+neither does the norm of a gradient or an optimizer.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ def mean_loss(results: Sequence[StepResult]) -> float | None:
 
 
 def pass_sequences(recipe: RecipeConfig, limit: int, device: str) -> int:
-    """Returns the number of sequences of a pass: as many as the recipe says, or the device's limit.
-
-    A card may take more of a step at a time than the recipe says: it begins fewer operations.
-    """
+    """Returns the number of sequences of a pass: as many as the recipe says, or the device's limit. A card may take
+    more of a step at a time than the recipe says: it begins fewer operations."""
     most = recipe.step_sequences if device == "cuda" else recipe.sequences_per_pass
     return min(most, limit or recipe.sequences_per_pass)
 
@@ -122,11 +120,9 @@ class LiveModel:
         self.shapes = [tuple(parameter.shape) for parameter in parameters]
         self.weights = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self.gradient = torch.zeros_like(self.weights)
-        for parameter, weights, gradient in zip(
-            parameters, self.parts(self.weights), self.parts(self.gradient), strict=True
-        ):
-            parameter.data = weights
-            parameter.grad = gradient
+        flat = self.parts(self.weights), self.parts(self.gradient)
+        for parameter, weights, gradient in zip(parameters, *flat, strict=True):
+            parameter.data, parameter.grad = weights, gradient
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Splits a flat tensor into views of the parameters' shapes."""

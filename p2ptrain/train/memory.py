@@ -477,10 +477,8 @@ def _holes(model: ModelConfig, sequences: int, is_half: bool) -> float:
 
 
 def activations(model: ModelConfig, sequences: int, passes: PassSettings) -> int:
-    """Returns the peak of a forward and backward pass, without weights and their gradient.
-
-    Fitted to the live tensors of a pass of the model on the meta device (tests/helpers/live_memory.py).
-    """
+    """Returns the peak of a forward and backward pass, without weights and their gradient. Fitted to the live tensors
+    of a pass of the model on the meta device (tests/helpers/live_memory.py)."""
     if model.kind == "own":
         return 0  # the script's process computes them
     if model.kind == "plugin":
@@ -529,8 +527,7 @@ def hf_activations(hf: HfConfig, sequences: int, length: int, passes: PassSettin
     kept = FLOAT_BYTES * tokens * hf.dim * hf.layers + layer if passes.checkpointing else layer * hf.layers
     at_once = logits_rows(hf.vocab_size, passes.device, passes.logits_bytes)
     rows = min(tokens, at_once) if hf.architecture.is_head_plain else tokens
-    of_head = 4 * FLOAT_BYTES * hf.vocab_size * (rows + hf.dim)
-    return kept + of_head + 4 * FLOAT_BYTES * tokens * hf.dim
+    return kept + 4 * FLOAT_BYTES * (hf.vocab_size * (rows + hf.dim) + tokens * hf.dim)
 
 
 @lru_cache(maxsize=8)

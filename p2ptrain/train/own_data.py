@@ -50,8 +50,7 @@ class OwnData:
     def positions(self, run: RunConfig, round_number: int, count: int) -> Positions:
         """Returns the sequences of a round: the same ones when it is repeated, in whatever place of the roster."""
         seed = int.from_bytes(digest("own data order", run.seed.to_bytes(8, "little"), self.me)[:8], "little") >> 1
-        sequences = self.dataset.sequences(run.model.sequence_length)
-        return shard(seed, round_number, 0, 1, count, sequences)
+        return shard(seed, round_number, 0, 1, count, self.dataset.sequences(run.model.sequence_length))
 
 
 def open_own(run: RunConfig, directory: Path, me: bytes) -> OwnData:

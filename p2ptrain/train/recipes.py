@@ -165,8 +165,7 @@ class LocalRecipe:
         return self.residual.take(round_number, self.config)
 
     def state(self) -> dict[str, Tensor]:
-        pending = {} if self.pending is None else {"pending": self.pending}
-        return self.inner.state() | pending
+        return self.inner.state() | ({} if self.pending is None else {"pending": self.pending})
 
 
 def make_recipe(config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> Recipe:

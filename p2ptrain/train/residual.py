@@ -50,9 +50,7 @@ class Withdrawal:
 
 class Residual:
     """Holds what this node has learned and not contributed, a row a chunk: DCT coefficients, or weights without a DCT.
-
-    With fragments each has rows of its own, and a round touches only those of its fragment.
-    """
+    With fragments each has rows of its own, and a round touches only those of its fragment."""
 
     def __init__(self, layouts: Sequence[Layout], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.layouts = layouts
@@ -181,11 +179,6 @@ class Residual:
         """Takes up contributions whose fate is open, from a saved state."""
         self.kept = kept
 
-    def clear(self) -> None:
-        """Drops the residual and all contributions whose fate is open."""
-        self.coefficients.zero_()
-        self.kept.clear()
-
 
 def _taken(
     layout: Layout, coefficients: Tensor, k: int, round_number: int, recipe: RecipeConfig
@@ -278,9 +271,8 @@ def quantise_all(magnitudes: Tensor, sizes: list[int], value_bits: int) -> tuple
     top = (1 << (value_bits - 1)) - 1
     integers = torch.empty_like(magnitudes, dtype=tensor_type(value_bits, is_dense=True))
     exponents = np.empty(len(sizes), np.int8)
-    for number, (rows, whole) in enumerate(
-        zip(torch.split(magnitudes, sizes), torch.split(integers, sizes), strict=True)
-    ):
+    groups = zip(torch.split(magnitudes, sizes), torch.split(integers, sizes), strict=True)
+    for number, (rows, whole) in enumerate(groups):
         largest_of_all = float(rows.max())
         _, above = math.frexp(largest_of_all / (top + 0.5))
         highest = min(max(above, EXPONENT_MIN), EXPONENT_MAX) if largest_of_all else EXPONENT_MIN

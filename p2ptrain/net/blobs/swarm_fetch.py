@@ -238,11 +238,10 @@ class SwarmFetch:
 
     def _next(self) -> bytes | None:
         """Takes the next waiting source that may have a slot."""
-        for peer in self.waiting:
-            if self._may_work(peer):
-                self.waiting.remove(peer)
-                return peer
-        return None
+        peer = next(filter(self._may_work, self.waiting), None)
+        if peer is not None:
+            self.waiting.remove(peer)
+        return peer
 
     def _may_work(self, peer: bytes, instead_of: bytes = b"") -> bool:
         named = sum(each not in self.first for each in self.working if each != instead_of)
@@ -398,8 +397,7 @@ class SwarmFetch:
         await aside(self.sink, self.sink.begin, size, leaves)
         for index in range(piece_count(size)):
             if self.sink.held >> index & 1:
-                piece = await aside(self.sink, self.sink.read, index)
-                if not is_piece(leaves, size, index, piece):
+                if not is_piece(leaves, size, index, await aside(self.sink, self.sink.read, index)):
                     self.sink.drop(index)
                     self.sources.counters["damaged"] += 1
                 await asyncio.sleep(0)

@@ -107,8 +107,7 @@ class Turns:
         """Starts the next turn, unless one still waits for the upload limit."""
         if self._payer is not None:
             return
-        turn = self._next()
-        if turn is not None:
+        if (turn := self._next()) is not None:
             self._payer = self._going[turn.peer] = turn
             self._waiting.remove(turn)
             turn.come.set_result(None)
