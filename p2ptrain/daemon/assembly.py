@@ -142,7 +142,7 @@ async def assemble(
     stack.callback(workshop.close)
     replica, worker = workshop.replica, workshop.worker
     strangers = messages_of_strangers(view.is_welcome, launch.transport.range_of)
-    intake = Intake(signer, replica, view.is_in, strangers, persistence.put, launch.transport.boundary)
+    intake = Intake(signer, replica, view.is_in, view.may_take, strangers, persistence.put, launch.transport.boundary)
     edges = await _connect(launch, store, states, persistence, intake, view, strangers)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
     events = EventFile(store.directory / "events", signer, header, lambda: view.state.round)

@@ -50,6 +50,16 @@ def test_whoever_repeats_old_messages_does_not_keep_their_author_alive() -> None
     assert bench.node.context.heard_at[KEYS[3]] < bench.now - 4.0
 
 
+def test_payloads_are_stored_for_rounds_that_may_take_them() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    taken = [n for n in range(1, 8) if bench.node.view().may_take(announced(KEYS[0], n, which=b"x", base_round=1))]
+    overlap = bench.run.agreement.overlap_rounds_max
+    assert taken == list(range(2, 4 + overlap))
+    assert not bench.node.view().may_take(announced(STRANGER, 2))
+    assert not bench.node.view().may_take(announced(KEYS[0], 2, branch=digest("core test", b"branch")))
+
+
 def test_an_early_message_is_kept_once() -> None:
     bench = Bench(4, me=1)
     vote = voted(KEYS[0], Ballot.PREVOTE, digest("core test", b"x"), number=2)
