@@ -269,7 +269,6 @@ class Inbox:
         if author in here.roster.seat:
             if hello.branch == here.branch and hello.round >= here.number - 1 and not hello.is_silent:
                 self.context.heard_at[author] = self.context.now
-            self.context.voice.recall(author, hello.round, self.chain.state.roster, self.chain.kept)
         elif author not in self.context.peers and author not in self.chain.state.place:
             self._useless(event.sender)
             return
@@ -282,6 +281,11 @@ class Inbox:
                 if author in here.roster.seat:
                     here.help_in(hello.view)
                 self.repair.hand_over(here, hello)
+        # An earlier roster knows nothing: a founder began alone, and who has joined was in none.
+        me, place = self.context.me, here.state.place
+        witnesses = place if here.roster.members == (me,) else here.roster.seat
+        if author in witnesses and me in place and self.catching_up.is_near:
+            self.context.voice.recall(author, hello.round, here.roster, self.chain.kept)
 
     def _standing_elsewhere(self, hello: msg.Hello) -> None:
         here = self.here

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.chain import Chain
 from p2ptrain.core.history import Entry, History
+from p2ptrain.core.manifest import NO_BEARER, Join
 from p2ptrain.core.messages import (
     NOTHING,
     NUMBER_MAX,
@@ -25,6 +28,7 @@ from p2ptrain.core.reputation import BURST, prove
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.voice import RECALL_MARGIN
 from p2ptrain.digest import digest
+from tests.helpers.catchup import meet
 from tests.helpers.core import (
     KEYS,
     ROOT0,
@@ -53,6 +57,21 @@ def store_of(bench: Bench, effects: list[ev.Effect]) -> MemoryStore:
     store = MemoryStore(bench.genesis)
     store.keep(effects)
     return store
+
+
+def joined_by(keys: tuple[bytes, ...], rounds: int = 0) -> tuple[Bench, Chain]:
+    """A founder that has yet to start, and its run: others joined, and have a seat unless it ended before."""
+    bench = Bench(1, me=0, start=False)
+    line = Chain(bench.genesis, RUN, 64)
+    joins: dict[str, object] = {"joins": tuple(Join(key, NO_BEARER, 0, 0) for key in keys)}
+    while line.state.round < rounds or (not rounds and len(line.state.members) <= len(keys)):
+        number, state = line.state.round + 1, line.state
+        offers = [announced(each.key, number) for each in state.admitted]
+        manifest = plain_manifest(state, bench.run, offers, root_round=number - 1, root=root_of(number - 1))
+        entry = certified(replace(manifest, **joins), state)
+        joins = {}
+        line.append(entry, state.after(entry.manifest, bench.run))
+    return bench, line
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -323,6 +342,42 @@ def test_an_identity_that_has_lost_its_memory_is_silent_for_the_rounds_in_which_
     assert bench.hear(bench.hello(KEYS[3], round=5))[:1] == [ev.Persist(known)]
     assert bench.node.context.voice.silent_everywhere == 7 + RECALL_MARGIN
     assert "silent: it is unknown how this identity has voted before" in bench.health
+
+
+def test_a_founder_that_has_lost_its_memory_is_silent_until_the_members_of_today_have_answered() -> None:
+    """Every run begins with its founder alone, and no roster of that time knows how far it may have spoken."""
+    bench, line = joined_by(KEYS[1:4])
+    assert ev.Persist(ev.Silence(b"", NUMBER_MAX)) in bench.start(forgetful=True, applied_root=b"")
+    voice, here = bench.node.context.voice, line.state.round + 1
+    for key in KEYS[1:4]:
+        bench.do(ev.PeerSeen(key))
+        bench.hear(bench.hello(key, round=here))
+    assert bench.state.round == 0 and voice.recalled == {}, "none of them is a member yet"
+    meet(bench, line, KEYS[1])
+    assert bench.state.members == line.state.members
+    for key in KEYS[1:4]:
+        assert voice.silent_everywhere == NUMBER_MAX
+        bench.hear(bench.hello(key, round=here))
+    assert voice.silent_everywhere == here + RECALL_MARGIN + bench.run.agreement.overlap_rounds_max
+    assert not voice.may_speak(RUN, here)
+
+
+def test_a_founder_alone_with_a_newcomer_without_a_seat_asks_that() -> None:
+    bench, line = joined_by((STRANGER,), rounds=1)
+    bench.start(forgetful=True, applied_root=b"")
+    bench.do(ev.PeerSeen(STRANGER))
+    meet(bench, line, STRANGER)
+    assert bench.state.members == (KEYS[0],)
+    bench.hear(bench.hello(STRANGER, round=2))
+    assert bench.node.context.voice.silent_everywhere == 2 + RECALL_MARGIN
+
+
+def test_who_was_in_no_roster_yet_asks_none() -> None:
+    bench = Bench(1, me=1, start=False)
+    bench.start(forgetful=True, applied_root=b"")
+    bench.do(ev.PeerSeen(KEYS[0]))
+    bench.hear(bench.hello(KEYS[0], round=1))  # it has lost its memory as well, and stands at the beginning
+    assert bench.node.context.voice.recalled == {}
 
 
 # ---------------------------------------------------------------------------------------------------
