@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from p2ptrain.core import events as ev
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.history import Entry, History
+from p2ptrain.core.local_work import REPLAY_ROUNDS_MAX
 from p2ptrain.core.manifest import NO_BEARER, Join
 from p2ptrain.core.messages import (
     NOTHING,
@@ -28,7 +29,7 @@ from p2ptrain.core.reputation import BURST, prove
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.voice import RECALL_MARGIN
 from p2ptrain.digest import digest
-from tests.helpers.catchup import meet
+from tests.helpers.catchup import meet, other_line
 from tests.helpers.core import (
     KEYS,
     ROOT0,
@@ -492,6 +493,26 @@ def test_after_catching_up_the_certified_rounds_are_applied_and_training_goes_on
     bench.train(2)
     assert bench.do(ev.Applied(RUN, 2, root_of(2))) == [ev.Train(3, 2, 1, 4)]
     assert bench.health == ()
+
+
+def test_while_no_peer_has_a_newer_state_one_that_is_far_behind_goes_on_round_by_round() -> None:
+    bench = Bench(4, me=1)
+    effects, asked = meet(bench, other_line(bench, 2 * REPLAY_ROUNDS_MAX)), 0
+    assert not any(isinstance(effect, ev.Apply) for effect in effects), "fetching the state would be cheaper"
+    while bench.parts.work.applied_round < bench.state.round and bench.now < 600.0:
+        effect = effects.pop(0) if effects else None
+        if isinstance(effect, ev.CatchUp):
+            asked += 1
+            effects += bench.do(ev.CatchUpFailed("none has a newer one", effect.attempt))
+        elif isinstance(effect, ev.Fetch):
+            effects += bench.arrives(effect.payload)
+        elif isinstance(effect, ev.Apply):
+            bench.now += 0.5
+            effects += bench.do(ev.Applied(RUN, effect.manifest.round, root_of(effect.manifest.round)))
+        elif effect is None:
+            effects += bench.wait(1.0)
+    assert bench.parts.work.applied_round == bench.state.round
+    assert asked > 1
 
 
 def test_a_state_that_cannot_be_fetched_is_asked_for_again() -> None:
