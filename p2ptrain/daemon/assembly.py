@@ -136,7 +136,7 @@ async def assemble(
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     before = partial(forget_saved_before, launch.home, run, store)
     kept = run.agreement.history_rounds
-    persistence = Persistence(store, states, every, kept, needed=lambda: view.payloads, forget_before=before)
+    persistence = Persistence(store, states, run.state, every, kept, lambda: view.payloads, before)
     stack.push_async_callback(asyncio.to_thread, persistence.close)  # in a thread, so that signals are still handled
     workshop = await opened(launch, persistence.note)
     stack.callback(workshop.close)

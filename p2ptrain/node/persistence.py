@@ -19,6 +19,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from p2ptrain.config import StateConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.digest import leaves_of
@@ -54,6 +55,7 @@ class Persistence:
         self,
         store: Store,
         states: SavedStates,
+        state: StateConfig,
         checkpoint_rounds: int,
         history_rounds: int,
         needed: Callable[[], Collection[bytes]],
@@ -63,7 +65,7 @@ class Persistence:
         ask for; `forget_before` removes what earlier runs have saved, and is called until it returns True."""
         self.store, self._states, self._needed = store, states, needed
         self._forget_before: Callable[[], bool] | None = forget_before
-        self._checkpoint_rounds, self._history_rounds = checkpoint_rounds, history_rounds
+        self._checkpoint_rounds, self._history_rounds, self._state = checkpoint_rounds, history_rounds, state
         self.fresh: dict[bytes, float] = {}  # payloads that the core may not know of yet, and when they arrived
         self.records_trouble = ""  # the error, while records cannot be written
         self.checkpoint_trouble = ""  # why the last checkpoint or diary entry was not written
@@ -163,8 +165,13 @@ class Persistence:
             with self.training_waits():
                 while not worker.is_stopping and await self.save(worker, standings) is None:  # noqa: ASYNC110
                     await asyncio.sleep(DISK_SECONDS)
-        elif not (number % self._checkpoint_rounds or self._turn.locked()):
+        elif self._is_due(number, worker.replica.state_bytes) and not self._turn.locked():
             await self.save(worker, standings)
+
+    def _is_due(self, number: int, state_bytes: int) -> bool:
+        """Whether to save after this round: also if most roots cover a part of the state and this one all of it."""
+        is_whole = state_bytes > self._state.full_root_bytes_max and not number % self._state.full_root_rounds
+        return is_whole or not number % self._checkpoint_rounds
 
     @contextmanager
     def training_waits(self) -> Iterator[None]:

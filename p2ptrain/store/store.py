@@ -179,7 +179,7 @@ class Store:
         self.log.append(records)
 
     def prune(
-        self, payloads: Collection[bytes] = (), known: Collection[bytes] | None = None, fetched: Path | None = None
+        self, payloads: Collection[bytes] = (), known: Collection[bytes] | None = None, fetched: Collection[Path] = ()
     ) -> None:
         """Removes old checkpoints, and payloads that neither the history, our messages nor `payloads` need, every few
         rounds. Writes out payloads that arrived after their round was decided."""

@@ -441,7 +441,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     mailboxes: Any = RecordedMailboxes(done)
     place = tmp_path / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, data, states, place, lambda *each: blamed.append(each))
-    persistence = LoopPersistence(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
+    persistence = LoopPersistence(store, states, run.state, 4, run.agreement.history_rounds, needed=lambda: ())
     persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
     workshop = loop_workshop(ChainTrainer(), persistence.note)
     free = TokenBucket(0)
