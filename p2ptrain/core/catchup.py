@@ -40,6 +40,7 @@ from p2ptrain.errors import RemoteProtocolError
 
 PATIENCE_SECONDS = 0.5  # how long the certificate may take to arrive by itself when a peer is ahead
 ANSWER_SECONDS = 10.0  # until another peer is asked as well; what comes later still counts
+LATE_SECONDS = 60.0  # after a request was given up its answer may still come: the mailbox waits no longer
 AHEAD_MAX = 64  # peers known to be ahead or on another branch; the oldest are forgotten, strangers first
 NEAR_ROUNDS = 32  # half of those that a join request may be old
 LOST_SECONDS = 60.0  # until a branch that lost is checked again: there may be more signatures for it
@@ -197,7 +198,9 @@ class CatchingUp:
             self.cut_short = asked.peer
 
     def _ask(self, peer: bytes, branch: bytes, number: int, is_second: bool = False) -> None:
-        until = self.context.now + ANSWER_SECONDS * 2.0 ** min(len(self.late), 3)  # late answers share our line with it
+        now = self.context.now
+        late = sum(now - each.until < LATE_SECONDS for each in self.late.values())  # they share our line with it
+        until = now + ANSWER_SECONDS * 2.0 ** min(late, 3)
         self.asked = HistoryRequest(peer, branch, number, until, is_second, self.chain.state)
         self.context.emit(AskHistory(peer, branch, number))
 
@@ -208,6 +211,7 @@ class CatchingUp:
 
     def _give_up(self, asked: HistoryRequest) -> None:
         """Waits no longer for an answer. The next one of that peer, which answers in order, is to its first request."""
+        asked.until = min(asked.until, self.context.now)
         if asked.peer not in self.late and asked.peer in self.context.peers:
             self._keep(self.late, asked.peer, asked, AHEAD_MAX)
         self._close()
