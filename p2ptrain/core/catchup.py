@@ -379,7 +379,8 @@ class CatchingUp:
             if isinstance(change, Entry):
                 roster = roster_of(changed(roster.members, change.manifest.seated, change.manifest.unseated))
                 continue
-            at = state if place == 0 else None
+            is_ours = change.parent_branch == state.branch and roster.members == state.roster.members
+            at = state if place == 0 or (settled is None and is_ours) else None  # as if it began from our head
             if (at is None or at is not settled) and not self._may_follow(change, roster, at):
                 return False
             roster = roster_of(change.members)
