@@ -102,8 +102,7 @@ class CatchingUp:
         """Whether to assume that others are ahead.
 
         Claims of strangers, and of no more members than may lie, count only until a request was in vain: otherwise any
-        two keys could keep a newcomer from asking for admission forever, by taking turns.
-        """
+        two keys could keep a newcomer from asking for admission forever, by taking turns."""
         if not self.was_in_vain:
             return bool(self.ahead)
         roster = self.chain.state.roster
@@ -190,8 +189,7 @@ class CatchingUp:
     def _cut_short(self, asked: HistoryRequest) -> None:
         """Drops the request to a stranger, which may be stalling us, in favour of a member that is ahead.
 
-        This happens once per stranger: otherwise members could take turns to keep strangers from ever answering.
-        """
+        This happens once per stranger: otherwise members could take turns to keep strangers from ever answering."""
         asked.cut_at = None
         if any(peer in self.chain.state.place for peer in self.ahead):
             self._give_up(asked)

@@ -109,8 +109,7 @@ class Inbox:
     def _heard(self, heard: msg.Heard, author: bytes, sender: bytes, received: msg.Received) -> None:
         """Acts on the outcome of a proposal or vote.
 
-        A new one shows that its author is alive, a conflicting one becomes evidence, and any other is useless.
-        """
+        A new one shows that its author is alive, a conflicting one becomes evidence, and any other is useless."""
         if heard is msg.Heard.NEW:
             self.context.heard_at[author] = self.context.now
         elif heard is not msg.Heard.CONFLICT or not self._accuse(self.here.agreement.earlier(received), received):

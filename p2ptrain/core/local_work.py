@@ -133,8 +133,7 @@ class LocalWork:
     def _give_up_ahead(self, number: int) -> None:
         """Gives up a training for a round after the next one, once the chain goes on from `number` on another branch.
 
-        On offer, it would leave the next round to all who trained ahead, and that round cannot take it.
-        """
+        On offer, it would leave the next round to all who trained ahead, and that round cannot take it."""
         if self.training is not None and self.training.round > number + 1:
             self.training = replace(self.training, is_useful=False)
 
@@ -386,9 +385,8 @@ class LocalWork:
             context.counters["contributions too late"] += 1
             self.pools.tallies.of(context.me).late += 1
             context.emit(ev.Return(event.round))
-            if (
-                is_mine_to_say and event.round <= state.round and not is_closing(state)
-            ):  # too late, but the others learn how long to wait
+            if is_mine_to_say and event.round <= state.round and not is_closing(state):
+                # Too late, but the others learn how long to wait.
                 self.announced[state.branch] = event.round
                 context.voice.publish_once(context.signed(announcement))
             return

@@ -67,10 +67,9 @@ class NodeView:
 
     def may_take(self, said: Announcement) -> bool:
         """Whether a contribution of an admitted key may be taken by this round, or by one that follows soon."""
-        if not self.is_in(said.author) or said.branch != (state := self.state).branch:
-            return False
-        soon = range(state.round + 2, state.round + 3 + self.run.agreement.overlap_rounds_max)
-        return said.round in soon or state.may_take(said, self._node.pools.offers.staleness)
+        soon = range(self.state.round + 2, self.state.round + 3 + self.run.agreement.overlap_rounds_max)
+        is_soon = said.branch == self.state.branch and said.round in soon
+        return is_soon or self.state.may_take(said, self._node.pools.offers.staleness)
 
     # -- The current round, and the agreed state before it ------------------------------------------
 

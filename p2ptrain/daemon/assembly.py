@@ -241,8 +241,7 @@ def trusted_head(store: Store, given: bytes) -> bytes:
     """Returns the head that the core has to wait for: the one given now, or given before a history was adopted.
 
     It is stored beside the log, so that a node killed while waiting still requires it at the next start. Once a history
-    that contains it has been adopted, it is not required any more.
-    """
+    that contains it has been adopted, it is not required any more."""
     path, journal = store.directory / TRUST_NAME, store.journal
     content = read(path)
     if content is not None and not re.fullmatch(rb"[0-9a-f]{64}\n", content):

@@ -31,7 +31,7 @@ from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError, RemoteProtocolError, UnusableError
 from p2ptrain.exact.cards import failure_of, why_unusable
-from p2ptrain.files import write_all, write_atomically
+from p2ptrain.files import beside, write_all, write_atomically
 from p2ptrain.identity import Identity
 from p2ptrain.models.kinds import check_base_bytes
 from p2ptrain.net.tasks import IS_CRASH
@@ -53,7 +53,7 @@ from p2ptrain.observe.tracking import TensorBoard, Tracker, Tracking, WandbRun
 from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.log import read_journal
-from p2ptrain.store.store import CHECKPOINTS_NAME, origin_in, spoken_file
+from p2ptrain.store.store import CHECKPOINTS_NAME, SPOKEN_SUFFIX, origin_in
 from p2ptrain.system import allow_open_files
 from p2ptrain.train.begin import begin, begin_again
 from p2ptrain.train.own_data import PREPARE_FIX, OwnData, open_own
@@ -237,7 +237,7 @@ def goes_on(run: RunConfig, home: Home) -> bool:
     directory = home.of_run(run.id)
     with suppress(DataError):  # of a damaged log, as the store will say
         if (journal := read_journal(directory / LOG_NAME)) is None:
-            return spoken_file(home.identity_file, run).exists()
+            return (beside(home.identity_file, SPOKEN_SUFFIX) / run.run_id).exists()
         return Checkpoints(directory / CHECKPOINTS_NAME, run.id).newest(journal) is not None
     return True
 

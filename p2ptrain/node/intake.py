@@ -41,8 +41,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]  # starts
 
 class Intake:
     """Queues events for the core. Peers for which `is_admitted` is true get a larger share of the queue, those that
-    `strangers` limits are heard less by stream; `keep` stores a payload that came with an announcement that the core
-    `may_take`."""
+    `strangers` limits are heard less by stream; `keep` stores a payload that came along, if the core `may_take` it."""
 
     def __init__(
         self,
@@ -182,7 +181,7 @@ class Intake:
 
     def _may_keep(self, said: msg.Announcement) -> bool:
         """Whether to store a payload as soon as it is found good: one key must not fill the disk."""
-        if not self._may_take(said):
+        if not (self._is_admitted(said.author) and self._may_take(said)):
             return False
         kept = self._kept.setdefault((said.branch, said.author, said.round), set())
         if len(self._kept) > PLACES_MAX:

@@ -161,17 +161,14 @@ class Persistence:
 
         A checkpoint that is due while another is being written is skipped: there is memory for one copy only. But if a
         restart would soon find none within the kept history, training waits until one is saved."""
+        is_large = worker.replica.state_bytes > self._state.full_root_bytes_max  # its root seldom covers all of it
+        is_whole = is_large and not number % self._state.full_root_rounds
         if not self._holding and number - self._saved_round >= LAST_CHANCE * self._history_rounds:
             with self.training_waits():
                 while not worker.is_stopping and await self.save(worker, standings) is None:  # noqa: ASYNC110
                     await asyncio.sleep(DISK_SECONDS)
-        elif self._is_due(number, worker.replica.state_bytes) and not self._turn.locked():
+        elif (is_whole or not number % self._checkpoint_rounds) and not self._turn.locked():
             await self.save(worker, standings)
-
-    def _is_due(self, number: int, state_bytes: int) -> bool:
-        """Whether to save after this round: also if most roots cover a part of the state and this one all of it."""
-        is_whole = state_bytes > self._state.full_root_bytes_max and not number % self._state.full_root_rounds
-        return is_whole or not number % self._checkpoint_rounds
 
     @contextmanager
     def training_waits(self) -> Iterator[None]:

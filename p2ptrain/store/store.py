@@ -65,11 +65,6 @@ def beginning(directory: Path, run: RunConfig) -> AgreedState:
         raise DataError(error.why, path=directory / ORIGIN_NAME, fix=ORIGIN_FIX) from error
 
 
-def spoken_file(key_file: Path, run: RunConfig) -> Path:
-    """Returns the file that is there once a key has spoken in a run: the key's copies have it, too."""
-    return beside(key_file, SPOKEN_SUFFIX) / run.run_id
-
-
 class PayloadLostError(DataError):
     """A message about to be sent depends on a payload that has been lost."""
 
@@ -98,7 +93,7 @@ class Store:
             failed.callback(self.lock.release)
             self._claim("run.json", run.canonical(), f"of run {run.name} ({run.run_id[:16]})")
             self._claim("identity", me.hex().encode() + b"\n", f"of the identity {me.hex()[:16]}")
-            spoken = spoken_file(key_file, run)
+            spoken = beside(key_file, SPOKEN_SUFFIX) / run.run_id
             has_spoken = read(spoken) is not None
             self.log = Log(
                 directory / "wal", genesis, run.agreement.history_rounds, has_spoken, run.agreement.staleness_rounds_max
@@ -157,8 +152,7 @@ class Store:
     def saved(self, checkpoint: Checkpoint | None) -> Saved:
         """Returns the saved state for `Started`, once the trainer has loaded this checkpoint.
 
-        Logs the payloads that are missing; the node waits until a peer sends them.
-        """
+        Logs the payloads that are missing; the node waits until a peer sends them."""
         begun = checkpoint or self.genesis
         lost = sorted(name for name in self.journal.payloads(begun.round) if name not in self.payloads)
         if lost:

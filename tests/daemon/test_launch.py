@@ -25,12 +25,13 @@ from p2ptrain.daemon.life import Daemon
 from p2ptrain.daemon.order import JoinOrder
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError
+from p2ptrain.files import beside
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash
 from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
 from p2ptrain.node.saved import LOG_NAME
-from p2ptrain.store.store import Store, spoken_file
+from p2ptrain.store.store import SPOKEN_SUFFIX, Store
 from tests.helpers.driver import STATE, ChainTrainer, a_dataset, loop_workshop, root_of
 from tests.helpers.memory_network import Network
 from tests.helpers.net import key, skipping_time
@@ -232,7 +233,7 @@ def test_a_founder_whose_log_is_lost_goes_on_from_what_the_others_have(tmp_path:
     assert not launch.goes_on(run, home), "it was ended before it had saved its first weights"
     (home.of_run(run.id) / LOG_NAME).rename(tmp_path / "damaged")
     assert launch.goes_on(run, home)
-    spoken_file(home.identity_file, run).unlink()
+    (beside(home.identity_file, SPOKEN_SUFFIX) / run.run_id).unlink()
     assert not launch.goes_on(run, home), "nobody else was ever there, as its owner says"
 
 
