@@ -272,7 +272,8 @@ class Checkpoints:
         kept -= len(read)
         others = [each for each in found if each not in read]
         ours = [each for each, judgement in judged if judgement.is_on_history and each not in read]
-        keep = {each.path for each in (*read, *others[-kept:], *ours[-kept:], *certified[-1:], *whole[-1:])}
+        stay = (*read, *others[-kept:], *ours[-kept:], *certified[-1:], *whole[-1:])
+        keep: set[Path | None] = {each.path for each in stay}
         keep |= {each.path for each in looked if isinstance(each, NewerError)}
         keep |= {each.path.parent for each in looked if isinstance(each, files.DiskError) and each.path}
         here = journal.state.succession
