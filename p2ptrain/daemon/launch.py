@@ -31,7 +31,7 @@ from p2ptrain.daemon.script_loop import ScriptLoop
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError, P2ptrainError, RemoteProtocolError, UnusableError
 from p2ptrain.exact.cards import failure_of, why_unusable
-from p2ptrain.files import beside, write_all, write_atomically
+from p2ptrain.files import write_all, write_atomically
 from p2ptrain.identity import Identity
 from p2ptrain.models.kinds import check_base_bytes
 from p2ptrain.net.tasks import IS_CRASH
@@ -51,7 +51,7 @@ from p2ptrain.observe.logs import set_up
 from p2ptrain.observe.progress import ProgressLine
 from p2ptrain.observe.tracking import TensorBoard, Tracker, Tracking, WandbRun
 from p2ptrain.store.checkpoints import Checkpoints
-from p2ptrain.store.lock import Lock
+from p2ptrain.store.lock import Lock, beside
 from p2ptrain.store.log import read_journal
 from p2ptrain.store.store import CHECKPOINTS_NAME, SPOKEN_SUFFIX, origin_in
 from p2ptrain.system import allow_open_files

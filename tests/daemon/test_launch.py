@@ -25,12 +25,12 @@ from p2ptrain.daemon.life import Daemon
 from p2ptrain.daemon.order import JoinOrder
 from p2ptrain.data.dataset import manifest_digest
 from p2ptrain.errors import ConfigError, DataError, MemoryShortError
-from p2ptrain.files import beside
 from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash
 from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
 from p2ptrain.node.saved import LOG_NAME
+from p2ptrain.store.lock import beside
 from p2ptrain.store.store import SPOKEN_SUFFIX, Store
 from tests.helpers.driver import STATE, ChainTrainer, a_dataset, loop_workshop, root_of
 from tests.helpers.memory_network import Network
