@@ -212,8 +212,7 @@ class Requests:
     def add(self, received: msg.Received, state: AgreedState, is_needed: bool = False) -> bool:
         """Adds a request; returns False if it is useless or does not fit, raises RemoteProtocolError if it is invalid.
 
-        One that a proposal needs fits up to a bound, if need be in the place of the oldest join.
-        """
+        One that a proposal needs fits up to a bound, if need be in the place of the oldest join."""
         name = received.name
         if name in self.by_name:
             return False
@@ -276,8 +275,7 @@ class Requests:
 
         The last manifest draws which joins are granted. If that matters, joins that came in its round or later wait,
         because their keys may have been made to be drawn: its digest is known when it is proposed. And of the keys from
-        one range of addresses only as many are named as it grants, which its digest draws, too.
-        """
+        one range of addresses only as many are named as it grants, which its digest draws, too."""
         joins = self._joins()
         known, most = {*self.by_name}, joins_max(state.roster.size)
         if len(joins) > most:

@@ -173,8 +173,7 @@ class Agreement:
         """Draws a member's prevote to show to a peer, which can prove a lie if it has received a conflicting one.
 
         Otherwise a member that votes differently towards each half would be caught only by accident, because nobody
-        asks for a vote that it already has.
-        """
+        asks for a vote that it already has."""
         prevotes = self.views[number].prevotes
         others = [key for key in self.roster.members if key in prevotes and key not in (but, self.me)]
         return prevotes[rng.choice(others)] if others else None
@@ -344,8 +343,7 @@ class Agreement:
 
         That member needs a quorum there to move on. Others may have crashed and their votes be lost, and if the
         remaining members are just enough for a quorum and some have skipped the view, nobody would ever leave it. We
-        never vote twice, and nil votes decide nothing.
-        """
+        never vote twice, and nil votes decide nothing."""
         if not self.votes_here or not self.view - VIEWS_BEHIND <= number < self.view:
             return []
         missing = [ballot for ballot in Ballot if (number, ballot) not in self.said]

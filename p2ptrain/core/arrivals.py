@@ -101,8 +101,7 @@ class Arrivals:
         """Returns how long after a round's start the median of the others would contribute, if all took all steps.
 
         None if half of them or fewer have been heard, or so few that liars could be half of those. Members that are
-        silent are counted among the liars. A claim of no steps, or of more than there are, counts as all.
-        """
+        silent are counted among the liars. A claim of no steps, or of more than there are, counts as all."""
         found, count, gone = [], 0, 0
         for other in others:
             count += 1
@@ -120,8 +119,7 @@ class Arrivals:
         """Returns how long after a round's start to wait for members, and for others, of those that are in time.
 
         That is the time that brings most contributions a second, but not before so many members and half of them have
-        come: whoever is very early would stop the wait at once. A little longer than these take is free for members.
-        """
+        come: whoever is very early would stop the wait at once. A little longer than these take is free for members."""
         seated = sorted(offset for member in members if (offset := self.offsets.get(member, SILENT)) <= patience)
         if not seated:
             return patience, patience

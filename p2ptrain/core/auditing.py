@@ -59,8 +59,7 @@ def share_of(chain: Chain, branch: bytes, author: bytes, number: int, run: RunCo
     """Returns the data that an author trains on for a round; None if it is not known here.
 
     With overlap it may begin before the last state. So the share is that of the earliest state from which it may have
-    begun: whoever joins or leaves meanwhile changes nothing, and everybody knows which it was.
-    """
+    begun: whoever joins or leaves meanwhile changes nothing, and everybody knows which it was."""
     for at in range(max(0, number - 1 - run.agreement.overlap_rounds_max), number):
         state = chain.state_at(branch, at)
         if state is not None and author in state.place:
@@ -108,8 +107,7 @@ def draw(state: AgreedState, me: bytes, keys: Sequence[bytes], ranges: Mapping[b
     of those mostly one that others found working, or else that nobody has measured yet.
 
     Keys cost nothing, and addresses something: all new keys in one range of addresses have the chance of one key, and
-    a crowd of them keeps nobody from looking at who counts.
-    """
+    a crowd of them keeps nobody from looking at who counts."""
     conducts = {key: state.admitted[state.place[key]].conduct for key in keys}
     ranks = {key: _rank(conduct) for key, conduct in conducts.items()}
     new = [key for key in keys if _is_new(conducts[key], state.round) and me not in conducts[key].passed_by]

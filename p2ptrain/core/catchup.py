@@ -40,6 +40,7 @@ from p2ptrain.errors import RemoteProtocolError
 
 PATIENCE_SECONDS = 0.5  # how long the certificate may take to arrive by itself when a peer is ahead
 ANSWER_SECONDS = 10.0  # until another peer is asked as well; what comes later still counts
+LATE_SECONDS = 60.0  # after a request was given up its answer may still come: the mailbox waits no longer
 AHEAD_MAX = 64  # peers known to be ahead or on another branch; the oldest are forgotten, strangers first
 NEAR_ROUNDS = 32  # half of those that a join request may be old
 LOST_SECONDS = 60.0  # until a branch that lost is checked again: there may be more signatures for it
@@ -101,8 +102,7 @@ class CatchingUp:
         """Whether to assume that others are ahead.
 
         Claims of strangers, and of no more members than may lie, count only until a request was in vain: otherwise any
-        two keys could keep a newcomer from asking for admission forever, by taking turns.
-        """
+        two keys could keep a newcomer from asking for admission forever, by taking turns."""
         if not self.was_in_vain:
             return bool(self.ahead)
         roster = self.chain.state.roster
@@ -189,15 +189,16 @@ class CatchingUp:
     def _cut_short(self, asked: HistoryRequest) -> None:
         """Drops the request to a stranger, which may be stalling us, in favour of a member that is ahead.
 
-        This happens once per stranger: otherwise members could take turns to keep strangers from ever answering.
-        """
+        This happens once per stranger: otherwise members could take turns to keep strangers from ever answering."""
         asked.cut_at = None
         if any(peer in self.chain.state.place for peer in self.ahead):
             self._give_up(asked)
             self.cut_short = asked.peer
 
     def _ask(self, peer: bytes, branch: bytes, number: int, is_second: bool = False) -> None:
-        until = self.context.now + ANSWER_SECONDS * 2.0 ** min(len(self.late), 3)  # late answers share our line with it
+        now = self.context.now
+        late = sum(now - each.until < LATE_SECONDS for each in self.late.values())  # they share our line with it
+        until = now + ANSWER_SECONDS * 2.0 ** min(late, 3)
         self.asked = HistoryRequest(peer, branch, number, until, is_second, self.chain.state)
         self.context.emit(AskHistory(peer, branch, number))
 
@@ -208,6 +209,7 @@ class CatchingUp:
 
     def _give_up(self, asked: HistoryRequest) -> None:
         """Waits no longer for an answer. The next one of that peer, which answers in order, is to its first request."""
+        asked.until = min(asked.until, self.context.now)
         if asked.peer not in self.late and asked.peer in self.context.peers:
             self._keep(self.late, asked.peer, asked, AHEAD_MAX)
         self._close()
@@ -375,7 +377,8 @@ class CatchingUp:
             if isinstance(change, Entry):
                 roster = roster_of(changed(roster.members, change.manifest.seated, change.manifest.unseated))
                 continue
-            at = state if place == 0 else None
+            is_ours = change.parent_branch == state.branch and roster.members == state.roster.members
+            at = state if place == 0 or (settled is None and is_ours) else None  # as if it began from our head
             if (at is None or at is not settled) and not self._may_follow(change, roster, at):
                 return False
             roster = roster_of(change.members)

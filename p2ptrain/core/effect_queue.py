@@ -34,8 +34,7 @@ class EffectQueue(Generic[E]):
     def carry_out(self, act: Callable[[E], object]) -> list[Record]:
         """Carries out all effects that need not wait for the disk, and returns the records to write next.
 
-        Returns none while a write is in progress. `act` may add effects, and gets each `Persist` once written.
-        """
+        Returns none while a write is in progress. `act` may add effects, and gets each `Persist` once written."""
         if self._is_carrying or self.writing:
             return []
         waiting, self._is_carrying = self._waiting, True

@@ -45,8 +45,7 @@ class Trunk(Struct, frozen=True):
 class Certified(Struct, frozen=True, tag=True):
     """A decided round or the beginning of a branch, with the agreed state after it.
 
-    If it does not follow the last record, it replaces everything after the one that it follows.
-    """
+    If it does not follow the last record, it replaces everything after the one that it follows."""
 
     step: Step
     state: AgreedState
@@ -57,8 +56,7 @@ class Silence(Struct, frozen=True, tag=True):
     """After a restart, this node stays silent on this branch up to this round, as it may have spoken there before.
 
     Either it left the branch for another, or, if `branch` is empty, it lost its log: then the silence covers all
-    branches, and has no end until it is known how far the others are. The newest record of a branch counts.
-    """
+    branches, and has no end until it is known how far the others are. The newest record of a branch counts."""
 
     branch: bytes
     round: int

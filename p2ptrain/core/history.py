@@ -199,8 +199,7 @@ def check_regroup(beginning: Beginning, roster: Roster, verifier: msg.Verifier) 
 def jump(state: AgreedState, changes: tuple[Step, ...], base: AgreedState, verifier: msg.Verifier) -> None:
     """Raises RemoteProtocolError unless the changes lead from `state` to the roster of `base`.
 
-    The rest of `base` is proved by the entry that follows it, which names its digest.
-    """
+    The rest of `base` is proved by the entry that follows it, which names its digest."""
     roster, branch, number, head = state.roster, state.branch, state.round, state.head
     for change in changes:
         if isinstance(change, Beginning):

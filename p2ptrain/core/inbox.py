@@ -109,8 +109,7 @@ class Inbox:
     def _heard(self, heard: msg.Heard, author: bytes, sender: bytes, received: msg.Received) -> None:
         """Acts on the outcome of a proposal or vote.
 
-        A new one shows that its author is alive, a conflicting one becomes evidence, and any other is useless.
-        """
+        A new one shows that its author is alive, a conflicting one becomes evidence, and any other is useless."""
         if heard is msg.Heard.NEW:
             self.context.heard_at[author] = self.context.now
         elif heard is not msg.Heard.CONFLICT or not self._accuse(self.here.agreement.earlier(received), received):
@@ -269,7 +268,6 @@ class Inbox:
         if author in here.roster.seat:
             if hello.branch == here.branch and hello.round >= here.number - 1 and not hello.is_silent:
                 self.context.heard_at[author] = self.context.now
-            self.context.voice.recall(author, hello.round, self.chain.state.roster, self.chain.kept)
         elif author not in self.context.peers and author not in self.chain.state.place:
             self._useless(event.sender)
             return
@@ -282,6 +280,11 @@ class Inbox:
                 if author in here.roster.seat:
                     here.help_in(hello.view)
                 self.repair.hand_over(here, hello)
+        # An earlier roster knows nothing: a founder began alone, and who has joined was in none.
+        me, place = self.context.me, here.state.place
+        witnesses = place if here.roster.members == (me,) else here.roster.seat
+        if author in witnesses and me in place and self.catching_up.is_near:
+            self.context.voice.recall(author, hello.round, here.roster, self.chain.kept)
 
     def _standing_elsewhere(self, hello: msg.Hello) -> None:
         here = self.here

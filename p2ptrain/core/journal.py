@@ -153,8 +153,7 @@ class Journal:
     def judge(self, number: int, head: bytes, root: bytes) -> HistoryVerdict:
         """Judges a state of the trainer after round `number` and the manifest `head` (empty if unknown).
 
-        Its root is certified by the manifest of a later round, so the newest state often has no proof yet.
-        """
+        Its root is certified by the manifest of a later round, so the newest state often has no proof yet."""
         states, roots = self.states, self.roots
         if number in roots:
             certified = roots[number]

@@ -133,8 +133,7 @@ class LocalWork:
     def _give_up_ahead(self, number: int) -> None:
         """Gives up a training for a round after the next one, once the chain goes on from `number` on another branch.
 
-        On offer, it would leave the next round to all who trained ahead, and that round cannot take it.
-        """
+        On offer, it would leave the next round to all who trained ahead, and that round cannot take it."""
         if self.training is not None and self.training.round > number + 1:
             self.training = replace(self.training, is_useful=False)
 
@@ -162,22 +161,25 @@ class LocalWork:
 
     def go_on(self) -> None:
         """Applies the next certified round if possible, and trains if it is time."""
-        if self.catching is None and (self.retry_at is None or self.context.now >= self.retry_at):
+        if self.catching is None:
+            may_fetch = self.retry_at is None or self.context.now >= self.retry_at
             if self.is_astray or self.is_quarantined:
-                self._catch_up()
+                if may_fetch:
+                    self._catch_up()
             elif self.applying is None and self.applied_round < self.chain.state.round:
-                self._apply_next()
+                self._apply_next(may_fetch)
         self._train()
         self._tell_pace()
 
-    def _apply_next(self) -> None:
+    def _apply_next(self, may_fetch: bool) -> None:
         state = self.chain.state
         entry = self.chain.entry(self.applied_round + 1)
         can_jump = state.root_round > self.applied_round
         is_far = min(state.round - self.applied_round - 1, self.applied_round - self.fetched_round) >= REPLAY_ROUNDS_MAX
-        if entry is None or (can_jump and is_far):
+        if may_fetch and (entry is None or (can_jump and is_far)):
             self._catch_up()
-            return
+        if entry is None or self.catching is not None:
+            return  # between two attempts it goes on round by round, as peers may have no newer state for long
         payloads, tries = self.pools.payloads, 0
         missing = [taken for taken in entry.manifest.taken if not payloads.is_good(taken.payload)]
         peers, place = self.context.peers, state.place
@@ -189,7 +191,7 @@ class LocalWork:
         if not missing:
             self.applying = entry.manifest
             self.context.emit(ev.Apply(entry.manifest))
-        elif can_jump and tries >= FETCH_TRIES_MAX:
+        elif can_jump and may_fetch and tries >= FETCH_TRIES_MAX:
             self._catch_up()
 
     def applied(self, branch: bytes, number: int, root: bytes) -> None:
@@ -383,9 +385,8 @@ class LocalWork:
             context.counters["contributions too late"] += 1
             self.pools.tallies.of(context.me).late += 1
             context.emit(ev.Return(event.round))
-            if (
-                is_mine_to_say and event.round <= state.round and not is_closing(state)
-            ):  # too late, but the others learn how long to wait
+            if is_mine_to_say and event.round <= state.round and not is_closing(state):
+                # Too late, but the others learn how long to wait.
                 self.announced[state.branch] = event.round
                 context.voice.publish_once(context.signed(announcement))
             return

@@ -187,8 +187,7 @@ def contradiction(manifest: Manifest, state: AgreedState, run: RunConfig) -> str
     """Returns why no availabilities can lead from a state to this manifest, or None if some may.
 
     An outsider can only check a manifest against the state before it: a dishonest quorum can still have left out
-    anything. It is always valid that nobody lost a seat, because a roster that would become empty is kept.
-    """
+    anything. It is always valid that nobody lost a seat, because a roster that would become empty is kept."""
     return next(_contradictions(manifest, state, run), None)
 
 

@@ -49,8 +49,7 @@ def few_of_each_range(
     """Draws at most `most` keys of each range; at most half of them because they are in `first`.
 
     Keys that are not connected make a range of their own. Otherwise those that have gone would take the places of
-    those behind relays, whose ranges are unknown.
-    """
+    those behind relays, whose ranges are unknown."""
     of_range: dict[str | None, list[bytes]] = {}
     for key in sorted(keys, key=lambda key: blake3(draw.to_bytes(8, "little") + key).digest()):
         of_range.setdefault(ranges.get(key), []).append(key)

@@ -118,8 +118,7 @@ def check_branches(first: AgreedState, changes: tuple[Step, ...]) -> None:
 def begun(state: AgreedState, successor: RunConfig, root: bytes) -> AgreedState:
     """Returns the agreed state with which a successor begins, from the last one of the run before.
 
-    That run's contributions are none of this one, but their contents stay known, so that nobody sends them again.
-    """
+    That run's contributions are none of this one, but their contents stay known, so that nobody sends them again."""
     return replace(
         state,
         branch=successor.id,

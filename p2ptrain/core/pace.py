@@ -25,8 +25,7 @@ def pace_of(number: int, began: float, seconds: float, now: float) -> Pace:
 def takes_another(done: int, least: int, most: int, step_seconds: float, usual: float, last: float) -> bool:
     """Whether a machine that has done some of a round's steps takes another.
 
-    usual: seconds until the others usually contribute; last: until they no longer wait
-    """
+    usual: seconds until the others usually contribute; last: until they no longer wait"""
     if not least <= done < most:
         return done < most
     return step_seconds <= usual or (most - done) * step_seconds <= last
@@ -35,8 +34,7 @@ def takes_another(done: int, least: int, most: int, step_seconds: float, usual: 
 def sequences_that_fit(before: int, most: int, seconds: float, usual: float, last: float) -> int:
     """Returns how many of a step's sequences a machine takes next, if with so many before its step took these seconds.
 
-    usual: seconds until the others usually contribute; last: until they no longer wait; both from when it began
-    """
+    usual: seconds until the others usually contribute; last: until they no longer wait; both from when it began"""
     if usual <= 0.0:  # it began too late, whatever its pace
         return before
     fit = min(max(1, int(before * usual / seconds)), most)

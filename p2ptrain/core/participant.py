@@ -45,8 +45,7 @@ class Participant:
         self.pools = Pools(context)
         run = context.run
         self.chain = Chain.restored(saved, context.run_id, run.agreement.history_rounds, run.predecessor.round)
-        is_forgetful = event.forgetful and self.chain.state.members != (context.me,)
-        said = context.voice.restore(saved, context.signer, is_forgetful)
+        said = context.voice.restore(saved, context.signer, event.forgetful)
         self.work = LocalWork(context, self.pools, self.chain, event)
         self.repair = Repair(context)
         self.catching_up = CatchingUp(context, self.chain, lambda: self.regrouping, saved.halted)

@@ -63,8 +63,7 @@ class Questions:
         """Asks for messages, except those just asked for. `is_needed`: a proposal, ours or another's, waits for them.
 
         There is always room for needed messages, and they are requested again, whoever named them before: otherwise a
-        few liars that name messages that do not exist, or withhold messages, would hold up every proposal.
-        """
+        few liars that name messages that do not exist, or withhold messages, would hold up every proposal."""
         named = tuple(islice(names, QUESTIONS_MAX))  # otherwise one call could evict its own questions
         if all((known := self.open.get(name)) and known.is_needed >= is_needed and not known.room for name in named):
             return

@@ -215,8 +215,7 @@ class Regrouping:
         It binds us if we signed it, or if f + 1 members signed it, at least one of which is honest and has lost the
         quorum. It also does if we have lost the quorum ourselves and it has more signers than our call had answers or,
         if we have not called yet, more than half as many as the members that we still hear. A node without a vote
-        cannot call, so it waits instead. Where runs halt no branch binds us.
-        """
+        cannot call, so it waits instead. Where runs halt no branch binds us."""
         signers, now, agreement = beginning.signers, self.context.now, self.context.run.agreement
         if agreement.on_quorum_loss == "halt":
             return False

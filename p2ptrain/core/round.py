@@ -141,7 +141,8 @@ class Round:
         return bool(self.pools.requests.by_name) and not self.collecting.has_any
 
     def _idle_at(self) -> float:
-        return self.began + self.context.run.agreement.idle_round_seconds
+        """When an idle round ends: not while members whose pace is known may still be training."""
+        return max(self.began + self.context.run.agreement.idle_round_seconds, self.collecting.longest_at)
 
     def _close(self) -> None:
         context = self.context

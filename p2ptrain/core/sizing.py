@@ -40,8 +40,7 @@ class Sizing:
     def decided(self, number: int, taken: Collection[int]) -> None:
         """Notes a round to which a contribution was on offer; `taken`: those that it takes, by the rounds they are for.
 
-        A round takes one of an author, the oldest. If that is a late one, this round's own was not late.
-        """
+        A round takes one of an author, the oldest. If that is a late one, this round's own was not late."""
         if number in taken:
             self.taken_in_time()
         elif not taken:

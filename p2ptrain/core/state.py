@@ -285,8 +285,7 @@ def genesis(run_id: bytes, members: tuple[bytes, ...], root: bytes) -> AgreedSta
 def _steps_after(before: int, taken: int, run: RunConfig) -> int:
     """Returns what is known of a key's steps after a round that took a contribution of so many; 0: it took none.
 
-    One slow round changes little, and who is not in time any more has less and less data kept for it.
-    """
+    One slow round changes little, and who is not in time any more has less and less data kept for it."""
     if run.data.assignment != "capability":
         return 0
     recipe = run.recipe

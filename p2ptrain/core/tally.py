@@ -176,8 +176,7 @@ class Claims:
     def take(self, manifest: Manifest, offers: Offers) -> None:
         """Notes what is claimed of the training behind the contributions that a manifest takes.
 
-        A node that has not heard all of them, because it was away, shows no loss: what it has heard may be a liar's.
-        """
+        A node that has not heard all of them, because it was away, shows no loss: what it has heard may be a liar's."""
         steps, heard, losses = 0, 0, []
         for taken in manifest.taken:
             for offer in offers.by_payload.get(taken.payload, ()):

@@ -13,6 +13,7 @@ from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Audit
 from p2ptrain.core.history import Entry
+from p2ptrain.core.messages import Announcement
 from p2ptrain.core.origin import Descent, origin_of
 from p2ptrain.core.participant import Participant
 from p2ptrain.core.regroup import HEARD_SECONDS
@@ -63,6 +64,12 @@ class NodeView:
         """Whether a peer is admitted and not kept away. What it publishes is heard in any case."""
         context = self._context
         return self.is_in(peer) and not context.reputation.is_greylisted(peer, context.now)
+
+    def may_take(self, said: Announcement) -> bool:
+        """Whether a contribution of an admitted key may be taken by this round, or by one that follows soon."""
+        soon = range(self.state.round + 2, self.state.round + 3 + self.run.agreement.overlap_rounds_max)
+        is_soon = said.branch == self.state.branch and said.round in soon
+        return is_soon or self.state.may_take(said, self._node.pools.offers.staleness)
 
     # -- The current round, and the agreed state before it ------------------------------------------
 

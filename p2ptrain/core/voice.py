@@ -89,8 +89,7 @@ class Voice:
 
         The cost: if those certificates were lost everywhere and we entered such a round again, we would still be
         locked, but could not propose our locked manifest; only a member that still has it could. A round that we leave
-        by leaving its branch keeps its backing.
-        """
+        by leaving its branch keeps its backing."""
         self.here = branch, number
         for (at, place), words in self.said.items():
             if at == branch and place < number:
@@ -158,8 +157,7 @@ class Voice:
         """Forgets the oldest rounds and stays silent there for good, but not in this round of its branch or later.
 
         Rounds that are not the last of their branch go first: if a branch that we left wins after all, the swarm may
-        need our vote in its last rounds.
-        """
+        need our vote in its last rounds."""
         if len(self.said) <= PLACES_MAX:
             return
         branch, number = self.here

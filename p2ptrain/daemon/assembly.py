@@ -136,13 +136,13 @@ async def assemble(
     every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
     before = partial(forget_saved_before, launch.home, run, store)
     kept = run.agreement.history_rounds
-    persistence = Persistence(store, states, every, kept, needed=lambda: view.payloads, forget_before=before)
+    persistence = Persistence(store, states, run.state, every, kept, lambda: view.payloads, before)
     stack.push_async_callback(asyncio.to_thread, persistence.close)  # in a thread, so that signals are still handled
     workshop = await opened(launch, persistence.note)
     stack.callback(workshop.close)
     replica, worker = workshop.replica, workshop.worker
     strangers = messages_of_strangers(view.is_welcome, launch.transport.range_of)
-    intake = Intake(signer, replica, view.is_in, strangers, persistence.put, launch.transport.boundary)
+    intake = Intake(signer, replica, view.is_in, view.may_take, strangers, persistence.put, launch.transport.boundary)
     edges = await _connect(launch, store, states, persistence, intake, view, strangers)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
     events = EventFile(store.directory / "events", signer, header, lambda: view.state.round)
@@ -241,8 +241,7 @@ def trusted_head(store: Store, given: bytes) -> bytes:
     """Returns the head that the core has to wait for: the one given now, or given before a history was adopted.
 
     It is stored beside the log, so that a node killed while waiting still requires it at the next start. Once a history
-    that contains it has been adopted, it is not required any more.
-    """
+    that contains it has been adopted, it is not required any more."""
     path, journal = store.directory / TRUST_NAME, store.journal
     content = read(path)
     if content is not None and not re.fullmatch(rb"[0-9a-f]{64}\n", content):

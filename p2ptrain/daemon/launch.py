@@ -51,9 +51,9 @@ from p2ptrain.observe.logs import set_up
 from p2ptrain.observe.progress import ProgressLine
 from p2ptrain.observe.tracking import TensorBoard, Tracker, Tracking, WandbRun
 from p2ptrain.store.checkpoints import Checkpoints
-from p2ptrain.store.lock import Lock
+from p2ptrain.store.lock import Lock, beside
 from p2ptrain.store.log import read_journal
-from p2ptrain.store.store import CHECKPOINTS_NAME, origin_in
+from p2ptrain.store.store import CHECKPOINTS_NAME, SPOKEN_SUFFIX, origin_in
 from p2ptrain.system import allow_open_files
 from p2ptrain.train.begin import begin, begin_again
 from p2ptrain.train.own_data import PREPARE_FIX, OwnData, open_own
@@ -220,7 +220,7 @@ async def _start(order: StartOrder, opened: Opened) -> After:
         place = home.usual_dataset(named.data.manifest)
         await asyncio.to_thread(make_it_fit, before or run, home)
         # The script's model has other weights by now, and another machine makes others from the seed.
-        if before is not None and (loop is not None or await asyncio.to_thread(_has_state, before, home)):
+        if before is not None and (loop is not None or await asyncio.to_thread(goes_on, before, home)):
             begun = await asyncio.to_thread(begin_again, before, place, dataset, order.given, home.bases)
         else:
             begun = await asyncio.to_thread(begin, before or run, place, [me], dataset, order.given, home.bases)
@@ -232,12 +232,13 @@ async def _start(order: StartOrder, opened: Opened) -> After:
         return await _serve(stack, launch, opened)
 
 
-def _has_state(run: RunConfig, home: Home) -> bool:
-    """Whether a state of the run is saved here that the node can go on from."""
+def goes_on(run: RunConfig, home: Home) -> bool:
+    """Whether the node goes on from a state that is saved here or, if its log is lost, from the others'."""
     directory = home.of_run(run.id)
     with suppress(DataError):  # of a damaged log, as the store will say
-        journal = read_journal(directory / LOG_NAME)
-        return journal is not None and Checkpoints(directory / CHECKPOINTS_NAME, run.id).newest(journal) is not None
+        if (journal := read_journal(directory / LOG_NAME)) is None:
+            return (beside(home.identity_file, SPOKEN_SUFFIX) / run.run_id).exists()
+        return Checkpoints(directory / CHECKPOINTS_NAME, run.id).newest(journal) is not None
     return True
 
 

@@ -30,6 +30,8 @@ from p2ptrain.node.replica_thread import ReplicaThread
 EVENTS_MAX = 4_096  # beyond it, events of peers are dropped: with 100 nodes, a round has 600 messages per node
 SHARE_MAX, SHARE_OF_MEMBER_MAX = 256, 2_048  # queued events of one peer; a member may forward those of many
 CHECKS_MAX = 4  # announcements of an author, from one sender, whose payloads wait for a check; more go without
+KEPT_MAX = 2  # payloads of an author for one round that are stored before the core has looked: enough to prove a lie
+PLACES_MAX = 8 * msg.ADMITTED_MAX  # authors and rounds for which that is counted: those of the rounds that are open
 COPIES_MAX = 4_096  # messages whose second copy is known as such: seven rounds of 100 nodes
 DROPPED_OF_STRANGERS = "messages of strangers dropped"
 TIMER_SECONDS = 0.001  # the shortest timer
@@ -39,13 +41,14 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]  # starts
 
 class Intake:
     """Queues events for the core. Peers for which `is_admitted` is true get a larger share of the queue, those that
-    `strangers` limits are heard less by stream; `keep` stores a payload that came with its announcement."""
+    `strangers` limits are heard less by stream; `keep` stores a payload that came along, if the core `may_take` it."""
 
     def __init__(
         self,
         signer: Signer,
         replica: ReplicaThread,
         is_admitted: IsAdmitted,
+        may_take: Callable[[msg.Announcement], bool],
         strangers: PeerLimits,
         keep: Callable[[bytes, bytes], None],
         boundary: Boundary,
@@ -55,6 +58,8 @@ class Intake:
         self.events: deque[tuple[ev.Event, bytes]] = deque()  # each with the peer that caused it, if any
         self._signer, self._replica = signer, replica
         self._is_admitted, self._strangers, self._keep = is_admitted, strangers, keep
+        self._may_take = may_take
+        self._kept: dict[tuple[bytes, bytes, int], set[bytes]] = {}  # what may have been, by branch, author and round
         self._has_events = asyncio.Event()
         self._spawn: Spawn | None = None  # set while the driver runs; peers may be heard slightly before and after
         self._checks: dict[bytes, asyncio.Task[bool]] = {}  # of attachments, by payload
@@ -166,13 +171,24 @@ class Intake:
             assert isinstance(announcement, msg.Announcement), "nothing else has an attachment"
             is_right_size = announcement.payload_bytes in self._replica.attachment_sizes
             is_full = self._checking[sender, announcement.author] >= CHECKS_MAX
-            if is_full or not is_right_size or not self._is_admitted(announcement.author):
+            if is_full or not is_right_size or not self._may_keep(announcement):
                 self.give(ev.MessageReceived(sender, msg.bare(received)), sender)  # its payload can be fetched
             else:
                 self._checking[sender, announcement.author] += 1
                 self._waiting += 1
                 self._shares[sender] += 1
                 self._spawn(self._check_attachment(sender, received, announcement), "check")
+
+    def _may_keep(self, said: msg.Announcement) -> bool:
+        """Whether to store a payload as soon as it is found good: one key must not fill the disk."""
+        if not (self._is_admitted(said.author) and self._may_take(said)):
+            return False
+        kept = self._kept.setdefault((said.branch, said.author, said.round), set())
+        if len(self._kept) > PLACES_MAX:
+            del self._kept[next(iter(self._kept))]
+        if len(kept) < KEPT_MAX:
+            kept.add(said.payload)
+        return said.payload in kept
 
     def _may_be_of_stranger(self, sender: bytes, message: msg.Message) -> bool:
         """Whether a stranger says such things. A member that is kept away says what it signed: a vote counts."""

@@ -19,6 +19,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from p2ptrain.config import StateConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.digest import leaves_of
@@ -54,6 +55,7 @@ class Persistence:
         self,
         store: Store,
         states: SavedStates,
+        state: StateConfig,
         checkpoint_rounds: int,
         history_rounds: int,
         needed: Callable[[], Collection[bytes]],
@@ -63,7 +65,7 @@ class Persistence:
         ask for; `forget_before` removes what earlier runs have saved, and is called until it returns True."""
         self.store, self._states, self._needed = store, states, needed
         self._forget_before: Callable[[], bool] | None = forget_before
-        self._checkpoint_rounds, self._history_rounds = checkpoint_rounds, history_rounds
+        self._checkpoint_rounds, self._history_rounds, self._state = checkpoint_rounds, history_rounds, state
         self.fresh: dict[bytes, float] = {}  # payloads that the core may not know of yet, and when they arrived
         self.records_trouble = ""  # the error, while records cannot be written
         self.checkpoint_trouble = ""  # why the last checkpoint or diary entry was not written
@@ -159,11 +161,13 @@ class Persistence:
 
         A checkpoint that is due while another is being written is skipped: there is memory for one copy only. But if a
         restart would soon find none within the kept history, training waits until one is saved."""
+        is_large = worker.replica.state_bytes > self._state.full_root_bytes_max  # its root seldom covers all of it
+        is_whole = is_large and not number % self._state.full_root_rounds
         if not self._holding and number - self._saved_round >= LAST_CHANCE * self._history_rounds:
             with self.training_waits():
                 while not worker.is_stopping and await self.save(worker, standings) is None:  # noqa: ASYNC110
                     await asyncio.sleep(DISK_SECONDS)
-        elif not (number % self._checkpoint_rounds or self._turn.locked()):
+        elif (is_whole or not number % self._checkpoint_rounds) and not self._turn.locked():
             await self.save(worker, standings)
 
     @contextmanager

@@ -48,11 +48,11 @@ class SavedStates:
         found = sorted(((blob.checkpoint.round, root) for root, blob in offered if blob.is_there), reverse=True)
         return tuple(found[: questions.STATES_MAX])
 
-    def fetched(self) -> Path | None:
-        """Returns the oldest checkpoint that a peer is fetching. One that is fetched for too long counts no more."""
+    def fetched(self) -> list[Path]:
+        """Returns the checkpoints that peers are fetching. One that is fetched for too long counts no more."""
         now = monotonic()
-        going = (each for each in self._offered.values() if each.read_at > now - PAUSE_SECONDS)
-        return next((each.checkpoint.path for each in going if each.begun_at > now - FETCH_SECONDS), None)
+        going = [each for each in self._offered.values() if each.read_at > now - PAUSE_SECONDS and each.is_there]
+        return [each.checkpoint.path for each in going if each.begun_at > now - FETCH_SECONDS]
 
     def find(self, root: bytes) -> StateBlob | None:
         blob = self._offered.get(root)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
@@ -123,8 +123,7 @@ class Checkpoint(Struct, frozen=True):
     def leaves(self) -> bytes:
         """Returns the concatenated digests of the state's pieces, from leaves.bin or else computed from the state.
 
-        Empty if they do not lead to the root, because the state is damaged or the root covers only some pieces.
-        """
+        Empty if they do not lead to the root, because the state is damaged or the root covers only some pieces."""
         size = self.state_bytes
         try:
             kept = files.read_regular(self.path / LEAVES_NAME, DIGEST_BYTES * piece_count(size))
@@ -257,21 +256,24 @@ class Checkpoints:
             _log.warning("checkpoint skipped: path %s, why %s", checkpoint.path, why)
         return None
 
-    def prune(self, kept: int, journal: Journal, fetched: Path | None = None) -> None:
+    def prune(self, kept: int, journal: Journal, fetched: Collection[Path] = ()) -> None:
         """Removes all checkpoints but the newest `kept`, the newest `kept` on the saved history (the others' branch may
-        have lost), the newest certified one (later ones may turn out wrong), and those that a successor may begin with:
-        of several motions to go back, those with most assents (core/succession.py). What cannot be read stays.
-        `fetched`, which a peer still reads, stays in the place of another: or who is slow would never have one."""
+        have lost), the newest certified one (later ones may turn out wrong), the newest one whose root covers all of it
+        (peers can fetch no other), and those that a successor may begin with: of several motions to go back, those with
+        most assents (core/succession.py). What cannot be read stays. Those `fetched`, which peers still read, stay in
+        the place of others: or who is slow would never have one."""
         paths = self._directories()  # listed first, so that a checkpoint that another thread finishes now stays
         looked = self.found()
         found = [each for each in looked if isinstance(each, Checkpoint)]
         judged = [(each, each.judged_by(journal)) for each in found]
-        ours = [each for each, judgement in judged if judgement.is_on_history]
         certified = [each for each, judgement in judged if judgement.is_certified]
-        is_old = kept > 1 and fetched in [each.path for each in found[:-kept]]
-        kept -= is_old
-        spared = {fetched} if is_old else set[Path | None]()
-        keep = spared | {each.path for each in (*found[-kept:], *ours[-kept:], *certified[-1:])}
+        whole = [each for each in certified if (each.path / LEAVES_NAME).exists()]
+        read = [each for each in found if each.path in fetched][: kept - 1]
+        kept -= len(read)
+        others = [each for each in found if each not in read]
+        ours = [each for each, judgement in judged if judgement.is_on_history and each not in read]
+        stay = (*read, *others[-kept:], *ours[-kept:], *certified[-1:], *whole[-1:])
+        keep: set[Path | None] = {each.path for each in stay}
         keep |= {each.path for each in looked if isinstance(each, NewerError)}
         keep |= {each.path.parent for each in looked if isinstance(each, files.DiskError) and each.path}
         here = journal.state.succession

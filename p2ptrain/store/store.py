@@ -152,8 +152,7 @@ class Store:
     def saved(self, checkpoint: Checkpoint | None) -> Saved:
         """Returns the saved state for `Started`, once the trainer has loaded this checkpoint.
 
-        Logs the payloads that are missing; the node waits until a peer sends them.
-        """
+        Logs the payloads that are missing; the node waits until a peer sends them."""
         begun = checkpoint or self.genesis
         lost = sorted(name for name in self.journal.payloads(begun.round) if name not in self.payloads)
         if lost:
@@ -174,7 +173,7 @@ class Store:
         self.log.append(records)
 
     def prune(
-        self, payloads: Collection[bytes] = (), known: Collection[bytes] | None = None, fetched: Path | None = None
+        self, payloads: Collection[bytes] = (), known: Collection[bytes] | None = None, fetched: Collection[Path] = ()
     ) -> None:
         """Removes old checkpoints, and payloads that neither the history, our messages nor `payloads` need, every few
         rounds. Writes out payloads that arrived after their round was decided."""

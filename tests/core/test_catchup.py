@@ -7,7 +7,14 @@ import msgspec
 import pytest
 
 from p2ptrain.core import events as ev
-from p2ptrain.core.catchup import AHEAD_MAX, ANSWER_SECONDS, LOST_SECONDS, PATIENCE_SECONDS, RETRY_SECONDS
+from p2ptrain.core.catchup import (
+    AHEAD_MAX,
+    ANSWER_SECONDS,
+    LATE_SECONDS,
+    LOST_SECONDS,
+    PATIENCE_SECONDS,
+    RETRY_SECONDS,
+)
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.history import Beginning, BranchStart, Entry, History
 from p2ptrain.core.messages import Ballot, Hello, JoinRequest
@@ -156,6 +163,21 @@ def test_while_answers_are_late_the_next_has_longer_for_they_share_our_line() ->
     bench.hear(bench.hello(KEYS[3], round=3))
     assert of_kind(bench.wait(ANSWER_SECONDS + 5.0), ev.AskHistory) == [], "twice as long"
     assert followed(bench.do(ev.HistoryArrived(second, line.answer(RUN, 0)))) == steps(line)
+
+
+def test_an_answer_that_never_comes_leaves_the_next_no_longer_for_ever() -> None:
+    bench = Bench(4, me=1)
+    bench.hear(bench.hello(KEYS[0], round=3))
+    bench.wait(1.0)
+    bench.do(ev.HistoryFailed(KEYS[0], "no answer"))
+    for seconds, times in ((1.0, 2.0), (LATE_SECONDS, 1.0)):
+        bench.wait(seconds)
+        bench.hear(bench.hello(KEYS[2], round=3))
+        bench.wait(PATIENCE_SECONDS)
+        asked = bench.parts.catching_up.asked
+        assert asked is not None and asked.until == pytest.approx(bench.node.context.now + times * ANSWER_SECONDS)
+        bench.do(ev.PeerLost(KEYS[2]))
+        bench.do(ev.HistoryFailed(KEYS[2], "gone"))
 
 
 def test_no_answer_is_waited_for_from_a_peer_that_was_lost() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import msgspec
+import pytest
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.audits import Measured
@@ -23,7 +24,7 @@ from p2ptrain.core.messages import NUMBER_MAX, JoinRequest
 from p2ptrain.core.reputation import Reason
 from p2ptrain.digest import digest
 from tests.helpers.catchup import extend, followed, meet, on_own_branch, other_line, regroup, shared, steps
-from tests.helpers.core import KEYS, RUN, Bench, begun, certified, line_of, plain_manifest, sent, signed_set
+from tests.helpers.core import KEYS, RUN, Bench, begun, certified, line_of, plain_manifest, root_of, sent, signed_set
 
 LIAR, HONEST = KEYS[0], KEYS[2]
 
@@ -382,9 +383,9 @@ def test_a_stranger_cannot_invent_a_split() -> None:
 # Taking over
 
 
-def parted(rounds: int) -> tuple[Bench, Chain]:
+def parted(rounds: int, size: int = 4) -> tuple[Bench, Chain]:
     """A node after its first round, and a chain that went on from there and keeps only four rounds."""
-    bench = Bench(4, me=1)
+    bench = Bench(size, me=1)
     bench.decide()
     line = shared(bench)
     line.kept = 4
@@ -425,6 +426,36 @@ def test_a_liar_does_not_take_over_a_swarm_that_is_well_by_a_jump() -> None:
         assert any(isinstance(change, Beginning) for change in history.changes)
         assert followed(meet(bench, line)) == []
         assert bench.state.branch == RUN
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+@pytest.mark.parametrize(("heard", "follows"), [((), True), (KEYS[2:4], False)])
+def test_who_was_away_follows_the_one_who_is_left_over_a_jump_unless_it_hears_the_others(
+    rounds: int, heard: tuple[bytes, ...], follows: bool
+) -> None:
+    bench, line = parted(rounds)
+    regroup(line, (KEYS[0],))
+    extend(bench, line, 20)
+    for _ in range(10):
+        bench.hear_all(*(bench.hello(key) for key in heard))
+        meet(bench, line)
+        bench.wait(20.0)
+    assert (bench.state.branch == line.state.branch) == follows
+
+
+def test_who_was_away_follows_nobody_whom_it_does_not_know_to_be_left_over_a_jump() -> None:
+    """The members were others when the branch began: whether it hears those of its own time says nothing of them."""
+    bench, line = parted(0, size=7)
+    manifest = plain_manifest(line.state, bench.run, root_round=1, root=root_of(1))
+    entry = certified(msgspec.structs.replace(manifest, unseated=(KEYS[6],)), line.state)
+    line.append(entry, line.state.after(entry.manifest, bench.run))
+    assert (len(line.state.members), line.state.roster.tolerated) == (6, 1)
+    regroup(line, (KEYS[0],))
+    extend(bench, line, 20)
+    for _ in range(10):
+        meet(bench, line)
+        bench.wait(20.0)
+    assert bench.state.branch == RUN
 
 
 def test_changes_without_a_jump_decide_nothing() -> None:

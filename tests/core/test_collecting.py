@@ -107,6 +107,17 @@ def test_a_request_ends_a_round_early_only_if_it_has_no_contribution(is_contribu
     assert is_collecting(bench) == is_contributed
 
 
+def test_a_request_ends_no_round_in_which_members_of_a_known_pace_may_still_train() -> None:
+    bench = Bench(4, recipe=LOCAL, agreement={"idle_round_seconds": 2})
+    for _ in range(2):
+        bench.decide()
+    bench.hear(JoinRequest(RUN, bench.state.round + 1, b"", KEYS[9]))
+    bench.wait(STRANGERS * TRAINED - 0.1)
+    assert is_collecting(bench)
+    bench.wait(0.2)
+    assert not is_collecting(bench), "if nobody trains, the request is decided nevertheless"
+
+
 def test_a_round_ends_when_enough_others_have_ended_it() -> None:
     bench = Bench(4, recipe=LOCAL)
     bench.now = 0.02

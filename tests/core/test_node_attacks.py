@@ -50,6 +50,15 @@ def test_whoever_repeats_old_messages_does_not_keep_their_author_alive() -> None
     assert bench.node.context.heard_at[KEYS[3]] < bench.now - 4.0
 
 
+def test_payloads_are_stored_for_rounds_that_may_take_them() -> None:
+    bench = Bench(4, me=1)
+    bench.decide()
+    taken = [n for n in range(1, 8) if bench.node.view().may_take(announced(KEYS[0], n, which=b"x", base_round=1))]
+    overlap = bench.run.agreement.overlap_rounds_max
+    assert taken == list(range(2, 4 + overlap))
+    assert not bench.node.view().may_take(announced(KEYS[0], 2, branch=digest("core test", b"branch")))
+
+
 def test_an_early_message_is_kept_once() -> None:
     bench = Bench(4, me=1)
     vote = voted(KEYS[0], Ballot.PREVOTE, digest("core test", b"x"), number=2)
@@ -215,8 +224,10 @@ def test_whoever_may_not_speak_does_not_call_in_a_loop() -> None:
 def test_lies_about_where_the_swarm_is_do_not_silence_one_that_has_lost_its_memory_for_ever() -> None:
     bench = Bench(4, me=1, start=False)
     bench.start(forgetful=True)
-    for key, number in ((KEYS[0], 2**40), (KEYS[2], 9), (KEYS[3], 4)):
-        bench.hear(bench.hello(key, round=number))
+    for _ in range(10):  # the liar is asked for proof now and then, in vain
+        for key, number in ((KEYS[0], 2**40), (KEYS[2], 9), (KEYS[3], 4)):
+            bench.hear(bench.hello(key, round=number))
+        bench.wait(20.0)
     kept = bench.run.agreement.history_rounds
     assert 9 < bench.node.context.voice.silent_everywhere <= 9 + kept + 2
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from p2ptrain.core import events as ev
+from p2ptrain.core.chain import Chain
 from p2ptrain.core.history import Entry, History
+from p2ptrain.core.local_work import REPLAY_ROUNDS_MAX
+from p2ptrain.core.manifest import NO_BEARER, Join
 from p2ptrain.core.messages import (
     NOTHING,
     NUMBER_MAX,
@@ -25,6 +29,7 @@ from p2ptrain.core.reputation import BURST, prove
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.voice import RECALL_MARGIN
 from p2ptrain.digest import digest
+from tests.helpers.catchup import meet, other_line
 from tests.helpers.core import (
     KEYS,
     ROOT0,
@@ -53,6 +58,21 @@ def store_of(bench: Bench, effects: list[ev.Effect]) -> MemoryStore:
     store = MemoryStore(bench.genesis)
     store.keep(effects)
     return store
+
+
+def joined_by(keys: tuple[bytes, ...], rounds: int = 0) -> tuple[Bench, Chain]:
+    """A founder that has yet to start, and its run: others joined, and have a seat unless it ended before."""
+    bench = Bench(1, me=0, start=False)
+    line = Chain(bench.genesis, RUN, 64)
+    joins: dict[str, object] = {"joins": tuple(Join(key, NO_BEARER, 0, 0) for key in keys)}
+    while line.state.round < rounds or (not rounds and len(line.state.members) <= len(keys)):
+        number, state = line.state.round + 1, line.state
+        offers = [announced(each.key, number) for each in state.admitted]
+        manifest = plain_manifest(state, bench.run, offers, root_round=number - 1, root=root_of(number - 1))
+        entry = certified(replace(manifest, **joins), state)
+        joins = {}
+        line.append(entry, state.after(entry.manifest, bench.run))
+    return bench, line
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -325,6 +345,42 @@ def test_an_identity_that_has_lost_its_memory_is_silent_for_the_rounds_in_which_
     assert "silent: it is unknown how this identity has voted before" in bench.health
 
 
+def test_a_founder_that_has_lost_its_memory_is_silent_until_the_members_of_today_have_answered() -> None:
+    """Every run begins with its founder alone, and no roster of that time knows how far it may have spoken."""
+    bench, line = joined_by(KEYS[1:4])
+    assert ev.Persist(ev.Silence(b"", NUMBER_MAX)) in bench.start(forgetful=True, applied_root=b"")
+    voice, here = bench.node.context.voice, line.state.round + 1
+    for key in KEYS[1:4]:
+        bench.do(ev.PeerSeen(key))
+        bench.hear(bench.hello(key, round=here))
+    assert bench.state.round == 0 and voice.recalled == {}, "none of them is a member yet"
+    meet(bench, line, KEYS[1])
+    assert bench.state.members == line.state.members
+    for key in KEYS[1:4]:
+        assert voice.silent_everywhere == NUMBER_MAX
+        bench.hear(bench.hello(key, round=here))
+    assert voice.silent_everywhere == here + RECALL_MARGIN + bench.run.agreement.overlap_rounds_max
+    assert not voice.may_speak(RUN, here)
+
+
+def test_a_founder_alone_with_a_newcomer_without_a_seat_asks_that() -> None:
+    bench, line = joined_by((STRANGER,), rounds=1)
+    bench.start(forgetful=True, applied_root=b"")
+    bench.do(ev.PeerSeen(STRANGER))
+    meet(bench, line, STRANGER)
+    assert bench.state.members == (KEYS[0],)
+    bench.hear(bench.hello(STRANGER, round=2))
+    assert bench.node.context.voice.silent_everywhere == 2 + RECALL_MARGIN
+
+
+def test_who_was_in_no_roster_yet_asks_none() -> None:
+    bench = Bench(1, me=1, start=False)
+    bench.start(forgetful=True, applied_root=b"")
+    bench.do(ev.PeerSeen(KEYS[0]))
+    bench.hear(bench.hello(KEYS[0], round=1))  # it has lost its memory as well, and stands at the beginning
+    assert bench.node.context.voice.recalled == {}
+
+
 # ---------------------------------------------------------------------------------------------------
 # Clocks
 
@@ -437,6 +493,26 @@ def test_after_catching_up_the_certified_rounds_are_applied_and_training_goes_on
     bench.train(2)
     assert bench.do(ev.Applied(RUN, 2, root_of(2))) == [ev.Train(3, 2, 1, 4)]
     assert bench.health == ()
+
+
+def test_while_no_peer_has_a_newer_state_one_that_is_far_behind_goes_on_round_by_round() -> None:
+    bench = Bench(4, me=1)
+    effects, asked = meet(bench, other_line(bench, 2 * REPLAY_ROUNDS_MAX)), 0
+    assert not any(isinstance(effect, ev.Apply) for effect in effects), "fetching the state would be cheaper"
+    while bench.parts.work.applied_round < bench.state.round and bench.now < 600.0:
+        effect = effects.pop(0) if effects else None
+        if isinstance(effect, ev.CatchUp):
+            asked += 1
+            effects += bench.do(ev.CatchUpFailed("none has a newer one", effect.attempt))
+        elif isinstance(effect, ev.Fetch):
+            effects += bench.arrives(effect.payload)
+        elif isinstance(effect, ev.Apply):
+            bench.now += 0.5
+            effects += bench.do(ev.Applied(RUN, effect.manifest.round, root_of(effect.manifest.round)))
+        elif effect is None:
+            effects += bench.wait(1.0)
+    assert bench.parts.work.applied_round == bench.state.round
+    assert asked > 1
 
 
 def test_a_state_that_cannot_be_fetched_is_asked_for_again() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from p2ptrain.config import NodeConfig, RunConfig, load_node_config, with_options
 from p2ptrain.config.node import StorageConfig
+from p2ptrain.core.state import genesis
 from p2ptrain.daemon import launch
 from p2ptrain.daemon.assembly import Launch, Workshop
 from p2ptrain.daemon.life import Daemon
@@ -28,6 +29,9 @@ from p2ptrain.identity import Identity, peer_id_of
 from p2ptrain.net.tasks import Tasks, report_crash
 from p2ptrain.node.home import Home
 from p2ptrain.node.local_worker import Note
+from p2ptrain.node.saved import LOG_NAME
+from p2ptrain.store.lock import beside
+from p2ptrain.store.store import SPOKEN_SUFFIX, Store
 from tests.helpers.driver import STATE, ChainTrainer, a_dataset, loop_workshop, root_of
 from tests.helpers.memory_network import Network
 from tests.helpers.net import key, skipping_time
@@ -216,6 +220,21 @@ def test_the_run_of_the_nodes_file_is_the_only_one_to_join(tmp_path: Path) -> No
     assert wanted("ab" * 32, None) == wanted("ab" * 32, "abab") == "ab" * 32
     with pytest.raises(ConfigError, match=r"^--run: the config names run abab.* change network\.run"):
         wanted("ab" * 32, "cd")
+
+
+def test_a_founder_whose_log_is_lost_goes_on_from_what_the_others_have(tmp_path: Path) -> None:
+    """With its first weights made again it would begin a run a second time in which others have gone on."""
+    mine = key(1)
+    run = RunConfig(name="lost").sealed(manifest="11" * 32, initial_root="22" * 32, founders=[mine.hex()])
+    home = Home(NodeConfig(storage=StorageConfig(directory=str(tmp_path))))
+    assert not launch.goes_on(run, home)
+    begun = genesis(run.id, (mine,), bytes.fromhex(run.state.initial_root))
+    Store(home.of_run(run.id), run, begun, mine, home.identity_file).close()
+    assert not launch.goes_on(run, home), "it was ended before it had saved its first weights"
+    (home.of_run(run.id) / LOG_NAME).rename(tmp_path / "damaged")
+    assert launch.goes_on(run, home)
+    (beside(home.identity_file, SPOKEN_SUFFIX) / run.run_id).unlink()
+    assert not launch.goes_on(run, home), "nobody else was ever there, as its owner says"
 
 
 def test_a_port_is_chosen_by_whoever_names_or_announces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

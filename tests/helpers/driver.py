@@ -298,7 +298,13 @@ class ScriptedNode:
 
     def __init__(self, run: RunConfig) -> None:
         self.seen = SimpleNamespace(
-            me=ME, run=run, is_in=self.is_in, is_welcome=self.is_welcome, is_stopping=False, is_quarantined=False
+            me=ME,
+            run=run,
+            is_in=self.is_in,
+            is_welcome=self.is_welcome,
+            is_stopping=False,
+            is_quarantined=False,
+            may_take=lambda said: self.is_in(said.author) and said.round < 4,
         )
         self.deadline: float | None = None
         self.has_started = False
@@ -435,7 +441,7 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     mailboxes: Any = RecordedMailboxes(done)
     place = tmp_path / "fetching"
     fetching = Fetching(run, transport, connections, fetcher, data, states, place, lambda *each: blamed.append(each))
-    persistence = LoopPersistence(store, states, 4, run.agreement.history_rounds, needed=lambda: ())
+    persistence = LoopPersistence(store, states, run.state, 4, run.agreement.history_rounds, needed=lambda: ())
     persistence.writes, persistence.trouble, persistence.disk_seconds = [], [], 0.01
     workshop = loop_workshop(ChainTrainer(), persistence.note)
     free = TokenBucket(0)
@@ -453,7 +459,8 @@ async def bench(tmp_path: Path, dataset: TokenDataset | None = None) -> AsyncIte
     transport.publish = published  # type: ignore[method-assign]
     strangers = messages_of_strangers(node.view().is_welcome, transport.range_of)
     replica = workshop.replica
-    intake = Intake(DigestSigner(ME), replica, node.view().is_in, strangers, persistence.put, transport.boundary)
+    whom = node.view().is_in, node.view().may_take, strangers
+    intake = Intake(DigestSigner(ME), replica, *whom, persistence.put, transport.boundary)
     handled: list[tuple[ev.Event, Any]] = []
     watch = lambda now, *each: handled.append(each)  # noqa: E731
     driver = Driver(node, replica, workshop.worker, intake, edges, watch)  # type: ignore[arg-type]

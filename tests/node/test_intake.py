@@ -13,7 +13,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.messages import KEY_BYTES, authored, bare, content_name, decode, payload_digest
 from p2ptrain.errors import RemoteProtocolError
 from p2ptrain.net.mailbox import STRANGER_A_SECOND, STRANGERS_A_SECOND, Deliver, HistoryQuery
-from p2ptrain.node.intake import CHECKS_MAX, EVENTS_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
+from p2ptrain.node.intake import CHECKS_MAX, EVENTS_MAX, KEPT_MAX, SHARE_MAX, SHARE_OF_MEMBER_MAX
 from tests.helpers.core import KEYS, DigestSigner, announced, signed
 from tests.helpers.driver import OTHER, PAYLOAD_BYTES, PEER, THIRD, a_message, bench
 from tests.helpers.net import at, skipping_time, some_bytes, until
@@ -116,6 +116,21 @@ async def test_attachments_of_strangers_and_of_another_size_cost_nothing(
         each.driver.intake.hear(PEER, offer.envelope)
         await each.heard(ev.MessageReceived(PEER, bare(offer)))
         assert (each.replica.checked, each.persistence.fresh, list(each.store.payloads.names())) == ([], {}, [])
+
+
+@skipping_time
+@pytest.mark.parametrize(("number", "kept"), [(1, KEPT_MAX), (10**6, 0)])
+async def test_one_key_fills_no_disk(number: int, kept: int, tmp_path: Path) -> None:
+    """Attachments are stored before the core has looked: few for a round, and none that it would not take."""
+    async with bench(tmp_path) as each, each.running():
+        for count in range(20):
+            body = authored(PEER, some_bytes(PAYLOAD_BYTES - KEY_BYTES - 1) + bytes([count]))
+            named = {"payload": payload_digest(body), "content": content_name(body), "payload_bytes": len(body)}
+            offer = signed(announced(PEER, number, base_round=0, **named), body)
+            each.driver.intake.hear(PEER, offer.envelope)
+            await until(lambda: len(each.node.events) == count + 1)  # noqa: B023
+        whole = [event for event in each.node.events if event.received.attachment]  # type: ignore[union-attr]
+        assert len(whole) == len(each.persistence.fresh) == len(each.store.payloads.names()) == kept
 
 
 @skipping_time

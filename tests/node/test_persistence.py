@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from p2ptrain.config import StateConfig
 from p2ptrain.core import events as ev
 from p2ptrain.node import persistence
 from p2ptrain.node.owner import save_now
 from p2ptrain.node.replica_thread import Standing
+from p2ptrain.node.served_blobs import SavedStates
 from tests.helpers.core import certified
 from tests.helpers.driver import STATE, DriverBench, a_manifest, bench, root_of
 from tests.helpers.net import some_bytes
@@ -102,6 +104,19 @@ async def test_training_waits_for_a_copy_of_the_state_and_not_for_the_disk(
         assert (checkpoint.round, checkpoint.root) == (4, root_of(STATE))
         assert (checkpoint.path / "state.bin").read_bytes() == STATE
         assert each.store.checkpoints.verify(checkpoint) is None
+
+
+async def test_a_large_state_is_saved_whenever_peers_can_fetch_it(tmp_path: Path) -> None:
+    """Its root covers all of it only now and then."""
+    async with bench(tmp_path) as each:
+        for most in (2**20, 2**21):
+            settings = StateConfig(full_root_bytes_max=most, full_root_rounds=6)
+            each.persistence = persistence.Persistence(each.store, SavedStates(), settings, 4, 100, needed=lambda: ())  # type: ignore[assignment]
+            for number in range(1, 13):
+                await saved(each, number)
+            each.persistence.close()
+        assert 2**20 < len(STATE) < 2**21
+        assert rounds_saved(each) == [4, 6, 8, 12, 4, 8, 12]
 
 
 async def test_a_state_that_is_just_being_applied_is_saved_as_soon_as_it_is_noted(tmp_path: Path) -> None:

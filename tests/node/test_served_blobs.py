@@ -59,7 +59,7 @@ def test_the_last_states_that_were_saved_and_are_there_are_served(library: Serve
     assert library.find(BlobName("state", last.root), NOBODY) is not None
 
 
-def test_of_the_states_that_peers_fetch_the_oldest_is_known_as_long_as_it_is_read(
+def test_the_states_that_peers_fetch_are_known_as_long_as_they_are_read_and_there(
     library: ServedBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1_000.0
@@ -68,22 +68,24 @@ def test_of_the_states_that_peers_fetch_the_oldest_is_known_as_long_as_it_is_rea
     for each in made:
         (each.path / STATE_NAME).write_bytes(bytes(10))
         library.states.offer(each, b"".join(leaf_digests(bytes(10))))
-    assert library.states.fetched() is None
+    assert library.states.fetched() == []
 
     def read(number: int) -> None:
         blob = library.states.find(made[number].root)
         assert blob is not None and len(blob.read(0)) == 10
 
-    for number in (2, 1):
+    for number in (2, 1, 0):
         read(number)
-        assert library.states.fetched() == made[number].path
+        assert library.states.fetched() == [each.path for each in made[number:]]
+    made[0].path.rename(tmp_path / "pruned")
+    assert library.states.fetched() == [each.path for each in made[1:]]
     now += PAUSE_SECONDS
     read(2)
-    assert library.states.fetched() == made[2].path
+    assert library.states.fetched() == [made[2].path]
     for _ in range(int(FETCH_SECONDS / PAUSE_SECONDS)):
         now += PAUSE_SECONDS
         read(2)
-    assert library.states.fetched() is None, "one that is read for ever stands in nobody's way"
+    assert library.states.fetched() == [], "one that is read for ever stands in nobody's way"
 
 
 def test_peers_may_ask_for_states_while_others_are_saved(library: ServedBlobs, tmp_path: Path) -> None:

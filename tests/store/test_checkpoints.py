@@ -22,7 +22,7 @@ from p2ptrain.core.succession import UNMOVED, Assented, Motion, Succession
 from p2ptrain.digest import PIECE_BYTES, leaf_digests, leaves_of, merkle_root
 from p2ptrain.files import DiskError
 from p2ptrain.store import checkpoints as module
-from p2ptrain.store.checkpoints import Checkpoint, Checkpoints, NewerError
+from p2ptrain.store.checkpoints import LEAVES_NAME, Checkpoint, Checkpoints, NewerError
 from tests.helpers.store import KEPT, Power, folded, some_records, void
 
 RUN = b"r" * 32
@@ -236,16 +236,31 @@ def test_pruning_keeps_the_last_made_and_those_of_the_history(tmp_path: Path) ->
     assert int(again.path.name[:8]) == int(lost[-1].path.name[:8]) + 1
 
 
-def test_a_checkpoint_that_a_peer_still_fetches_stays_in_the_place_of_another(tmp_path: Path) -> None:
+def test_checkpoints_that_peers_still_fetch_stay_in_the_place_of_others(tmp_path: Path) -> None:
     journal, states = history()
     checkpoints = opened(tmp_path)
-    made = [write(checkpoints, state.round, state.head) for state in states[-6:-1]]
-    checkpoints.prune(3, journal, made[0].path)
-    assert checkpoints.present() == [made[0], *made[-2:]]
-    checkpoints.prune(3, journal, made[-1].path)
-    assert checkpoints.present() == [made[0], *made[-2:]], "that is one of the newest"
-    checkpoints.prune(1, journal, made[0].path)
+    made = [write(checkpoints, state.round, state.head) for state in states[-7:-1]]
+    checkpoints.prune(4, journal, [each.path for each in (made[0], made[1], made[5])])
+    assert checkpoints.present() == [made[0], made[1], *made[-2:]]
+    for read in ([made[0].path, made[1].path], [each.path for each in made]):
+        checkpoints.prune(3, journal, read)
+        assert checkpoints.present() == [made[0], made[1], made[-1]], "one place is left to the newest"
+    checkpoints.prune(3, journal, [made[-1].path])
+    assert checkpoints.present() == [made[0], made[1], made[-1]], "that is one of the newest"
+    checkpoints.prune(1, journal, [made[0].path])
     assert checkpoints.present() == made[-1:], "a node of one checkpoint goes on from its newest"
+
+
+def test_the_newest_checkpoint_that_peers_can_fetch_stays_until_there_is_another(tmp_path: Path) -> None:
+    """The roots of a large state cover all of it only now and then, and peers fetch no state without such a root."""
+    journal, states = history()
+    checkpoints = opened(tmp_path)
+    made = [write(checkpoints, state.round, state.head) for state in states]
+    old, whole, *_, last = [each for each in made if each.judged_by(journal).is_certified][-4:]
+    for each in (old, whole):
+        (each.path / LEAVES_NAME).write_bytes(bytes(32))
+    checkpoints.prune(1, journal)
+    assert checkpoints.present() == [whole, last, made[-1]]
 
 
 def test_a_checkpoint_to_which_members_move_to_go_back_stays_until_that_is_settled(tmp_path: Path) -> None:
