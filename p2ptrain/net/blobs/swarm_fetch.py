@@ -25,10 +25,10 @@ from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.net.blobs import server
 from p2ptrain.net.blobs.blob import BlobName, Sink, all_pieces, aside
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError, while_it_moves
 
 OPEN_SECONDS = 10.0
-PIECE_SECONDS = 20.0  # without an answer before a source is dropped: 52 KB/s
+PIECE_SECONDS = server.SEND_SECONDS  # without a byte before a source is dropped
 SOURCES_AT_ONCE = 4
 NAMED_AT_ONCE = 3  # of these, sources named only by peers: one slot stays for those that the core knows
 LEASE_SECONDS = 5.0  # a source's first lease; doubles each time
@@ -89,7 +89,7 @@ class Source:
 
     async def reply(self) -> server.Reply:
         """Reads the answer to the oldest request. RemoteProtocolError if it is not one."""
-        async with asyncio.timeout(PIECE_SECONDS):
+        async with while_it_moves(self.stream, PIECE_SECONDS, server.SEND_SECONDS_MAX):
             data = await self.stream.receive(FRAME_BYTES_MAX)
         self._traffic[f"received {self.name.kind}"] += len(data)
         reply = server.decode_reply(data)

@@ -52,6 +52,8 @@ class FrameStream:
         self.peer, self.protocol = peer, protocol
         self._reader, self._writer, self._counters, self._ended = reader, writer, counters, ended
         self._coming = -1  # size of a frame whose header was read before the reader was cancelled
+        self._part = bytearray()  # of that frame
+        self._read_bytes = self._written_bytes = 0
         writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
 
     def __repr__(self) -> str:
@@ -62,6 +64,7 @@ class FrameStream:
         assert size <= FRAME_BYTES_MAX, f"a frame of {size} bytes, which has to be split"
         if self.is_gone:
             raise TransportError("the stream was closed")
+        self._written_bytes += LENGTH_BYTES + size
         try:
             self._writer.write(size.to_bytes(LENGTH_BYTES, "big"))  # no other task can write between this and the frame
             self._writer.write(frame)
@@ -74,33 +77,44 @@ class FrameStream:
     def is_gone(self) -> bool:
         return self._writer.is_closing()
 
+    @property
+    def moved(self) -> int:
+        return self._read_bytes + self._written_bytes - self._writer.transport.get_write_buffer_size()
+
     async def coming(self) -> int:
         if self._coming < 0:
-            self._coming = int.from_bytes(await self._read(LENGTH_BYTES), "big")
+            self._coming = int.from_bytes(await self._read(LENGTH_BYTES, is_whole=True), "big")
         return self._coming
 
     async def skip(self) -> None:
         while left := await self.coming():
-            part = await self._read(min(left, BUFFER_BYTES))
-            self._coming -= len(part)
+            part = self._part or await self._read(min(left, BUFFER_BYTES))
+            self._coming, self._part = self._coming - len(part), bytearray()
         self._coming = -1
 
     async def receive(self, bytes_max: int) -> bytes:
         if (size := await self.coming()) > min(bytes_max, FRAME_BYTES_MAX):
             self.abort()  # the next frame begins beyond what we are willing to read
             raise RemoteProtocolError(f"a frame of {size} bytes; the limit is {bytes_max}")
-        frame, self._coming = await self._read(size), -1
+        while len(self._part) < size:
+            self._part += await self._read(size - len(self._part))
+        frame, self._part, self._coming = bytes(self._part), bytearray(), -1
         self._counters.update({"bytes received": size, f"received {self.protocol}": size})
         return frame
 
-    async def _read(self, size: int) -> bytes:
+    async def _read(self, size: int, *, is_whole: bool = False) -> bytes:
+        """Reads some bytes, up to `size`, or all of them."""
         try:
-            return await self._reader.readexactly(size)
+            data = await (self._reader.readexactly(size) if is_whole else self._reader.read(size))
         except asyncio.IncompleteReadError as error:
-            inside = " in the middle of a frame" if error.partial or self._coming >= 0 else ""
+            inside = " in the middle of a frame" if error.partial else ""
             raise TransportError(f"the peer closed the stream{inside}") from error
         except ConnectionError as error:
             raise TransportError(f"the stream broke while receiving: {error}") from error
+        if not data:
+            raise TransportError("the peer closed the stream in the middle of a frame")
+        self._read_bytes += len(data)
+        return data
 
     async def close(self) -> None:
         """Waits until p2pd has sent everything: it hangs up when all of it is on its way.
