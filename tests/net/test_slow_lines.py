@@ -48,6 +48,35 @@ def test_a_payload_reaches_all_over_a_slow_uplink(rate: int, members: int, first
     test()
 
 
+@skipping_time
+async def test_all_payloads_of_a_round_come_over_a_slow_downlink() -> None:
+    async with swarm(33) as (network, (node, *authors)):
+        network.lines[node.key] = line = Line(5 * MBIT)
+        blobs = [tree(SIZE, seed=number) for number in range(len(authors))]
+        for author, (name, blob) in zip(authors, blobs, strict=True):
+            author.blobs[name] = blob
+        wanted = zip(authors, blobs, strict=True)
+        await asyncio.gather(*(node.fetch(name, SIZE, author.key) for author, (name, _) in wanted))
+        assert line.carried <= len(authors) * SIZE * 1.01
+        assert (node.failed, node.blamed) == ([], [])
+
+
+@pytest.mark.parametrize(("rate", "sources", "seconds"), [(1, 8, 160), (1, 48, 300)])
+def test_a_newcomer_on_a_slow_line_gets_a_state_from_many(rate: int, sources: int, seconds: float) -> None:
+    @skipping_time
+    async def test() -> None:
+        async with swarm(1 + sources) as (network, (newcomer, *others)):
+            network.lines[newcomer.key] = Line(rate * MBIT)
+            name, blob = tree(8 * SIZE, "state")
+            for each in others:
+                each.blobs[name] = blob
+            async with asyncio.timeout(seconds):
+                await newcomer.fetch(name, blob.size, *(each.key for each in others))
+            assert (newcomer.failed, newcomer.blamed) == ([], [])
+
+    test()
+
+
 # ---------------------------------------------------------------------------------------------------
 # Whether bytes move
 

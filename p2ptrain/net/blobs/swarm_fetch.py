@@ -30,7 +30,9 @@ from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, Transport
 OPEN_SECONDS = 10.0
 PIECE_SECONDS = server.SEND_SECONDS  # without a byte before a source is dropped
 SOURCES_AT_ONCE = 4
+UNPROVEN_AT_ONCE = 2  # of these, sources that keep their slots because they are quick, though no piece is whole yet
 NAMED_AT_ONCE = 3  # of these, sources named only by peers: one slot stays for those that the core knows
+SLOWEST = PIECE_BYTES / server.SEND_SECONDS_MAX  # bytes a second: a piece that comes slower comes in vain
 LEASE_SECONDS = 5.0  # a source's first lease; doubles each time
 LEASE_DOUBLINGS_MAX = 8
 SOURCES_MAX = 64  # per fetch, including those named by peers
@@ -176,8 +178,8 @@ class Lease:
     is_over: bool = False  # the slot goes to another source, and this one queues again
 
     def speed(self, now: float) -> float:
-        """Pieces per second, counted over at least LEASE_SECONDS so that a newcomer does not seem fast."""
-        return self.pieces / max(now - self.began, LEASE_SECONDS)
+        """Bytes per second, counted over at least LEASE_SECONDS so that a newcomer does not seem fast."""
+        return (self.source.stream.moved if self.source else 0) / max(now - self.began, LEASE_SECONDS)
 
 
 class SwarmFetch:
@@ -255,10 +257,11 @@ class SwarmFetch:
     def _end_leases(self) -> float | None:
         """Ends expired leases if other sources wait, and returns when the next one expires."""
         now = asyncio.get_running_loop().time()
-        fastest = max(self.working.values(), key=lambda lease: lease.speed(now), default=None)
+        quick = sorted(self.working.values(), key=lambda lease: lease.speed(now), reverse=True)
         for peer, lease in self.working.items():
             if lease.ends <= now and not lease.is_over and self._is_place_wanted(peer):
-                if lease is fastest and lease.pieces:
+                is_quick = lease.speed(now) >= max(SLOWEST, quick[0].speed(now) / 2)
+                if is_quick and (lease.pieces or lease in quick[:UNPROVEN_AT_ONCE]):
                     lease.ends = now + LEASE_SECONDS
                     continue
                 lease.is_over = True

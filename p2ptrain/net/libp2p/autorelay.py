@@ -6,7 +6,8 @@ under two addresses, would make a node behind a router unreachable through the o
 relays that answer, each once; whether they are relays shows only then, but nodes of this network are by default.
 
 After losing a relay, go-libp2p asks it again only an hour after the reservation was made (again no option in p2pd); a
-freshly started p2pd asks at once. So p2pd is restarted once a minute has passed without a relay and one answers.
+freshly started p2pd asks at once. So p2pd is restarted once a minute has passed without a relay and one answers; after
+ten minutes it may be any other, because relays go for good, too.
 
 A QUIC address is probed with a packet of a version that does not exist; servers reply with theirs (RFC 9000, 6.1).
 """
@@ -34,6 +35,7 @@ QUIC_TRIES = 2  # one packet may get lost
 QUIC_BYTES = 1_200  # servers ignore shorter packets
 LOST_SECONDS = 60.0  # without a relay before we act: p2pd's other relays give it a slot within seconds
 ASK_SECONDS = 60.0  # between probes of the lost relays
+VAIN_MAX = 10  # probes of them, before all others count, too: p2pd was given only a few
 STARTS_APART_SECONDS = 600.0  # between restarts for this reason: each breaks all our connections
 FAMILIES = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}  # dns: any
 
@@ -64,6 +66,7 @@ class RelayLoss:
     ) -> None:
         self._relays, self._clock, self._draw = tuple(relays), clock, draw
         self._had: frozenset[bytes] = frozenset()  # the relays when there last were any
+        self._vain = 0  # probes since then
         self._mended_at = float("-inf")  # when a restart was last asked for
         self.is_mendable = False
         self.p2pd_started()
@@ -81,11 +84,13 @@ class RelayLoss:
         """Takes note of the routes to us. Called every few seconds."""
         now = self._clock()
         if relays := frozenset(relay for route in routes if (relay := relay_of(route))):
-            self._had, self._since = relays, now
+            self._had, self._since, self._vain = relays, now, 0
         elif self._had and self._is_time(now):
             self._asked_at = now
-            found = await _answering([each for each in _possible(self._relays) if split(each)[0] in self._had])
-            if found and self._asked_at == now:  # p2pd was not restarted meanwhile
+            is_for_good = self._vain >= VAIN_MAX
+            self._vain += 1
+            asked = [each for each in _possible(self.first()) if is_for_good or split(each)[0] in self._had]
+            if await _answering(asked) and self._asked_at == now:  # p2pd was not restarted meanwhile
                 self._mended_at, self.is_mendable = now, True
 
     def _is_time(self, now: float) -> bool:
