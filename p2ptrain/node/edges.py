@@ -140,6 +140,8 @@ class Telling:
     async def _send_history(self, effect: ev.SendHistory) -> None:
         """Encodes a history in a thread, one at a time: it may have 64 MiB."""
         async with self._encoding:
+            if not self._edges.mailboxes.may_tell(effect.peer):  # there was room when it asked
+                return
             encoded = await asyncio.to_thread(encode_answer, effect.history)
         if encoded is None:
             self._counters["histories too long to send"] += 1

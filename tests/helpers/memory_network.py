@@ -455,7 +455,7 @@ async def _pass(seconds: float) -> None:
     """Lets the latency of a link pass."""
     loop = asyncio.get_running_loop()
     passed = loop.create_future()
-    handle = loop.call_later(seconds, passed.set_result, None)
+    handle = loop.call_later(seconds, lambda: passed.done() or passed.set_result(None))
     try:
         await passed
     finally:
