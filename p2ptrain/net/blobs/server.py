@@ -259,7 +259,7 @@ class Server:
         while True:
             request = await requests.get()
             if not self._is_admitted(stream.peer):
-                async with self._stranger_turns.turn(stream.peer, 1):
+                async with self._stranger_turns.turn(stream.peer, 1, of_range=self._transport.range_of(stream.peer)):
                     pass
             if isinstance(request, BlobRequest):
                 if name != BlobName(request.kind, request.name):
@@ -314,7 +314,8 @@ class Server:
         is_given = False
         try:
             size, is_admitted = piece_bytes(blob.size, index), self._is_admitted(stream.peer)
-            async with self._turns.turn(stream.peer, size, name.kind == "payload", is_admitted, stream):
+            of_range = None if is_admitted else self._transport.range_of(stream.peer)
+            async with self._turns.turn(stream.peer, size, name.kind == "payload", is_admitted, stream, of_range):
                 frame = await self._shared.get((name, index), lambda: encode(Given(index, blob.read(index))))
                 await self._send(stream, frame)
             is_given = True

@@ -30,7 +30,7 @@ from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, Transport
 OPEN_SECONDS = 10.0
 PIECE_SECONDS = server.SEND_SECONDS  # without a byte before a source is dropped
 SOURCES_AT_ONCE = 4
-UNPROVEN_AT_ONCE = 2  # of these, sources that keep their slots because they are quick, though no piece is whole yet
+QUICK_AT_ONCE = 2  # of these, sources that keep their slots because they are quick, until each had one
 NAMED_AT_ONCE = 3  # of these, sources named only by peers: one slot stays for those that the core knows
 SLOWEST = PIECE_BYTES / server.SEND_SECONDS_MAX  # bytes a second: a piece that comes slower comes in vain
 LEASE_SECONDS = 5.0  # a source's first lease; doubles each time
@@ -174,7 +174,6 @@ class Lease:
     ends: float  # if others wait
     task: asyncio.Task[None]
     source: Source | None = None
-    pieces: int = 0  # received under it
     is_over: bool = False  # the slot goes to another source, and this one queues again
 
     def speed(self, now: float) -> float:
@@ -258,10 +257,11 @@ class SwarmFetch:
         """Ends expired leases if other sources wait, and returns when the next one expires."""
         now = asyncio.get_running_loop().time()
         quick = sorted(self.working.values(), key=lambda lease: lease.speed(now), reverse=True)
+        if not all(self.leases_had[each] for each in self.waiting):
+            quick = quick[:QUICK_AT_ONCE]
         for peer, lease in self.working.items():
             if lease.ends <= now and not lease.is_over and self._is_place_wanted(peer):
-                is_quick = lease.speed(now) >= max(SLOWEST, quick[0].speed(now) / 2)
-                if is_quick and (lease.pieces or lease in quick[:UNPROVEN_AT_ONCE]):
+                if lease in quick and lease.speed(now) >= max(SLOWEST, quick[0].speed(now) / 2):
                     lease.ends = now + LEASE_SECONDS
                     continue
                 lease.is_over = True
@@ -359,7 +359,6 @@ class SwarmFetch:
                     await aside(self.sink, self.sink.write, index, data)
                     self.missing &= ~(1 << index)
                     self.moved_at = asyncio.get_running_loop().time()
-                    self.working[source.stream.peer].pieces += 1
                     if not source.insisted >> index & 1:
                         self.insists, self.rounds = 0, 0
                     if not self.missing:

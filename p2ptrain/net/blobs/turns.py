@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ QUICK_SECONDS = 1.5  # a payload that is sent in this time makes it one more, an
 STILL_SECONDS, SLOW_SECONDS = 2.0, 8.0  # without a byte; in all: after that a turn keeps no other from beginning
 LOOK_SECONDS = 1.0  # between looks at that
 STRANGERS_AT_ONCE = 16  # on top: they take no place from others, even if they do not read at all
+OF_RANGE_AT_ONCE = 8  # of these, from one range of addresses
 STRANGERS_BYTES_PER_SECOND = 2**19  # while others wait; with an upload limit, at most 1/STRANGERS_SHARE of it
 STRANGERS_SHARE = 8
 TURN_SECONDS = 10.0  # that a request waits for its turn; the client waits 20 s in all
@@ -53,6 +54,7 @@ class Turn:
     size: int
     is_urgent: bool
     is_admitted: bool
+    place: bytes | str  # a stranger's range of addresses, or else the peer
     overdue_at: float
     come: asyncio.Future[None]
     stream: Stream | None = None
@@ -75,7 +77,8 @@ class Turns:
         self._going: dict[bytes, Turn] = {}  # by peer
         self._at_once = URGENT_AT_ONCE
         self._payer: Turn | None = None  # the turn that waits for the upload limit
-        self._served: OrderedDict[bytes, int] = OrderedDict()  # by peer: the number of its last turn; the latest last
+        # By peer and by range of strangers: the number of the last turn; the latest last.
+        self._served: OrderedDict[bytes | str, int] = OrderedDict()
         self._number = 0
         self._paid_at = 0.0  # when the last piece that did not wait for the limit will be paid for
         self._strangers_at = 0.0  # when the next overdue piece of a stranger may go
@@ -83,12 +86,20 @@ class Turns:
 
     @asynccontextmanager
     async def turn(
-        self, peer: bytes, size: int, is_urgent: bool = True, is_admitted: bool = True, stream: Stream | None = None
+        self,
+        peer: bytes,
+        size: int,
+        is_urgent: bool = True,
+        is_admitted: bool = True,
+        stream: Stream | None = None,
+        of_range: str | None = None,
     ) -> AsyncIterator[None]:
-        """Waits for a turn to send `size` bytes. A call cancelled before that has used up nothing."""
+        """Waits for a turn to send `size` bytes. A call cancelled before that has used up nothing. Peers for whom the same
+        range of addresses is given take their turns as one."""
         loop = asyncio.get_running_loop()
         is_urgent = is_urgent and is_admitted
-        mine = Turn(peer, size, is_urgent, is_admitted, loop.time() + OVERDUE_SECONDS, loop.create_future(), stream)
+        place, due_at = peer if of_range is None else of_range, loop.time() + OVERDUE_SECONDS
+        mine = Turn(peer, size, is_urgent, is_admitted, place, due_at, loop.create_future(), stream)
         timer = loop.call_at(mine.overdue_at, self._advance)
         self._waiting.append(mine)
         self._advance()
@@ -104,8 +115,9 @@ class Turns:
                 self._upload.charge(size)
                 self._paid_at = loop.time() + 2 * size / self._upload.rate
             self._number += 1
-            self._served[peer] = self._number
-            self._served.move_to_end(peer)
+            for each in (peer, place):
+                self._served[each] = self._number
+                self._served.move_to_end(each)
             while len(self._served) > TURNS_MAX:
                 self._served.popitem(last=False)
             self._payer, mine.began, mine.moved_at = None, loop.time(), loop.time()
@@ -135,19 +147,22 @@ class Turns:
             turn.come.set_result(None)
 
     def _next(self) -> Turn | None:
-        loop = asyncio.get_running_loop()
-        now, strangers = loop.time(), sum(not each.is_admitted for each in self._going.values())
+        loop, served = asyncio.get_running_loop(), self._served
+        now, ranges = loop.time(), Counter(each.place for each in self._going.values() if not each.is_admitted)
+        strangers = ranges.total()
         has_place = {True: len(self._going) - strangers < PEERS_AT_ONCE, False: strangers < STRANGERS_AT_ONCE}
         is_full = sum(each.is_urgent and each.is_quick(now) for each in self._going.values()) >= self._at_once
         ready = [
             each
             for each in self._waiting
             if each.peer not in self._going and not each.come.done() and has_place[each.is_admitted]
+            if ranges[each.place] < OF_RANGE_AT_ONCE
         ]
         if is_full and any(each.is_urgent for each in ready):
             ready = [each for each in ready if not each.is_urgent]
             self._look_in(LOOK_SECONDS)
-        ready.sort(key=lambda each: (not each.is_admitted and not self._is_due(each), self._served.get(each.peer, 0)))
+        ready.sort(key=lambda each: (served.get(each.place, 0), served.get(each.peer, 0)))
+        ready.sort(key=lambda each: not each.is_admitted and not self._is_due(each))
         urgent = [each for each in ready if each.is_urgent]
         going = [each.is_urgent for each in self._going.values()]
         if urgent or any(going) or going.count(False) >= BACKGROUND_AT_ONCE:
