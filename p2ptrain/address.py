@@ -101,6 +101,7 @@ def to_bytes(text: str) -> bytes:
     return whole
 
 
+@lru_cache(ADDRESSES_KEPT)
 def from_bytes(whole: bytes) -> str:
     """Writes an address in libp2p's form as text. AddressError if it is of a kind that multiaddr does not know."""
     import multiaddr  # noqa: PLC0415
