@@ -1,7 +1,6 @@
 """Says where addresses lead and who is there, and picks which of ours to tell others; p2ptrain/address.py reads them.
 
-Also shortens p2pd's error messages about them.
-"""
+Also shortens p2pd's error messages about them."""
 
 from __future__ import annotations
 

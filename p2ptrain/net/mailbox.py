@@ -252,7 +252,8 @@ class Mailboxes:
         """Whether a short history for a peer would be taken: asked before one is made, which may take long."""
         outgoing = self.outgoing.get(peer)
         has_room = self._has_room(peer, HISTORY_BYTES_LEAST, lambda each: len(each.history))
-        return has_room and (outgoing is None or not outgoing.history)
+        is_free = outgoing is None or not outgoing.history
+        return has_room and is_free and self._history_limits.seconds_until(peer, HISTORY_BYTES_LEAST) <= 0.0
 
     def tell_history(self, peer: bytes, history: bytes | bytearray) -> bool:
         """Answers a `HistoryQuery` likewise, with a `HistoryBegins` and its parts."""
@@ -436,9 +437,7 @@ class Mailboxes:
                 self._begin_history(peer, stream, size)
             case HistoryPart(data):
                 self._go_on_with_history(peer, stream, data)
-            case HistoryQuery() if not self.may_tell(peer) or (
-                self._history_limits.seconds_until(peer, HISTORY_BYTES_LEAST) > 0.0
-            ):
+            case HistoryQuery() if not self.may_tell(peer):
                 self.counters["history requests dropped"] += 1
             case _:
                 self._hear(peer, frame)

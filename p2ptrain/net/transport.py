@@ -1,14 +1,13 @@
 """The network interface of a node, independent of its implementation.
 
-Everywhere a peer is its Ed25519 public key of 32 bytes; its libp2p id is another encoding of that key (identity.py).
-An address is a multiaddr as text with the peer's id at the end: /ip4/203.0.113.7/tcp/4001/p2p/12D3...
+Everywhere a peer is its Ed25519 public key of 32 bytes; its libp2p id is another encoding of that key (identity.py). An
+address is a multiaddr as text with the peer's id at the end: /ip4/203.0.113.7/tcp/4001/p2p/12D3...
 
 There are two kinds of traffic. Streams go to one peer, in order, and carry frames, whose length comes first and is
 checked against the reader's limit before anything is allocated. Gossip reaches every subscriber of a topic, also those
 that we are not connected to; it comes in several copies, and may get lost.
 
-net/libp2p/p2pd.py implements it with go-libp2p, tests/helpers/memory_network.py within one process.
-"""
+net/libp2p/p2pd.py implements it with go-libp2p, tests/helpers/memory_network.py within one process."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Gossip of strangers is not heard (net/libp2p/pubsub.py), but p2pd checks its signatures and passes it on, and has no
 setting against that: 2,300 messages a second take 0.2 of a core. It ignores, unchecked, what comes in a topic that it
 has left. Members hear one another by stream, so while strangers flood the topic a node leaves it, unless it is needed:
-by this node, because it is not connected to everyone, or by a member that gossips.
-"""
+by this node, because it is not connected to everyone, or by a member that gossips."""
 
 from __future__ import annotations
 

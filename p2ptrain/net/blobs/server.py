@@ -11,8 +11,7 @@ whom it recently gave some. A client that requests a piece given out twice alrea
 The counts are over all clients. Pieces go out in turns (turns.py): a round waits for payloads, so these go before
 states and training data, and admitted peers go before strangers, who share one small number of requests a second.
 Whatever has to be read, hashed or encoded for a reply is done once for all who ask, in threads, and kept for a while
-(`Shared`): a piece is in memory once, however many peers are being sent it.
-"""
+(`Shared`): a piece is in memory once, however many peers are being sent it."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ blob from its author take different pieces and then exchange them; the holders t
 nothing has arrived for a while, we insist on pieces we were put off with, and request pieces that are late elsewhere.
 
 A source cannot block the others by sending little or nothing: while others wait, only the fastest one keeps its slot
-for longer than its lease. Leases double, so that even sources that are all slow get time for a piece.
-"""
+for longer than its lease. Leases double, so that even sources that are all slow get time for a piece."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ than BACKGROUND_BYTES_PER_SECOND, however fast the link is. Payloads do not bloc
 for OVERDUE_SECONDS goes in between, and is paid for with half of what the upload limit allows afterwards.
 
 Strangers, whom the run has not admitted, come after all others and are never urgent. So that newcomers still get what
-they need from a busy source, their overdue pieces go in between, too, but at a small rate for all of them together.
-"""
+they need from a busy source, their overdue pieces go in between, too, but at a small rate for all of them together."""
 
 from __future__ import annotations
 
@@ -24,13 +23,12 @@ from dataclasses import dataclass
 
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.net.rate_limit import DEBT_SECONDS, TokenBucket
-from p2ptrain.net.transport import Stream
+from p2ptrain.net.transport import MOVES_SECONDS, Stream
 
 PEERS_AT_ONCE = 64  # being sent a piece: 64 MiB if all of them read slowly
 URGENT_AT_ONCE = 4  # payloads under way before the next begins: the first arrive early, and members pass them on
 QUICK_SECONDS = 1.5  # a payload that is sent in this time makes it one more, another halves it
 STILL_SECONDS, SLOW_SECONDS = 2.0, 8.0  # without a byte; in all: after that a turn keeps no other from beginning
-LOOK_SECONDS = 1.0  # between looks at that
 STRANGERS_AT_ONCE = 16  # on top: they take no place from others, even if they do not read at all
 OF_RANGE_AT_ONCE = 8  # of these, from one range of addresses
 STRANGERS_BYTES_PER_SECOND = 2**19  # while others wait; with an upload limit, at most 1/STRANGERS_SHARE of it
@@ -54,7 +52,7 @@ class Turn:
     size: int
     is_urgent: bool
     is_admitted: bool
-    place: bytes | str  # a stranger's range of addresses, or else the peer
+    place: bytes | str  # its range of addresses, whose peers take turns, if that was given; or else the peer
     overdue_at: float
     come: asyncio.Future[None]
     stream: Stream | None = None
@@ -77,8 +75,7 @@ class Turns:
         self._going: dict[bytes, Turn] = {}  # by peer
         self._at_once = URGENT_AT_ONCE
         self._payer: Turn | None = None  # the turn that waits for the upload limit
-        # By peer and by range of strangers: the number of the last turn; the latest last.
-        self._served: OrderedDict[bytes | str, int] = OrderedDict()
+        self._served: OrderedDict[bytes | str, int] = OrderedDict()  # by place and peer: the last turn; the latest last
         self._number = 0
         self._paid_at = 0.0  # when the last piece that did not wait for the limit will be paid for
         self._strangers_at = 0.0  # when the next overdue piece of a stranger may go
@@ -94,8 +91,7 @@ class Turns:
         stream: Stream | None = None,
         of_range: str | None = None,
     ) -> AsyncIterator[None]:
-        """Waits for a turn to send `size` bytes. A call cancelled before that has used up nothing. Peers for whom the same
-        range of addresses is given take their turns as one."""
+        """Waits for a turn to send `size` bytes. A call cancelled before that has used up nothing."""
         loop = asyncio.get_running_loop()
         is_urgent = is_urgent and is_admitted
         place, due_at = peer if of_range is None else of_range, loop.time() + OVERDUE_SECONDS
@@ -125,7 +121,8 @@ class Turns:
             yield
             if is_urgent:
                 is_quick = loop.time() - mine.began < QUICK_SECONDS
-                self._at_once = max(URGENT_AT_ONCE, self._at_once + 1 if is_quick else self._at_once // 2)
+                at_once = self._at_once + 1 if is_quick else self._at_once // 2
+                self._at_once = min(max(at_once, URGENT_AT_ONCE), PEERS_AT_ONCE)
         finally:
             timer.cancel()
             if mine in self._waiting:
@@ -160,7 +157,7 @@ class Turns:
         ]
         if is_full and any(each.is_urgent for each in ready):
             ready = [each for each in ready if not each.is_urgent]
-            self._look_in(LOOK_SECONDS)
+            self._look_in(MOVES_SECONDS)
         ready.sort(key=lambda each: (served.get(each.place, 0), served.get(each.peer, 0)))
         ready.sort(key=lambda each: not each.is_admitted and not self._is_due(each))
         urgent = [each for each in ready if each.is_urgent]
@@ -175,7 +172,7 @@ class Turns:
         if not is_due or not may_owe:
             wait = max(wait, self._upload.seconds_until(turn.size))
         if wait > 0:
-            self._look_in(min(wait, LOOK_SECONDS) if is_full else wait)
+            self._look_in(min(wait, MOVES_SECONDS) if is_full else wait)
             return urgent[0] if urgent else None
         was_taken = self._background.take_now(turn.size)
         assert was_taken, "its wait was zero just now"

@@ -9,8 +9,7 @@ After losing a relay, go-libp2p asks it again only an hour after the reservation
 freshly started p2pd asks at once. So p2pd is restarted once a minute has passed without a relay and one answers; after
 ten minutes it may be any other, because relays go for good, too.
 
-A QUIC address is probed with a packet of a version that does not exist; servers reply with theirs (RFC 9000, 6.1).
-"""
+A QUIC address is probed with a packet of a version that does not exist; servers reply with theirs (RFC 9000, 6.1)."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ FAMILIES = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}  # dns: any
 async def relays_to_use(addresses: Iterable[str]) -> list[str]:
     """Returns one address for each of the first few peers that answer.
 
-    If none answers, all of them count: one may come up within minutes.
-    """
+    If none answers, all of them count: one may come up within minutes."""
     wanted = _possible(addresses)
     of_peers: dict[bytes, str] = {}
     for address in await _answering(wanted) or wanted:
@@ -55,8 +53,7 @@ async def relays_to_use(addresses: Iterable[str]) -> list[str]:
 class RelayLoss:
     """Watches p2pd's relays.
 
-    Once a lost relay answers again, restarting p2pd would get a reservation on it at once.
-    """
+    Once a lost relay answers again, restarting p2pd would get a reservation on it at once."""
 
     def __init__(
         self,
@@ -86,10 +83,8 @@ class RelayLoss:
         if relays := frozenset(relay for route in routes if (relay := relay_of(route))):
             self._had, self._since, self._vain = relays, now, 0
         elif self._had and self._is_time(now):
-            self._asked_at = now
-            is_for_good = self._vain >= VAIN_MAX
-            self._vain += 1
-            asked = [each for each in _possible(self.first()) if is_for_good or split(each)[0] in self._had]
+            self._asked_at, self._vain = now, self._vain + 1
+            asked = [each for each in _possible(self.first()) if self._vain > VAIN_MAX or split(each)[0] in self._had]
             if await _answering(asked) and self._asked_at == now:  # p2pd was not restarted meanwhile
                 self._mended_at, self.is_mendable = now, True
 

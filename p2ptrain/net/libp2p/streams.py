@@ -6,8 +6,7 @@ that a peer cannot make us allocate whatever it claims. p2pd's own messages begi
 When all slots are taken, an admitted peer gets that of a stranger: so strangers keep no member out, however many they
 are. Among themselves, the address range with the most streams loses one to a range that has fewer, because keys cost
 nothing; and within a range, or among members, so does the peer with the most streams. Ranges are not known of peers
-behind a relay and of those that have just come, who share one.
-"""
+behind a relay and of those that have just come, who share one."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from p2ptrain.net.tasks import Tasks
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Handler, IsAdmitted, TransportError
 
 LENGTH_BYTES = 4
+PART_BYTES = 2**15  # of a frame, read at a time: so `moved` shows that it comes
 LINGER_SECONDS = 3.0  # for a peer to read the last, short frame and hang up
 CLOSE_SECONDS = 10.0  # to flush what was sent; a peer that needs longer for the last frame is not reading
 VARINT_BITS_MAX = 35  # in a length sent by p2pd
@@ -83,7 +83,7 @@ class FrameStream:
 
     async def coming(self) -> int:
         if self._coming < 0:
-            self._coming = int.from_bytes(await self._read(LENGTH_BYTES, is_whole=True), "big")
+            self._coming = int.from_bytes(await self._read(LENGTH_BYTES), "big")
         return self._coming
 
     async def skip(self) -> None:
@@ -97,22 +97,19 @@ class FrameStream:
             self.abort()  # the next frame begins beyond what we are willing to read
             raise RemoteProtocolError(f"a frame of {size} bytes; the limit is {bytes_max}")
         while len(self._part) < size:
-            self._part += await self._read(size - len(self._part))
+            self._part += await self._read(min(PART_BYTES, size - len(self._part)))
         frame, self._part, self._coming = bytes(self._part), bytearray(), -1
         self._counters.update({"bytes received": size, f"received {self.protocol}": size})
         return frame
 
-    async def _read(self, size: int, *, is_whole: bool = False) -> bytes:
-        """Reads some bytes, up to `size`, or all of them."""
+    async def _read(self, size: int) -> bytes:
         try:
-            data = await (self._reader.readexactly(size) if is_whole else self._reader.read(size))
+            data = await self._reader.readexactly(size)
         except asyncio.IncompleteReadError as error:
-            inside = " in the middle of a frame" if error.partial else ""
+            inside = " in the middle of a frame" if error.partial or self._coming >= 0 else ""
             raise TransportError(f"the peer closed the stream{inside}") from error
         except ConnectionError as error:
             raise TransportError(f"the stream broke while receiving: {error}") from error
-        if not data:
-            raise TransportError("the peer closed the stream in the middle of a frame")
         self._read_bytes += len(data)
         return data
 
@@ -120,8 +117,7 @@ class FrameStream:
         """Waits until p2pd has sent everything: it hangs up when all of it is on its way.
 
         At our end of file p2pd closes both directions at once, and over QUIC that discards what the peer has not read
-        yet. So the peer that gets the last frame should hang up first.
-        """
+        yet. So the peer that gets the last frame should hang up first."""
         try:
             if not self._writer.is_closing():
                 with suppress(TimeoutError):
@@ -190,8 +186,7 @@ async def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
 def length_at(data: bytes, at: int, bytes_max: int) -> tuple[int, int] | None:
     """Returns where the message of p2pd begins and ends whose length is at `at`, or None if the length is not whole.
 
-    It is a varint of protobuf: seven bits a byte.
-    """
+    It is a varint of protobuf: seven bits a byte."""
     size = shift = 0
     for place in range(at, len(data)):
         size |= (data[place] & 0x7F) << shift
@@ -259,8 +254,7 @@ class Streams:
     def _make_room(self, peer: bytes) -> str:
         """Makes room for a stream of this peer, or returns why it may have no more.
 
-        A peer that has to give one up loses its newest: the first one it opens is that of its mailbox.
-        """
+        A peer that has to give one up loses its newest: the first one it opens is that of its mailbox."""
         if self._boundary.is_tired_of(peer):
             return f"{peer_id_of(peer)} has caused too many faults"
         mine = len(self._incoming_of.get(peer, ()))
