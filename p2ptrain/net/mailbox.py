@@ -250,9 +250,8 @@ class Mailboxes:
 
     def may_tell(self, peer: bytes) -> bool:
         """Whether a short history for a peer would be taken: asked before one is made, which may take long."""
-        outgoing = self.outgoing.get(peer)
         has_room = self._has_room(peer, HISTORY_BYTES_LEAST, lambda each: len(each.history))
-        is_free = outgoing is None or not outgoing.history
+        is_free = not (peer in self.outgoing and self.outgoing[peer].history)
         return has_room and is_free and self._history_limits.seconds_until(peer, HISTORY_BYTES_LEAST) <= 0.0
 
     def tell_history(self, peer: bytes, history: bytes | bytearray) -> bool:

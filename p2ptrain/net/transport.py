@@ -79,6 +79,7 @@ async def while_it_moves(stream: Stream, seconds: float, seconds_max: float) -> 
     """Ends what takes longer than `seconds` without a byte, or `seconds_max` in all, with a TimeoutError."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds_max
+    timer: asyncio.TimerHandle
 
     def look(moved: int) -> None:
         nonlocal timer
