@@ -47,7 +47,9 @@ class Network:
         self.links: dict[frozenset[bytes], int] = {}  # with its number, which no later one has
         self._made = 0
         self._cuts: set[frozenset[bytes]] = set()
-        self.lines: dict[bytes, Line] = {}  # of nodes with a slow line, which carries all that they send and receive
+        self.lines: dict[
+            bytes, SlowLine
+        ] = {}  # of nodes with a slow line, which carries all that they send and receive
         self.hosts: dict[bytes, str] = {}  # hosts of nodes that are not on loopback
         self._ports: dict[bytes, int] = {}
 
@@ -298,7 +300,7 @@ class MemoryTransport:
             self.tasks.discard(task)
 
 
-class Line:
+class SlowLine:
     """A slow line, which the frames on it share; some get more of it than others."""
 
     def __init__(self, rate: float) -> None:
@@ -375,7 +377,7 @@ class MemoryStream:
     """One end of a stream."""
 
     def __init__(
-        self, peer: bytes, incoming: Pipe, outgoing: Pipe, count: Callable[[int], None], lines: Sequence[Line] = ()
+        self, peer: bytes, incoming: Pipe, outgoing: Pipe, count: Callable[[int], None], lines: Sequence[SlowLine] = ()
     ) -> None:
         self.peer, self._lines = peer, lines
         self.incoming, self.outgoing = incoming, outgoing

@@ -16,7 +16,7 @@ from p2ptrain.net.libp2p.streams import FrameStream
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import TransportError, while_it_moves
 from tests.helpers.blobs import BlobNode, now, swarm, tree
-from tests.helpers.memory_network import Line, MemoryStream, Pipe
+from tests.helpers.memory_network import SlowLine, MemoryStream, Pipe
 from tests.helpers.net import at, key, skipping_time, until
 
 MBIT = 125_000
@@ -39,7 +39,7 @@ def test_a_payload_reaches_all_over_a_slow_uplink(rate: int, members: int, first
     @skipping_time
     async def test() -> None:
         async with swarm(1 + members) as (network, (author, *others)):
-            network.lines[author.key] = line = Line(rate * MBIT)
+            network.lines[author.key] = line = SlowLine(rate * MBIT)
             author.blobs[name] = blob
             await asyncio.wait_for(asyncio.gather(*(fetch(each, author, others[:8]) for each in others)), 2 * last)
             assert min(came) < first
@@ -52,7 +52,7 @@ def test_a_payload_reaches_all_over_a_slow_uplink(rate: int, members: int, first
 @skipping_time
 async def test_all_payloads_of_a_round_come_over_a_slow_downlink() -> None:
     async with swarm(33) as (network, (node, *authors)):
-        network.lines[node.key] = line = Line(5 * MBIT)
+        network.lines[node.key] = line = SlowLine(5 * MBIT)
         blobs = [tree(SIZE, seed=number) for number in range(len(authors))]
         for author, (name, blob) in zip(authors, blobs, strict=True):
             author.blobs[name] = blob
@@ -67,7 +67,7 @@ def test_a_newcomer_on_a_slow_line_gets_a_state_from_many(rate: int, sources: in
     @skipping_time
     async def test() -> None:
         async with swarm(1 + sources) as (network, (newcomer, *others)):
-            network.lines[newcomer.key] = Line(rate * MBIT)
+            network.lines[newcomer.key] = SlowLine(rate * MBIT)
             name, blob = tree(8 * SIZE, "state")
             for each in others:
                 each.blobs[name] = blob
@@ -84,7 +84,7 @@ def test_a_newcomer_on_a_slow_line_gets_a_state_from_many(rate: int, sources: in
 
 def stream_of(rate: float) -> tuple[MemoryStream, MemoryStream]:
     there, back = Pipe(lambda: 0.0), Pipe(lambda: 0.0)
-    line = Line(rate)
+    line = SlowLine(rate)
     one = MemoryStream(key(1), back, there, lambda size: None, [line])
     return one, MemoryStream(key(2), there, back, lambda size: None, [line])
 
@@ -153,7 +153,7 @@ async def test_a_frame_that_was_read_in_part_is_read_on_or_skipped(monkeypatch: 
 # Turns
 
 
-class Reader:
+class SlowReader:
     """A stream whose peer reads a little now and then, or nothing."""
 
     def __init__(self, *, reads: bool) -> None:
@@ -173,7 +173,7 @@ def test_those_that_hardly_read_hold_up_others_for_seconds_only(reads: bool, sec
         turns = Turns(TokenBucket(0))
 
         async def take(number: int) -> None:
-            async with turns.turn(key(number), SIZE, stream=Reader(reads=reads)):  # type: ignore[arg-type]
+            async with turns.turn(key(number), SIZE, stream=SlowReader(reads=reads)):  # type: ignore[arg-type]
                 begun.append(now())
                 await at(100.0)
 
@@ -188,7 +188,7 @@ def test_those_that_hardly_read_hold_up_others_for_seconds_only(reads: bool, sec
 @skipping_time
 async def test_a_quick_line_sends_to_many_at_once() -> None:
     async with swarm(33) as (network, (author, *others)):
-        network.lines[author.key] = Line(800 * MBIT)
+        network.lines[author.key] = SlowLine(800 * MBIT)
         name, blob = tree(SIZE)
         author.blobs[name] = blob
         await asyncio.gather(*(each.fetch(name, blob.size, author.key) for each in others))
