@@ -16,7 +16,7 @@ from p2ptrain.net.libp2p.streams import FrameStream
 from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import TransportError, while_it_moves
 from tests.helpers.blobs import BlobNode, now, swarm, tree
-from tests.helpers.memory_network import SlowLine, MemoryStream, Pipe
+from tests.helpers.memory_network import MemoryStream, Pipe, SlowLine
 from tests.helpers.net import at, key, skipping_time, until
 
 MBIT = 125_000
