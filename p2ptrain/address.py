@@ -5,8 +5,7 @@ and /p2p-circuit, and by the id of the peer. That leaves out sockets of this mac
 have. multiaddr reads the place; ids are read where ids are (identity.py), since only those of Ed25519 keys count.
 
 Strangers send addresses too, so a first look at the text comes before multiaddr, which takes 0.8 ms for the worst one.
-What remains are long host names; `name_in` in net/addresses.py finds them before a stranger's address is read.
-"""
+What remains are long host names; `name_in` in net/addresses.py finds them before a stranger's address is read."""
 
 from __future__ import annotations
 
@@ -101,6 +100,7 @@ def to_bytes(text: str) -> bytes:
     return whole
 
 
+@lru_cache(ADDRESSES_KEPT)
 def from_bytes(whole: bytes) -> str:
     """Writes an address in libp2p's form as text. AddressError if it is of a kind that multiaddr does not know."""
     import multiaddr  # noqa: PLC0415

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import process_time
 
+import multiaddr
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -178,3 +179,15 @@ def test_neither_its_resolver_nor_another_event_loop_is_loaded_and_help_does_wit
     assert not {"trio", "trio_typing", "dns", "outcome", "sniffio", "async_generator", "importlib_metadata"} & {*loaded}
     loaded = run(f"import p2ptrain.cli, p2ptrain.config, sys; print({modules})").split()
     assert not {"multiaddr", "netaddr", "cid"} & {*loaded}
+
+
+def test_an_address_that_is_listed_each_second_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [to_bytes(f"/ip4/203.0.113.77/tcp/{port}") for port in range(4001, 4101)]
+
+    def read() -> list[tuple[str, object]]:
+        return [(route := from_bytes(each), addresses.reach_of(f"{route}/p2p/{ID}")) for each in listed]
+
+    found = read()
+    monkeypatch.setattr(multiaddr, "Multiaddr", None)
+    monkeypatch.setattr(addresses, "parse", None)
+    assert read() == found

@@ -6,8 +6,7 @@ user and by the peer itself. Hearsay costs nothing to make up, and is dropped fi
 
 A place (an IP address and port) at which a dial failed is left alone for a while, whichever peer is said to be there:
 keys cost nothing. And only so many dials a minute may fail, for each priority, so that peers that we need are not kept
-waiting by hearsay. Addresses that the user gave, or at which a peer was reached since the start, are not counted.
-"""
+waiting by hearsay. Addresses that the user gave, or at which a peer was reached since the start, are not counted."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class KnownPeer:
     def to_dial(self, rng: Random) -> list[str]:
         """Returns the best address, then the others shuffled, because there may not be time for all of them.
 
-        At most one is hearsay: such addresses cost nothing to invent, and each dial takes seconds.
-        """
+        At most one is hearsay: such addresses cost nothing to invent, and each dial takes seconds."""
         hearsay = [each for each in self.addresses if self.origins[each] is Origin.HEARSAY and each != self.worked]
         certain = [each for each in self.addresses if each not in hearsay]
         rest = certain[1:] + rng.sample(hearsay, min(1, len(hearsay)))

@@ -1,7 +1,6 @@
 """Says where addresses lead and who is there, and picks which of ours to tell others; p2ptrain/address.py reads them.
 
-Also shortens p2pd's error messages about them.
-"""
+Also shortens p2pd's error messages about them."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from contextlib import suppress
 from enum import IntEnum
 from functools import lru_cache
 
-from p2ptrain.address import ADDRESS_CHARACTERS_MAX, IP, AddressError, parse, written
+from p2ptrain.address import ADDRESS_CHARACTERS_MAX, ADDRESSES_KEPT, IP, AddressError, parse, written
 from p2ptrain.identity import PeerIdError, key_of, peer_id_of
 from p2ptrain.net.transport import TransportError
 
@@ -52,6 +51,7 @@ class Reach(IntEnum):
     LOOPBACK = 2
 
 
+@lru_cache(ADDRESSES_KEPT)  # asked for every connected peer, each second
 def reach_of(address: str) -> Reach | None:
     """Returns where an address leads; for one through a relay that is where the relay is. None for a name, and for what
     no peer has: link-local, multicast, unspecified and reserved addresses."""

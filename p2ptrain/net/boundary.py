@@ -1,13 +1,12 @@
 """The boundary around every exchange with a peer: an unforeseen error ends the exchange, and never the node.
 
-Bytes of a peer pass through our code, hivemind, protobuf and p2pd, and any of these may have a bug that only a
-hostile peer finds. Inside the boundary such a surprise becomes a `FaultError`, which is a TransportError: handled like
-a peer that hung up. It is counted by peer and address range, logged with its traceback, shown as a complaint, and paid
-for by the peer: one that causes many is not answered for a while.
+Bytes of a peer pass through our code, hivemind, protobuf and p2pd, and any of these may have a bug that only a hostile
+peer finds. Inside the boundary such a surprise becomes a `FaultError`, which is a TransportError: handled like a peer
+that hung up. It is counted by peer and address range, logged with its traceback, shown as a complaint, and paid for by
+the peer: one that causes many is not answered for a while.
 
 What concerns our own state (core, store, replica, root) lies outside, and still ends the node: it must not go on wrong.
-So does a lack of memory: after it any object may be half made.
-"""
+So does a lack of memory: after it any object may be half made."""
 
 from __future__ import annotations
 

@@ -14,12 +14,11 @@ Small swarms are fully connected. In larger ones a node dials up to LINKS_MAX co
 roster first, and as many slots again are reserved for these in case strangers fill the others. So that one network
 cannot surround it (an eclipse attack: Heilman et al. 2015), it keeps a few links in separate address ranges, in each
 range to the peer that has been linked longest (`anchors`). Anchors have slots of their own, and p2pd, which prunes
-connections when there are too many, is told to prune anchors, bootstraps and members last.
-Failed dials are retried forever, with backoff and jitter: an outage may last a weekend.
+connections when there are too many, is told to prune anchors, bootstraps and members last. Failed dials are retried
+forever, with backoff and jitter: an outage may last a weekend.
 
 Keys cost nothing, and neither do addresses at which nobody answers. So peers that we need, peers reached before, and
-peers known only by hearsay are dialled and met in separate slots (`Priority`), each within a time limit.
-"""
+peers known only by hearsay are dialled and met in separate slots (`Priority`), each within a time limit."""
 
 from __future__ import annotations
 
@@ -278,8 +277,7 @@ class Connections:
     async def _learn_addresses(self, peer: bytes) -> None:
         """Asks a connected peer for its addresses until it answers: it may still be starting.
 
-        A peer that dialled us and has never told us its addresses could not be found again after a restart.
-        """
+        A peer that dialled us and has never told us its addresses could not be found again after a restart."""
         linked_at = self._of(peer).linked_at
         for pause in itertools.islice(pauses(), ADDRESS_TRIES):
             known = self.known.get(peer)
@@ -447,8 +445,7 @@ class Connections:
     def tell(self, peer: bytes, addresses: Iterable[str]) -> None:
         """Adds addresses that this peer has announced and signed for itself; others in the list are ignored.
 
-        Any connected peer may have made up the peer and its record, so they count as told by the least trusted.
-        """
+        Any connected peer may have made up the peer and its record, so they count as told by the least trusted."""
         for address in list(addresses)[:ADDRESSES_MAX]:
             if address.endswith(join("", peer)):
                 self._take_hint(address, Origin.ITSELF, min(self.met.values(), default=Reach.LOOPBACK))

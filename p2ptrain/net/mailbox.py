@@ -248,14 +248,20 @@ class Mailboxes:
         outgoing.wake.set()
         return True
 
+    def may_tell(self, peer: bytes) -> bool:
+        """Whether a short history for a peer would be taken: asked before one is made, which may take long."""
+        has_room = self._has_room(peer, HISTORY_BYTES_LEAST, lambda each: len(each.history))
+        is_free = not (peer in self.outgoing and self.outgoing[peer].history)
+        return has_room and is_free and self._history_limits.seconds_until(peer, HISTORY_BYTES_LEAST) <= 0.0
+
     def tell_history(self, peer: bytes, history: bytes | bytearray) -> bool:
         """Answers a `HistoryQuery` likewise, with a `HistoryBegins` and its parts."""
         assert 1 <= len(history) <= HISTORY_BYTES_MAX, "the limits on its content keep a history below that"
         outgoing = self._to(peer)
         has_room = self._has_room(peer, len(history), lambda each: len(each.history))
+        self._history_limits.spend(peer, min(len(history), HISTORY_BYTES_LEAST) if has_room else len(history))
         if outgoing is None or outgoing.history or not has_room:
             return self._drop()
-        self._history_limits.spend(peer, min(len(history), HISTORY_BYTES_LEAST))
         outgoing.history = history
         outgoing.wake.set()
         return True
@@ -430,7 +436,7 @@ class Mailboxes:
                 self._begin_history(peer, stream, size)
             case HistoryPart(data):
                 self._go_on_with_history(peer, stream, data)
-            case HistoryQuery() if self._history_limits.seconds_until(peer, HISTORY_BYTES_LEAST) > 0.0:
+            case HistoryQuery() if not self.may_tell(peer):
                 self.counters["history requests dropped"] += 1
             case _:
                 self._hear(peer, frame)

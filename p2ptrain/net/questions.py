@@ -1,8 +1,7 @@
 """Small questions to one peer, one per stream: its runs, a run's config, its states and peers, and how it sees us.
 
 A peer closes the stream of a question that it does not know. Asking needs no run, only an address. Answers are bounded,
-and checked where they are used: a config by the run's id, a state by its root, an address by its peer's key.
-"""
+and checked where they are used: a config by the run's id, a state by its root, an address by its peer's key."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ async def serve(
 
     Answers are charged to the upload limit but do not wait for it. A peer that has used up its share is hung up on;
     otherwise questions alone could take half of the upload from the run. What is longer than the least is charged when
-    it has been sent, so that who does not read takes nothing from others.
-    """
+    it has been sent, so that who does not read takes nothing from others."""
     limits = PeerLimits(
         is_admitted, transport.range_of,
         each=ANSWERS_BYTES_PER_SECOND, strangers=STRANGERS_ANSWERS_BYTES_PER_SECOND,

@@ -1,8 +1,7 @@
 """Rate limits: a token bucket (Turner 1986) that many tasks share, and what each peer and all strangers may take.
 
 What is counted is bytes, mostly. A request larger than the bucket goes when the bucket is full and leaves it negative,
-so that the average holds for pieces of any size. The clock is the event loop's.
-"""
+so that the average holds for pieces of any size. The clock is the event loop's."""
 
 from __future__ import annotations
 

@@ -59,8 +59,7 @@ async def in_daemon_thread(work: Callable[[], T], errors: tuple[type[Exception],
     """Runs `work` in a thread that neither the event loop nor the process waits for when it ends.
 
     It is for calls that may hang in the system: asyncio joins its own threads at the end. `errors` reach the caller;
-    any other is a bug, and a RuntimeError for the caller.
-    """
+    any other is a bug, and a RuntimeError for the caller."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

@@ -1,14 +1,13 @@
 """The network interface of a node, independent of its implementation.
 
-Everywhere a peer is its Ed25519 public key of 32 bytes; its libp2p id is another encoding of that key (identity.py).
-An address is a multiaddr as text with the peer's id at the end: /ip4/203.0.113.7/tcp/4001/p2p/12D3...
+Everywhere a peer is its Ed25519 public key of 32 bytes; its libp2p id is another encoding of that key (identity.py). An
+address is a multiaddr as text with the peer's id at the end: /ip4/203.0.113.7/tcp/4001/p2p/12D3...
 
 There are two kinds of traffic. Streams go to one peer, in order, and carry frames, whose length comes first and is
 checked against the reader's limit before anything is allocated. Gossip reaches every subscriber of a topic, also those
 that we are not connected to; it comes in several copies, and may get lost.
 
-net/libp2p/p2pd.py implements it with go-libp2p, tests/helpers/memory_network.py within one process.
-"""
+net/libp2p/p2pd.py implements it with go-libp2p, tests/helpers/memory_network.py within one process."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 MESSAGE_BYTES_MAX = 1_000_000  # of a gossip message: above 1,048,446 libp2p silently drops it and everything after it
 STRANGERS = "gossip of strangers"  # the counter of messages by publishers that are not heard
 FRAME_BYTES_MAX = 2**21  # of a stream: fits a piece of 1 MiB with its header; anything longer is split
+MOVES_SECONDS = 1.0  # between looks whether bytes move
 
 
 class TransportError(P2ptrainError):
@@ -45,6 +45,10 @@ class Stream(Protocol):
     """A stream to or from one peer. Both ends may send."""
 
     peer: bytes
+
+    @property
+    def moved(self) -> int:
+        """How many bytes have come and gone, also of frames that are under way."""
 
     @property
     def is_gone(self) -> bool:
@@ -68,6 +72,27 @@ class Stream(Protocol):
 
     def abort(self) -> None:
         """Closes the stream at once; data in flight may be lost."""
+
+
+@asynccontextmanager
+async def while_it_moves(stream: Stream, seconds: float, seconds_max: float) -> AsyncIterator[None]:
+    """Ends what takes longer than `seconds` without a byte, or `seconds_max` in all, with a TimeoutError."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds_max
+    timer: asyncio.TimerHandle
+
+    def look(moved: int) -> None:
+        nonlocal timer
+        if stream.moved != moved and not limit.expired():
+            limit.reschedule(min(end, loop.time() + seconds))
+        timer = loop.call_later(MOVES_SECONDS, look, stream.moved)
+
+    async with asyncio.timeout(seconds) as limit:
+        timer = loop.call_later(MOVES_SECONDS, look, stream.moved)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 Handler: TypeAlias = Callable[[Stream], Awaitable[None]]  # serves an incoming stream, which is closed when it returns

@@ -8,8 +8,7 @@ or a peer has to have the data, if that is to be another.
 
 A motion names a data set by the digest of its manifest alone. The author's node links the data into its own directory,
 where the successor finds it, and others assent once they or a connected peer have its manifest: a successor whose data
-nobody has could not train.
-"""
+nobody has could not train."""
 
 from __future__ import annotations
 

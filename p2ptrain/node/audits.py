@@ -3,8 +3,7 @@
 All who measure a contribution read the same of its author's sequences, drawn by the digest of the manifest that took
 it, and compare it with as many that the same author is given for the next round: those are of the same part of the
 data, and it cannot have learned from them. The weights that it was computed from are computed back from the present
-ones, which costs no copy between audits and differs by rounding only.
-"""
+ones, which costs no copy between audits and differs by rounding only."""
 
 from __future__ import annotations
 

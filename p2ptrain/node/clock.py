@@ -1,8 +1,7 @@
 """Compares this machine's clock with those of a few peers: the DHT refuses a node whose clock is far off. Also measures
 how late the event loop runs, and notices that the machine was asleep.
 
-The median decides, as one of the peers may be wrong or lie. The core does not care: it counts seconds of its own.
-"""
+The median decides, as one of the peers may be wrong or lie. The core does not care: it counts seconds of its own."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Only a terminal is asked, and only about a run that this data directory has not taken part in. Elsewhere the same goes
 to the log, and the node goes on. A daemon thread waits for the answer, with descriptors alone: a thread in a read of
-Python's own stdin holds its lock, and the process could not end.
-"""
+Python's own stdin holds its lock, and the process could not end."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Only the owner can open the socket. It is in the data directory, as a logout removes the user's runtime directory. Where
 the file system has no sockets, or the path is longer than a socket's 107 bytes, it is in a private directory elsewhere.
-`daemon.json` in the data directory names its path.
-"""
+`daemon.json` in the data directory names its path."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The effect queue (core/effect_queue.py) decides in which order effects are carri
 disk. Long work (training, applying, fetching) runs in a task, and comes back as an event. No round is decided here.
 
 The queue of events, and what peers put into it, is in intake.py. Contributions are fetched here, and checked before the
-core hears that they are here.
-"""
+core hears that they are here."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Gossip of strangers is not heard (net/libp2p/pubsub.py), but p2pd checks its signatures and passes it on, and has no
 setting against that: 2,300 messages a second take 0.2 of a core. It ignores, unchecked, what comes in a topic that it
 has left. Members hear one another by stream, so while strangers flood the topic a node leaves it, unless it is needed:
-by this node, because it is not connected to everyone, or by a member that gossips.
-"""
+by this node, because it is not connected to everyone, or by a member that gossips."""
 
 from __future__ import annotations
 
@@ -140,6 +139,8 @@ class Telling:
     async def _send_history(self, effect: ev.SendHistory) -> None:
         """Encodes a history in a thread, one at a time: it may have 64 MiB."""
         async with self._encoding:
+            if not self._edges.mailboxes.may_tell(effect.peer):  # there was room when it asked
+                return
             encoded = await asyncio.to_thread(encode_answer, effect.history)
         if encoded is None:
             self._counters["histories too long to send"] += 1

@@ -1,8 +1,7 @@
 """Fetches contributions, training data, states, frozen weights and data sets' manifests and tokenizers from peers.
 
 Everything is checked against its digest: the fetcher checks payloads and states piece by piece as they arrive; the
-other kinds are checked here as a whole. An interrupted fetch of a state goes on where it was.
-"""
+other kinds are checked here as a whole. An interrupted fetch of a state goes on where it was."""
 
 from __future__ import annotations
 

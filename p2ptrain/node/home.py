@@ -2,8 +2,7 @@
 
 Defaults change from release to release, and a run that exists does not. So a start finds the run that the same file has
 begun: what the file said is stored beside the run at its first start, and a start goes on only with a run whose file
-said exactly that. A key that was added or removed since begins another run.
-"""
+said exactly that. A key that was added or removed since begins another run."""
 
 from __future__ import annotations
 

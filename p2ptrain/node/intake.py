@@ -1,11 +1,10 @@
 """The intake: the queue of events that wait for the core.
 
-Messages from peers are decoded here, and attached payloads are checked before they are queued. Events
-from peers are dropped (and counted) when the queue is full or a peer exceeds its share of it: the core asks again for
-what it misses, and so do the peers. Events from our own edges are never dropped; there are only as many as the core has
-asked for. What strangers say by gossip does not come here (net/libp2p/pubsub.py), and what they send to this node
-alone has a small budget (net/mailbox.py takes from it, too, before it reads).
-"""
+Messages from peers are decoded here, and attached payloads are checked before they are queued. Events from peers are
+dropped (and counted) when the queue is full or a peer exceeds its share of it: the core asks again for what it misses,
+and so do the peers. Events from our own edges are never dropped; there are only as many as the core has asked for. What
+strangers say by gossip does not come here (net/libp2p/pubsub.py), and what they send to this node alone has a small
+budget (net/mailbox.py takes from it, too, before it reads)."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ training and goes on voting and applying. These reasons and the owner's pause ho
 
 Memory cannot be released on demand: it holds weights and gradients, and a limit on the address space would make torch
 fail in the middle of a round. So the need is estimated before anything is allocated (train/memory.py), and later usage
-is only reported. To enforce a limit, use the system's means (systemd's MemoryMax=, a container's limit).
-"""
+is only reported. To enforce a limit, use the system's means (systemd's MemoryMax=, a container's limit)."""
 
 from __future__ import annotations
 

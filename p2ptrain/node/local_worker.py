@@ -9,8 +9,7 @@ sent yet, is the same bit for bit: with as many steps as they took then, whateve
 
 Where contributions may be late, a round that is agreed on while this node trains is taken in between two of its local
 steps, and the rest of them goes on from the new weights: so little of a training rests on old ones. That happens once
-in a training at most, and the diary says after which step; repeated, the training waits there for the same round.
-"""
+in a training at most, and the diary says after which step; repeated, the training waits there for the same round."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ socket in NOTIFY_SOCKET, a path or, after an @, an abstract name. Without that v
 supervisor expects watchdog beats (WATCHDOG_USEC), they come from the event loop, so that they stop if it hangs. They
 also stop when the node has halted: it will not recover by itself, and people look for failed units.
 
-Sending never blocks: a notification that the supervisor does not accept is repeated later, or does not matter.
-"""
+Sending never blocks: a notification that the supervisor does not accept is repeated later, or does not matter."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ what the run is to do next (agenda.py).
 
 Their effect lasts until the daemon ends; permanent settings belong in the node's config. That file is not read again
 while the node runs, not even on SIGHUP: most of its keys could not take effect then, and a signal cannot return an
-error, while a request is checked at once and answered with the settings now in force. Requests come by control.py.
-"""
+error, while a request is checked at once and answered with the settings now in force. Requests come by control.py."""
 
 from __future__ import annotations
 

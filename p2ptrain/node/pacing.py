@@ -1,8 +1,7 @@
 """How fast a training goes: how much of the time the device works, and for how many steps its round leaves time.
 
 A machine so slow that not even one step fits a round takes that step on fewer of its sequences. How many fit, it learns
-from the training before: from the time that it took, and the time after which the others contributed.
-"""
+from the training before: from the time that it took, and the time after which the others contributed."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A checkpoint is copied in the worker's thread, between two trainings, and written in another, so that training does not
 wait for the disk. It is made every `storage.checkpoint_every_rounds`, at the end, and of a state that was taken over,
-because the diary goes on from there; one that is due while another is being written is left out.
-"""
+because the diary goes on from there; one that is due while another is being written is left out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The replica of a node, in a thread of its own: what the swarm agrees on is applied at once, whatever the worker does.
 
-Payloads are checked in another thread: strict decoding only uses numpy, and a vote waits for it.
-"""
+Payloads are checked in another thread: strict decoding only uses numpy, and a vote waits for it."""
 
 from __future__ import annotations
 

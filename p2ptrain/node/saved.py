@@ -4,8 +4,7 @@ A checkpoint names its run by the id alone. The run's config and tokenizer are b
 checkpoint export`), or in the data directory of the node that took part in the run.
 
 A checkpoint also names its root, but anyone can write that. The evidence is the node's own log, whose certified rounds
-name the roots of earlier ones: checkpoints that the log certifies come first, and those it contradicts are rejected.
-"""
+name the roots of earlier ones: checkpoints that the log certifies come first, and those it contradicts are rejected."""
 
 from __future__ import annotations
 

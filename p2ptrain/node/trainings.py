@@ -6,8 +6,7 @@ after it, when nobody waits for it any more. One look takes at most an eighth of
 wait for a late contribution, and all of them 1 % of the time since the start; what does not fit is left out, but the
 first. Text takes at most half of that, so that it leaves some for the loss, which is that of the same sequences on
 every node and in every round, or its curve would compare texts: a tenth of what a node trains on in a round. Where this
-is dear, a node measures more rarely.
-"""
+is dear, a node measures more rarely."""
 
 from __future__ import annotations
 

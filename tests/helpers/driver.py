@@ -346,6 +346,9 @@ class RecordedMailboxes:
             self.done.append(("post", peer, message))
         return peer not in self.full
 
+    def may_tell(self, peer: bytes) -> bool:
+        return peer not in self.full
+
     def tell_history(self, peer: bytes, history: bytes) -> bool:
         self.done.append(("tell history", peer, history))
         return True

@@ -8,8 +8,9 @@ stored with every node that could be reached when it was announced.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from random import Random
 
@@ -30,6 +31,8 @@ from p2ptrain.net.transport import (
 
 WINDOW_BYTES = 2**22  # in flight in a stream: about what the buffers of sockets and p2pd hold together
 WINDOW_FRAMES = 256
+WORD_BYTES = 1_000  # frames up to this size take no time on a slow line
+TICK_SECONDS = 0.1  # of a slow line
 
 
 class Network:
@@ -44,6 +47,9 @@ class Network:
         self.links: dict[frozenset[bytes], int] = {}  # with its number, which no later one has
         self._made = 0
         self._cuts: set[frozenset[bytes]] = set()
+        self.lines: dict[
+            bytes, SlowLine
+        ] = {}  # of nodes with a slow line, which carries all that they send and receive
         self.hosts: dict[bytes, str] = {}  # hosts of nodes that are not on loopback
         self._ports: dict[bytes, int] = {}
 
@@ -270,7 +276,8 @@ class MemoryTransport:
 
     def _stream(self, peer: bytes, protocol: str, incoming: Pipe, outgoing: Pipe) -> MemoryStream:
         self.streams = {stream for stream in self.streams if not stream.is_over()}
-        stream = MemoryStream(peer, incoming, outgoing, partial(self._count, peer, protocol))
+        lines = [self.network.lines[node] for node in (self.me, peer) if node in self.network.lines]
+        stream = MemoryStream(peer, incoming, outgoing, partial(self._count, peer, protocol), lines)
         self.streams.add(stream)
         return stream
 
@@ -293,8 +300,33 @@ class MemoryTransport:
             self.tasks.discard(task)
 
 
+class SlowLine:
+    """A slow line, which the frames on it share; some get more of it than others."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.carried = rate, 0.0  # bytes a second; bytes
+        self._rng, self._weights = Random(1), list[float]()
+
+    async def carry(self, pipe: Pipe, size: int) -> None:
+        left, weight = float(size), self._rng.uniform(0.6, 1.4)
+        self._weights.append(weight)
+        try:
+            while left > 0:
+                await _pass(TICK_SECONDS)
+                if pipe.broken:
+                    raise TransportError(pipe.broken)
+                part = self.rate * TICK_SECONDS * weight / sum(self._weights)
+                self.carried += min(part, left)
+                left -= part
+                pipe.moved += math.ceil(part)
+        finally:
+            self._weights.remove(weight)
+
+
 class Pipe:
     """One direction of a stream."""
+
+    moved = 0  # bytes
 
     def __init__(self, latency: Callable[[], float]) -> None:
         self.frames: deque[tuple[bytes, float]] = deque()  # with their time of arrival
@@ -312,6 +344,7 @@ class Pipe:
         self._due = max(self._due, asyncio.get_running_loop().time() + self._latency())
         self.frames.append((frame, self._due))
         self.size += len(frame)
+        self.moved += len(frame)
         self.changed()
 
     def take(self) -> bytes:
@@ -343,8 +376,10 @@ class Pipe:
 class MemoryStream:
     """One end of a stream."""
 
-    def __init__(self, peer: bytes, incoming: Pipe, outgoing: Pipe, count: Callable[[int], None]) -> None:
-        self.peer = peer
+    def __init__(
+        self, peer: bytes, incoming: Pipe, outgoing: Pipe, count: Callable[[int], None], lines: Sequence[SlowLine] = ()
+    ) -> None:
+        self.peer, self._lines = peer, lines
         self.incoming, self.outgoing = incoming, outgoing
         self._count = count
 
@@ -359,8 +394,14 @@ class MemoryStream:
             await pipe.change()
         if pipe.broken or pipe.is_ended:
             raise TransportError(pipe.broken or "closed from here")
+        for line in self._lines if len(frame) > WORD_BYTES else ():
+            await line.carry(pipe, len(frame))
         pipe.put(bytes(frame))
         self._count(len(frame))
+
+    @property
+    def moved(self) -> int:
+        return self.incoming.moved + self.outgoing.moved
 
     @property
     def is_gone(self) -> bool:
@@ -416,7 +457,7 @@ async def _pass(seconds: float) -> None:
     """Lets the latency of a link pass."""
     loop = asyncio.get_running_loop()
     passed = loop.create_future()
-    handle = loop.call_later(seconds, passed.set_result, None)
+    handle = loop.call_later(seconds, lambda: passed.done() or passed.set_result(None))
     try:
         await passed
     finally:

@@ -16,7 +16,7 @@ from p2ptrain.net.rate_limit import TokenBucket
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, TransportError, everyone
 from tests.helpers import memory_network
 from tests.helpers.costs import costs
-from tests.helpers.memory_network import Network
+from tests.helpers.memory_network import MemoryTransport, Network
 from tests.helpers.net import at, key, skipping_time, until
 
 RUN, HISTORY = bytes(32), b"h" * 500_000
@@ -102,6 +102,42 @@ async def asked(network: Network, peer: bytes, question: questions.Question | qu
         await stream.send(encode(question))
         return bool(await stream.receive(FRAME_BYTES_MAX))
     return False
+
+
+@skipping_time
+async def test_strangers_who_read_nothing_have_few_histories_made_for_them() -> None:
+    """A history of 10 MB is encoded before it shows that there is no room for it."""
+    network, made = Network(), 0
+    node = network.transport(NODE)
+
+    def hear(peer: bytes, _: Mail) -> None:
+        nonlocal made
+        made += 1
+        mailboxes.tell_history(peer, bytes(10_000_000))
+
+    async def read_nothing(_: Stream) -> None:
+        await at(SECONDS)
+
+    async def ask(stranger: MemoryTransport) -> None:
+        stream = await stranger.open(NODE, mailboxes.protocol)
+        for second in range(int(SECONDS)):
+            await stream.send(encode(HistoryQuery(RUN, 0)))
+            await at(1.0 + second)
+
+    is_admitted = lambda peer: False  # noqa: E731
+    mailboxes = Mailboxes(
+        node, RUN, hear, malformed=nothing, history=nothing, no_history=nothing,
+        is_admitted=is_admitted, strangers=messages_of_strangers(is_admitted, node.range_of),
+    )  # fmt: skip
+    async with mailboxes:
+        strangers = [network.transport(key(number)) for number in range(1, 17)]
+        for each in strangers:
+            await each.connect(node.addresses()[0])
+            await each.serve(mailboxes.protocol, read_nothing)
+        await asyncio.gather(*(ask(each) for each in strangers))
+    assert 1 <= made < 30
+    for node in list(network.nodes.values()):
+        await node.close()
 
 
 @pytest.mark.parametrize("question", [questions.AskConfig(RUN), questions.AskRuns(), questions.AskSeen()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from p2ptrain.net.blobs.turns import (
@@ -233,6 +234,40 @@ async def test_strangers_who_do_not_read_take_places_of_strangers_only() -> None
     for task in line.tasks:
         task.cancel()
     await asyncio.wait(line.tasks)
+
+
+@skipping_time
+async def test_a_range_of_addresses_with_many_keys_has_no_more_turns_than_one_with_a_single_key() -> None:
+    turns, went = Turns(TokenBucket(0)), list[str]()
+
+    async def again(name: str, peer: bytes, of_range: str) -> None:
+        while now() < 60.0:
+            with suppress(BusyError):
+                async with turns.turn(peer, PIECE, is_admitted=False, of_range=of_range):
+                    went.append(name)
+                    await at(now() + 0.1)
+
+    crowd = [again("crowd", key(10 + number), "203.0") for number in range(100)]
+    await asyncio.gather(again("newcomer", A, "198.51"), *crowd)
+    assert went.count("newcomer") >= went.count("crowd") / 4
+
+
+@skipping_time
+async def test_strangers_of_one_range_who_hardly_read_leave_places_to_those_of_others() -> None:
+    turns, went = Turns(TokenBucket(0)), list[str]()
+
+    async def take(name: str, peer: bytes, of_range: str) -> None:
+        with suppress(BusyError):
+            async with turns.turn(peer, 1_000, is_admitted=False, of_range=of_range):
+                went.append(name)
+                await at(60.0)
+
+    crowd = [asyncio.create_task(take("crowd", key(10 + number), "203.0")) for number in range(40)]
+    await at(30.0)
+    await take("newcomer", A, "198.51")
+    await asyncio.wait(crowd)
+    assert went.count("crowd") == STRANGERS_AT_ONCE // 2
+    assert went[-1] == "newcomer"
 
 
 @skipping_time

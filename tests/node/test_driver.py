@@ -91,6 +91,19 @@ async def test_histories_are_encoded_beside_the_loop_one_at_a_time_and_one_for_e
         await until(lambda: len(each.done) == 3)
 
 
+async def test_a_history_for_which_there_is_no_room_is_not_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[bytes] = []
+    monkeypatch.setattr(edges_module, "encode_answer", lambda history: encoded.append(history) or history)
+    async with bench(tmp_path) as each, each.running():
+        each.driver.edges.mailboxes.full.add(PEER)  # type: ignore[attr-defined]
+        doing(each, ev.SendHistory(PEER, b"1"), ev.SendHistory(OTHER, b"2"))  # type: ignore[arg-type]
+        await until(lambda: bool(each.done))
+        assert each.done == [("tell history", OTHER, b"2")]
+        assert encoded == [b"2"]
+
+
 # ---------------------------------------------------------------------------------------------------
 # Effects and the disk
 

@@ -11,8 +11,7 @@ whom it recently gave some. A client that requests a piece given out twice alrea
 The counts are over all clients. Pieces go out in turns (turns.py): a round waits for payloads, so these go before
 states and training data, and admitted peers go before strangers, who share one small number of requests a second.
 Whatever has to be read, hashed or encoded for a reply is done once for all who ask, in threads, and kept for a while
-(`Shared`): a piece is in memory once, however many peers are being sent it.
-"""
+(`Shared`): a piece is in memory once, however many peers are being sent it."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.net.blobs.blob import PIECES_MAX, Blob, BlobName, Kind, all_pieces
 from p2ptrain.net.blobs.turns import BusyError, Turns
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, Transport, TransportError
+from p2ptrain.net.transport import FRAME_BYTES_MAX, IsAdmitted, Stream, Transport, TransportError, while_it_moves
 
 KEPT_BYTES = 2**25  # 32 MiB: the pieces of a round's payloads that several peers are fetching now
 THREADS = 2  # of our own: a slow disk holds up nobody who uses asyncio's
@@ -51,7 +50,7 @@ COUNTED_MAX = 64  # blobs whose pieces are counted
 IDLE_SECONDS = 120.0  # without a request; a client with a low download limit may be slow to ask
 STRANGER_IDLE_SECONDS = 30.0  # a piece may take 20 s, even if the next one is asked for only then
 STRANGER_REQUESTS_PER_SECOND = 100  # of all strangers together: 2% of the event loop. One newcomer asks for five
-SEND_SECONDS = 20.0  # per piece: 52 KB/s; a client gives up then too
+SEND_SECONDS, SEND_SECONDS_MAX = 20.0, 60.0  # without a byte; per piece: 17 KB/s. A client gives up then too
 WORD_BYTES_MAX = 4_096  # replies up to this size do not queue behind pieces for the upload limit
 WORD_SHARE = 8  # short replies may use another 1/8 of the upload limit
 WORD_SECONDS = 0.01  # between short replies on a stream, so that nobody can flood us
@@ -259,7 +258,7 @@ class Server:
         while True:
             request = await requests.get()
             if not self._is_admitted(stream.peer):
-                async with self._stranger_turns.turn(stream.peer, 1):
+                async with self._stranger_turns.turn(stream.peer, 1, of_range=self._transport.range_of(stream.peer)):
                     pass
             if isinstance(request, BlobRequest):
                 if name != BlobName(request.kind, request.name):
@@ -314,7 +313,8 @@ class Server:
         is_given = False
         try:
             size, is_admitted = piece_bytes(blob.size, index), self._is_admitted(stream.peer)
-            async with self._turns.turn(stream.peer, size, name.kind == "payload", is_admitted):
+            of_range = None if is_admitted else self._transport.range_of(stream.peer)
+            async with self._turns.turn(stream.peer, size, name.kind == "payload", is_admitted, stream, of_range):
                 frame = await self._shared.get((name, index), lambda: encode(Given(index, blob.read(index))))
                 await self._send(stream, frame)
             is_given = True
@@ -352,7 +352,7 @@ class Server:
 
     async def _send(self, stream: Stream, data: bytes) -> None:
         assert len(data) <= FRAME_BYTES_MAX, "a blob has no more pieces than fit"
-        async with asyncio.timeout(SEND_SECONDS):
+        async with while_it_moves(stream, SEND_SECONDS, SEND_SECONDS_MAX):
             await stream.send(data)
         self.counters["bytes"] += len(data)
         self.traffic[f"sent {self._kinds.get(stream, 'payload')}"] += len(data)

@@ -5,8 +5,7 @@ blob from its author take different pieces and then exchange them; the holders t
 nothing has arrived for a while, we insist on pieces we were put off with, and request pieces that are late elsewhere.
 
 A source cannot block the others by sending little or nothing: while others wait, only the fastest one keeps its slot
-for longer than its lease. Leases double, so that even sources that are all slow get time for a piece.
-"""
+for longer than its lease. Leases double, so that even sources that are all slow get time for a piece."""
 
 from __future__ import annotations
 
@@ -25,12 +24,14 @@ from p2ptrain.errors import DataError, P2ptrainError, RemoteProtocolError
 from p2ptrain.net.blobs import server
 from p2ptrain.net.blobs.blob import BlobName, Sink, all_pieces, aside
 from p2ptrain.net.rate_limit import TokenBucket
-from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError
+from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, TransportError, while_it_moves
 
 OPEN_SECONDS = 10.0
-PIECE_SECONDS = 20.0  # without an answer before a source is dropped: 52 KB/s
+PIECE_SECONDS = server.SEND_SECONDS  # without a byte before a source is dropped
 SOURCES_AT_ONCE = 4
+QUICK_AT_ONCE = 2  # of these, sources that keep their slots because they are quick, until each had one
 NAMED_AT_ONCE = 3  # of these, sources named only by peers: one slot stays for those that the core knows
+SLOWEST = PIECE_BYTES / server.SEND_SECONDS_MAX  # bytes a second: a piece that comes slower comes in vain
 LEASE_SECONDS = 5.0  # a source's first lease; doubles each time
 LEASE_DOUBLINGS_MAX = 8
 SOURCES_MAX = 64  # per fetch, including those named by peers
@@ -89,7 +90,7 @@ class Source:
 
     async def reply(self) -> server.Reply:
         """Reads the answer to the oldest request. RemoteProtocolError if it is not one."""
-        async with asyncio.timeout(PIECE_SECONDS):
+        async with while_it_moves(self.stream, PIECE_SECONDS, server.SEND_SECONDS_MAX):
             data = await self.stream.receive(FRAME_BYTES_MAX)
         self._traffic[f"received {self.name.kind}"] += len(data)
         reply = server.decode_reply(data)
@@ -172,12 +173,11 @@ class Lease:
     ends: float  # if others wait
     task: asyncio.Task[None]
     source: Source | None = None
-    pieces: int = 0  # received under it
     is_over: bool = False  # the slot goes to another source, and this one queues again
 
     def speed(self, now: float) -> float:
-        """Pieces per second, counted over at least LEASE_SECONDS so that a newcomer does not seem fast."""
-        return self.pieces / max(now - self.began, LEASE_SECONDS)
+        """Bytes per second, counted over at least LEASE_SECONDS so that a newcomer does not seem fast."""
+        return (self.source.stream.moved if self.source else 0) / max(now - self.began, LEASE_SECONDS)
 
 
 class SwarmFetch:
@@ -254,10 +254,12 @@ class SwarmFetch:
     def _end_leases(self) -> float | None:
         """Ends expired leases if other sources wait, and returns when the next one expires."""
         now = asyncio.get_running_loop().time()
-        fastest = max(self.working.values(), key=lambda lease: lease.speed(now), default=None)
+        quick = sorted(self.working.values(), key=lambda lease: lease.speed(now), reverse=True)
+        if not all(self.leases_had[each] for each in self.waiting):
+            quick = quick[:QUICK_AT_ONCE]
         for peer, lease in self.working.items():
             if lease.ends <= now and not lease.is_over and self._is_place_wanted(peer):
-                if lease is fastest and lease.pieces:
+                if lease in quick and lease.speed(now) >= max(SLOWEST, quick[0].speed(now) / 2):
                     lease.ends = now + LEASE_SECONDS
                     continue
                 lease.is_over = True
@@ -355,7 +357,6 @@ class SwarmFetch:
                     await aside(self.sink, self.sink.write, index, data)
                     self.missing &= ~(1 << index)
                     self.moved_at = asyncio.get_running_loop().time()
-                    self.working[source.stream.peer].pieces += 1
                     if not source.insisted >> index & 1:
                         self.insists, self.rounds = 0, 0
                     if not self.missing:

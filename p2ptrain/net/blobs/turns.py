@@ -1,6 +1,8 @@
 """Decides which peer gets the next piece.
 
-Turns are fair between peers, not streams: nobody gains by many, and one that requests nothing takes nothing away.
+Turns are fair between peers, not streams: nobody gains by many, and one that requests nothing takes nothing away. On a
+slow line few payloads go at once, so that the first arrive early and their takers pass them on; who hardly reads counts
+for seconds only.
 
 A round waits for payloads, while a newcomer can wait for its state. So states and training data are sent only when no
 payload is queued or being sent and the upload limit lets them go at once; a few at a time, and all together no faster
@@ -8,22 +10,27 @@ than BACKGROUND_BYTES_PER_SECOND, however fast the link is. Payloads do not bloc
 for OVERDUE_SECONDS goes in between, and is paid for with half of what the upload limit allows afterwards.
 
 Strangers, whom the run has not admitted, come after all others and are never urgent. So that newcomers still get what
-they need from a busy source, their overdue pieces go in between, too, but at a small rate for all of them together.
-"""
+they need from a busy source, their overdue pieces go in between, too, but at a small rate for all of them together."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.net.rate_limit import DEBT_SECONDS, TokenBucket
+from p2ptrain.net.transport import MOVES_SECONDS, Stream
 
 PEERS_AT_ONCE = 64  # being sent a piece: 64 MiB if all of them read slowly
+URGENT_AT_ONCE = 4  # payloads under way before the next begins: the first arrive early, and members pass them on
+QUICK_SECONDS = 1.5  # a payload that is sent in this time makes it one more, another halves it
+STILL_SECONDS, SLOW_SECONDS = 2.0, 8.0  # without a byte; in all: after that a turn keeps no other from beginning
 STRANGERS_AT_ONCE = 16  # on top: they take no place from others, even if they do not read at all
+OF_RANGE_AT_ONCE = 8  # of these, from one range of addresses
 STRANGERS_BYTES_PER_SECOND = 2**19  # while others wait; with an upload limit, at most 1/STRANGERS_SHARE of it
 STRANGERS_SHARE = 8
 TURN_SECONDS = 10.0  # that a request waits for its turn; the client waits 20 s in all
@@ -45,8 +52,18 @@ class Turn:
     size: int
     is_urgent: bool
     is_admitted: bool
+    place: bytes | str  # its range of addresses, whose peers take turns, if that was given; or else the peer
     overdue_at: float
     come: asyncio.Future[None]
+    stream: Stream | None = None
+    began: float = math.inf
+    moved: int = 0  # bytes of the stream
+    moved_at: float = math.inf
+
+    def is_quick(self, now: float) -> bool:
+        if self.stream is not None and self.stream.moved != self.moved:
+            self.moved, self.moved_at = self.stream.moved, now
+        return now - self.moved_at < STILL_SECONDS and now - self.began < SLOW_SECONDS
 
 
 class Turns:
@@ -56,8 +73,9 @@ class Turns:
         self._upload, self._background = upload, TokenBucket(BACKGROUND_BYTES_PER_SECOND)
         self._waiting: list[Turn] = []  # in order of arrival
         self._going: dict[bytes, Turn] = {}  # by peer
+        self._at_once = URGENT_AT_ONCE
         self._payer: Turn | None = None  # the turn that waits for the upload limit
-        self._served: OrderedDict[bytes, int] = OrderedDict()  # by peer: the number of its last turn; the latest last
+        self._served: OrderedDict[bytes | str, int] = OrderedDict()  # by place and peer: the last turn; the latest last
         self._number = 0
         self._paid_at = 0.0  # when the last piece that did not wait for the limit will be paid for
         self._strangers_at = 0.0  # when the next overdue piece of a stranger may go
@@ -65,12 +83,19 @@ class Turns:
 
     @asynccontextmanager
     async def turn(
-        self, peer: bytes, size: int, is_urgent: bool = True, is_admitted: bool = True
+        self,
+        peer: bytes,
+        size: int,
+        is_urgent: bool = True,
+        is_admitted: bool = True,
+        stream: Stream | None = None,
+        of_range: str | None = None,
     ) -> AsyncIterator[None]:
         """Waits for a turn to send `size` bytes. A call cancelled before that has used up nothing."""
         loop = asyncio.get_running_loop()
         is_urgent = is_urgent and is_admitted
-        mine = Turn(peer, size, is_urgent, is_admitted, loop.time() + OVERDUE_SECONDS, loop.create_future())
+        place, due_at = peer if of_range is None else of_range, loop.time() + OVERDUE_SECONDS
+        mine = Turn(peer, size, is_urgent, is_admitted, place, due_at, loop.create_future(), stream)
         timer = loop.call_at(mine.overdue_at, self._advance)
         self._waiting.append(mine)
         self._advance()
@@ -86,13 +111,18 @@ class Turns:
                 self._upload.charge(size)
                 self._paid_at = loop.time() + 2 * size / self._upload.rate
             self._number += 1
-            self._served[peer] = self._number
-            self._served.move_to_end(peer)
+            for each in (peer, place):
+                self._served[each] = self._number
+                self._served.move_to_end(each)
             while len(self._served) > TURNS_MAX:
                 self._served.popitem(last=False)
-            self._payer = None
+            self._payer, mine.began, mine.moved_at = None, loop.time(), loop.time()
             self._advance()
             yield
+            if is_urgent:
+                is_quick = loop.time() - mine.began < QUICK_SECONDS
+                at_once = self._at_once + 1 if is_quick else self._at_once // 2
+                self._at_once = min(max(at_once, URGENT_AT_ONCE), PEERS_AT_ONCE)
         finally:
             timer.cancel()
             if mine in self._waiting:
@@ -113,15 +143,22 @@ class Turns:
             turn.come.set_result(None)
 
     def _next(self) -> Turn | None:
-        loop = asyncio.get_running_loop()
-        now, strangers = loop.time(), sum(not each.is_admitted for each in self._going.values())
+        loop, served = asyncio.get_running_loop(), self._served
+        now, ranges = loop.time(), Counter(each.place for each in self._going.values() if not each.is_admitted)
+        strangers = ranges.total()
         has_place = {True: len(self._going) - strangers < PEERS_AT_ONCE, False: strangers < STRANGERS_AT_ONCE}
+        is_full = sum(each.is_urgent and each.is_quick(now) for each in self._going.values()) >= self._at_once
         ready = [
             each
             for each in self._waiting
             if each.peer not in self._going and not each.come.done() and has_place[each.is_admitted]
+            if ranges[each.place] < OF_RANGE_AT_ONCE
         ]
-        ready.sort(key=lambda each: (not each.is_admitted and not self._is_due(each), self._served.get(each.peer, 0)))
+        if is_full and any(each.is_urgent for each in ready):
+            ready = [each for each in ready if not each.is_urgent]
+            self._look_in(MOVES_SECONDS)
+        ready.sort(key=lambda each: (served.get(each.place, 0), served.get(each.peer, 0)))
+        ready.sort(key=lambda each: not each.is_admitted and not self._is_due(each))
         urgent = [each for each in ready if each.is_urgent]
         going = [each.is_urgent for each in self._going.values()]
         if urgent or any(going) or going.count(False) >= BACKGROUND_AT_ONCE:
@@ -134,9 +171,7 @@ class Turns:
         if not is_due or not may_owe:
             wait = max(wait, self._upload.seconds_until(turn.size))
         if wait > 0:
-            if self._timer is not None:  # one timer, because this is called for everyone who comes or goes
-                self._timer.cancel()
-            self._timer = loop.call_later(wait, self._advance)
+            self._look_in(min(wait, MOVES_SECONDS) if is_full else wait)
             return urgent[0] if urgent else None
         was_taken = self._background.take_now(turn.size)
         assert was_taken, "its wait was zero just now"
@@ -147,6 +182,11 @@ class Turns:
             self._strangers_at = now + turn.size / rate
             loop.call_at(self._strangers_at, self._advance)
         return turn
+
+    def _look_in(self, seconds: float) -> None:
+        if self._timer is not None:  # one timer, because this is called for everyone who comes or goes
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._advance)
 
     def _is_due(self, turn: Turn) -> bool:
         """Whether a turn has waited so long that it goes before urgent ones."""

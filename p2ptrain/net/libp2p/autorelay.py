@@ -6,10 +6,10 @@ under two addresses, would make a node behind a router unreachable through the o
 relays that answer, each once; whether they are relays shows only then, but nodes of this network are by default.
 
 After losing a relay, go-libp2p asks it again only an hour after the reservation was made (again no option in p2pd); a
-freshly started p2pd asks at once. So p2pd is restarted once a minute has passed without a relay and one answers.
+freshly started p2pd asks at once. So p2pd is restarted once a minute has passed without a relay and one answers; after
+ten minutes it may be any other, because relays go for good, too.
 
-A QUIC address is probed with a packet of a version that does not exist; servers reply with theirs (RFC 9000, 6.1).
-"""
+A QUIC address is probed with a packet of a version that does not exist; servers reply with theirs (RFC 9000, 6.1)."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ QUIC_TRIES = 2  # one packet may get lost
 QUIC_BYTES = 1_200  # servers ignore shorter packets
 LOST_SECONDS = 60.0  # without a relay before we act: p2pd's other relays give it a slot within seconds
 ASK_SECONDS = 60.0  # between probes of the lost relays
+VAIN_MAX = 10  # probes of them, before all others count, too: p2pd was given only a few
 STARTS_APART_SECONDS = 600.0  # between restarts for this reason: each breaks all our connections
 FAMILIES = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}  # dns: any
 
@@ -41,8 +42,7 @@ FAMILIES = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}  # dns: any
 async def relays_to_use(addresses: Iterable[str]) -> list[str]:
     """Returns one address for each of the first few peers that answer.
 
-    If none answers, all of them count: one may come up within minutes.
-    """
+    If none answers, all of them count: one may come up within minutes."""
     wanted = _possible(addresses)
     of_peers: dict[bytes, str] = {}
     for address in await _answering(wanted) or wanted:
@@ -53,8 +53,7 @@ async def relays_to_use(addresses: Iterable[str]) -> list[str]:
 class RelayLoss:
     """Watches p2pd's relays.
 
-    Once a lost relay answers again, restarting p2pd would get a reservation on it at once.
-    """
+    Once a lost relay answers again, restarting p2pd would get a reservation on it at once."""
 
     def __init__(
         self,
@@ -64,6 +63,7 @@ class RelayLoss:
     ) -> None:
         self._relays, self._clock, self._draw = tuple(relays), clock, draw
         self._had: frozenset[bytes] = frozenset()  # the relays when there last were any
+        self._vain = 0  # probes since then
         self._mended_at = float("-inf")  # when a restart was last asked for
         self.is_mendable = False
         self.p2pd_started()
@@ -81,11 +81,11 @@ class RelayLoss:
         """Takes note of the routes to us. Called every few seconds."""
         now = self._clock()
         if relays := frozenset(relay for route in routes if (relay := relay_of(route))):
-            self._had, self._since = relays, now
+            self._had, self._since, self._vain = relays, now, 0
         elif self._had and self._is_time(now):
-            self._asked_at = now
-            found = await _answering([each for each in _possible(self._relays) if split(each)[0] in self._had])
-            if found and self._asked_at == now:  # p2pd was not restarted meanwhile
+            self._asked_at, self._vain = now, self._vain + 1
+            asked = [each for each in _possible(self.first()) if self._vain > VAIN_MAX or split(each)[0] in self._had]
+            if await _answering(asked) and self._asked_at == now:  # p2pd was not restarted meanwhile
                 self._mended_at, self.is_mendable = now, True
 
     def _is_time(self, now: float) -> bool:

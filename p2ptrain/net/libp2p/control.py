@@ -11,8 +11,7 @@ quicker, under a different one.
 Unary calls are small requests to peers and their answers, which p2pd carries over one connection. Each has an id of its
 own. Messages beyond UNARY_BYTES_MAX are thrown away as they come, those beyond CONTROL_BYTES_MAX by p2pd already.
 Incoming requests are answered as they are read, one at a time: no task is made for one, so that nothing grows with
-their number. While p2pd does not read, answers are dropped: nobody waits for them.
-"""
+their number. While p2pd does not read, answers are dropped: nobody waits for them."""
 
 from __future__ import annotations
 

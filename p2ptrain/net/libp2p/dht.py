@@ -14,8 +14,7 @@ So a record carries its author's signature over the key, the author, the time of
 that stores or reads it checks. A record that expires too late is refused too: a newer one replaces it only by expiring
 even later, so one dated into the next century would stay for good. On the wire the subkey is the author's public key,
 and the value is the announced bytes in msgpack followed by the signature. Each has exactly one valid encoding; anything
-else is refused, since the DHT decodes accepted records without further checks.
-"""
+else is refused, since the DHT decodes accepted records without further checks."""
 
 from __future__ import annotations
 
@@ -343,9 +342,8 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ha
 class Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
     """The part of the DHT stored on this node, with bounds: hivemind's own has none, and its expiry heap only grows.
 
-    Anyone can invent enough keys and authors to fill it. So the keys that we use ourselves have reserved room,
-    and when it is full a new entry replaces a random one: nobody is kept out for good.
-    """
+    Anyone can invent enough keys and authors to fill it. So the keys that we use ourselves have reserved room, and when
+    it is full a new entry replaces a random one: nobody is kept out for good."""
 
     def __init__(self, keys_max: int) -> None:
         super().__init__()

@@ -3,8 +3,7 @@
 When p2pd dies, hangs, or loses its sockets or its relay, it is restarted with the same identity on the same ports, and
 its protocols and topics are set up again; who wants connections dials again (connections.py). Requests wait a while.
 
-gossipsub: Vyzovitis et al. 2020 (arXiv:2007.02754).
-"""
+gossipsub: Vyzovitis et al. 2020 (arXiv:2007.02754)."""
 
 from __future__ import annotations
 
@@ -172,8 +171,7 @@ class P2pd:
         """Starts p2pd and returns when others can connect. ConfigError if it cannot listen on an address.
 
         The sockets are in `directory`, which must be ours alone: anyone who can open them can act as this node. The
-        ports stay in `ports_file` for the next start.
-        """
+        ports stay in `ports_file` for the next start."""
         self = cls(Identity.load(identity_file), identity_file, network, directory, ports_file, on_crash)
         async with AsyncExitStack() as closing:
             closing.callback(self.ports.close)

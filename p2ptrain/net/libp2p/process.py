@@ -9,8 +9,7 @@ of topics that p2pd leaves for a minute. So our end has a higher descriptor than
 Ports are taken before p2pd gets them. p2pd sets SO_REUSEPORT, so a second p2pd of the same user would bind a port that
 is taken, without an error, and each would receive half of the connections.
 
-It is restarted whenever it ends, however long that takes, and killed if it hangs or if a new one would work better.
-"""
+It is restarted whenever it ends, however long that takes, and killed if it hangs or if a new one would work better."""
 
 from __future__ import annotations
 
@@ -350,8 +349,7 @@ class Supervisor:
     async def watch(self, look: Callable[[], Awaitable[None]], why_end: Callable[[], str]) -> None:
         """Kills a p2pd that hangs, or one for whose end `why_end` gives a reason; `run` then restarts it.
 
-        `look` sends it a request; only a p2pd that hangs leaves several in a row unanswered.
-        """
+        `look` sends it a request; only a p2pd that hangs leaves several in a row unanswered."""
         failed = 0
         while True:
             await asyncio.sleep(LOOK_SECONDS)

@@ -6,8 +6,7 @@ delivers them one at a time; what does not fit into the queue meanwhile is dropp
 gossipsub delivers what anyone publishes, and does not say over which connection it came. So a message begins with its
 publisher, whose signature p2pd has checked, and the look-up of that key comes before everything else: a message of a
 publisher that is not heard is skipped as its bytes arrive, undecoded and never whole in memory. Waking up costs ten
-times what that takes, so after such a message the next pile up in the socket for a moment: it holds hundreds.
-"""
+times what that takes, so after such a message the next pile up in the socket for a moment: it holds hundreds."""
 
 from __future__ import annotations
 

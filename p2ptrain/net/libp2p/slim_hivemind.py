@@ -2,8 +2,7 @@
 
 That __init__ imports everything: averaging, optimizers and experts, and with them scipy. It costs half a second of each
 start and 47 MB of each node (of 2.7 s and 328 MB). Python does not import a package again that is in sys.modules; so an
-empty module stands there while we import, and submodules are found through it as usual.
-"""
+empty module stands there while we import, and submodules are found through it as usual."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ that a peer cannot make us allocate whatever it claims. p2pd's own messages begi
 When all slots are taken, an admitted peer gets that of a stranger: so strangers keep no member out, however many they
 are. Among themselves, the address range with the most streams loses one to a range that has fewer, because keys cost
 nothing; and within a range, or among members, so does the peer with the most streams. Ranges are not known of peers
-behind a relay and of those that have just come, who share one.
-"""
+behind a relay and of those that have just come, who share one."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from p2ptrain.net.tasks import Tasks
 from p2ptrain.net.transport import FRAME_BYTES_MAX, Handler, IsAdmitted, TransportError
 
 LENGTH_BYTES = 4
+PART_BYTES = 2**15  # of a frame, read at a time: so `moved` shows that it comes
 LINGER_SECONDS = 3.0  # for a peer to read the last, short frame and hang up
 CLOSE_SECONDS = 10.0  # to flush what was sent; a peer that needs longer for the last frame is not reading
 VARINT_BITS_MAX = 35  # in a length sent by p2pd
@@ -52,6 +52,8 @@ class FrameStream:
         self.peer, self.protocol = peer, protocol
         self._reader, self._writer, self._counters, self._ended = reader, writer, counters, ended
         self._coming = -1  # size of a frame whose header was read before the reader was cancelled
+        self._part = bytearray()  # of that frame
+        self._read_bytes = self._written_bytes = 0
         writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
 
     def __repr__(self) -> str:
@@ -62,6 +64,7 @@ class FrameStream:
         assert size <= FRAME_BYTES_MAX, f"a frame of {size} bytes, which has to be split"
         if self.is_gone:
             raise TransportError("the stream was closed")
+        self._written_bytes += LENGTH_BYTES + size
         try:
             self._writer.write(size.to_bytes(LENGTH_BYTES, "big"))  # no other task can write between this and the frame
             self._writer.write(frame)
@@ -74,6 +77,10 @@ class FrameStream:
     def is_gone(self) -> bool:
         return self._writer.is_closing()
 
+    @property
+    def moved(self) -> int:
+        return self._read_bytes + self._written_bytes - self._writer.transport.get_write_buffer_size()
+
     async def coming(self) -> int:
         if self._coming < 0:
             self._coming = int.from_bytes(await self._read(LENGTH_BYTES), "big")
@@ -81,33 +88,36 @@ class FrameStream:
 
     async def skip(self) -> None:
         while left := await self.coming():
-            part = await self._read(min(left, BUFFER_BYTES))
-            self._coming -= len(part)
+            part = self._part or await self._read(min(left, BUFFER_BYTES))
+            self._coming, self._part = self._coming - len(part), bytearray()
         self._coming = -1
 
     async def receive(self, bytes_max: int) -> bytes:
         if (size := await self.coming()) > min(bytes_max, FRAME_BYTES_MAX):
             self.abort()  # the next frame begins beyond what we are willing to read
             raise RemoteProtocolError(f"a frame of {size} bytes; the limit is {bytes_max}")
-        frame, self._coming = await self._read(size), -1
+        while len(self._part) < size:
+            self._part += await self._read(min(PART_BYTES, size - len(self._part)))
+        frame, self._part, self._coming = bytes(self._part), bytearray(), -1
         self._counters.update({"bytes received": size, f"received {self.protocol}": size})
         return frame
 
     async def _read(self, size: int) -> bytes:
         try:
-            return await self._reader.readexactly(size)
+            data = await self._reader.readexactly(size)
         except asyncio.IncompleteReadError as error:
             inside = " in the middle of a frame" if error.partial or self._coming >= 0 else ""
             raise TransportError(f"the peer closed the stream{inside}") from error
         except ConnectionError as error:
             raise TransportError(f"the stream broke while receiving: {error}") from error
+        self._read_bytes += len(data)
+        return data
 
     async def close(self) -> None:
         """Waits until p2pd has sent everything: it hangs up when all of it is on its way.
 
         At our end of file p2pd closes both directions at once, and over QUIC that discards what the peer has not read
-        yet. So the peer that gets the last frame should hang up first.
-        """
+        yet. So the peer that gets the last frame should hang up first."""
         try:
             if not self._writer.is_closing():
                 with suppress(TimeoutError):
@@ -176,8 +186,7 @@ async def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
 def length_at(data: bytes, at: int, bytes_max: int) -> tuple[int, int] | None:
     """Returns where the message of p2pd begins and ends whose length is at `at`, or None if the length is not whole.
 
-    It is a varint of protobuf: seven bits a byte.
-    """
+    It is a varint of protobuf: seven bits a byte."""
     size = shift = 0
     for place in range(at, len(data)):
         size |= (data[place] & 0x7F) << shift
@@ -245,8 +254,7 @@ class Streams:
     def _make_room(self, peer: bytes) -> str:
         """Makes room for a stream of this peer, or returns why it may have no more.
 
-        A peer that has to give one up loses its newest: the first one it opens is that of its mailbox.
-        """
+        A peer that has to give one up loses its newest: the first one it opens is that of its mailbox."""
         if self._boundary.is_tired_of(peer):
             return f"{peer_id_of(peer)} has caused too many faults"
         mine = len(self._incoming_of.get(peer, ()))
