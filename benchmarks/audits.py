@@ -64,6 +64,15 @@ IDLE_SPREAD = 0.6  # where four sets are read
 LIMIT_ROUNDS = 2_000  # after which a liar is taken to count for ever
 LIFTED = 1_000  # typical z from which patient liars accuse
 CROWDS = 10, 30, 100, 1_000  # keys of one machine
+# It works for any of them; for one until that has a seat, while the others send what is no work, or nothing; for a
+# seat that is nearly lost, else for one more; or takes a step for each.
+WAYS = (
+    "any of them",
+    "one until it has a seat",
+    "one, others only vote",
+    "as few rounds as do",
+    "a step of ten for each",
+)
 LENGTHS = 60, 600, 3_000  # rounds
 NAME_BYTES = 18  # of a request in an availability
 PARTS_OF_IT = ("liars", "honest", "keys", "shares", "bytes")
@@ -85,6 +94,7 @@ class Run:
         self.state = replace(self.state, typical=round(1_000 * PARTS[part][0]) if typical is None else typical)
         # z and strength of what a round took of a key, if not of work
         self.work: Callable[[bytes, int], tuple[float, float] | None] = lambda key, number: None
+        self.steps: Callable[[bytes], int] = lambda key: self.config.recipe.local_steps  # that a key claims
         self.reports: Reports = lambda author, key, number, is_summoned: None  # false ones
         self.joining: list[bytes] = []
         self.ranges = {key: key.hex() for key in self.keys}  # of addresses, a range each
@@ -111,7 +121,7 @@ class Run:
         """Returns the audits that members report in this round."""
         state, rng, made = self.state, self.rng, list[Measured]()
         whole, cost = self.config.recipe.round_sequences, OTHERS * sequences_of(self.config, is_summoned=False)
-        taken = [key for key, number in state.taken_lately if number == state.round and key in state.place]
+        taken = [key for key, number, _ in state.taken_lately if number == state.round and key in state.place]
         for author in state.members:
             for summons in state.summons:
                 if summons.key != author:
@@ -145,7 +155,7 @@ class Run:
         offers = {
             key[:16]: Announcement(
                 state.branch, number, state.round, state.root, digest("payload", key), 1,
-                digest("content", key, number.to_bytes(8, "little"))[:16], 10, 0, 0, key,
+                digest("content", key, number.to_bytes(8, "little"))[:16], self.steps(key), 0, 0, key,
             )
             for key in keys
         }  # fmt: skip
@@ -303,7 +313,7 @@ def weigh(rounds: int) -> None:
 
 def keys(rounds: int, seeds: int) -> None:
     """Prints the seats of one machine with many keys, and how long honest newcomers beside them wait."""
-    for part, crowd, stays in product(("batch 8, later", "batch 32, later"), CROWDS, (False, True)):
+    for part, crowd, way in product(("batch 8, later", "batch 32, later"), CROWDS, WAYS):
         seats, asked, tried = list[int](), list[int](), list[int]()
         for seed in range(seeds):
             run = Run(16, part, seed)
@@ -312,13 +322,15 @@ def keys(rounds: int, seeds: int) -> None:
             run.ranges |= dict.fromkeys(many, "the machine") | {key: key.hex() for key in came}
             admitted, seated, most = dict[bytes, int](), dict[bytes, int](), 0
             busy = dict[int, bytes]()  # by round: the key that the machine works for
-            run.work = lambda key, number: NO_WORK if key in many and key != busy[number] else None  # noqa: B023
+            if way == "a step of ten for each":
+                run.steps = lambda key: 1 if key in many else run.config.recipe.local_steps  # noqa: B023
+            else:
+                run.work = lambda key, number: NO_WORK if key in many and key != busy[number] else None  # noqa: B023
             for number in range(rounds):
                 run.joining = [*many, *(key for key, at in came.items() if at <= number)]
-                mine = [key for key in run.state.place if key in many and key not in run.state.roster.seat]
-                last = busy.get(number, b"")
-                busy[number + 1] = last if stays and last in mine else run.rng.choice(sorted(mine)) if mine else b""
-                state = run.turn()
+                works = busy[number + 1] = _worked_for(run, many, way, busy.get(number, b""))
+                is_quiet = way in ("one, others only vote", "as few rounds as do")
+                state = run.turn(lambda key: key not in many or not is_quiet or key == works)  # noqa: B023
                 most = max(most, sum(key in many for key in state.members))
                 for key, at in came.items():
                     if key in state.place:
@@ -328,10 +340,22 @@ def keys(rounds: int, seeds: int) -> None:
             seats.append(most)
             asked += admitted.values()
             tried += seated.values()
-        told = f"{part:16} {crowd:5} keys, work for {'one until it has a seat' if stays else 'any of them':23}: "
+        told = f"{part:16} {crowd:5} keys, work for {way:23}: "
         told += f"{seats} seats at most in {rounds} rounds; of {8 * seeds} newcomers {len(asked)} admitted"
         told += f" after {_middle(asked)}, {len(tried)} seated {_middle(tried)} rounds later"
         print(told, flush=True)
+
+
+def _worked_for(run: Run, many: set[bytes], way: str, last: bytes) -> bytes:
+    """Returns the key that the machine works for in the next round."""
+    mine = [entry for entry in run.state.admitted if entry.key in many]
+    seated = [entry for entry in mine if entry.key in run.state.roster.seat]
+    others = sorted(entry.key for entry in mine if entry.key not in run.state.roster.seat)
+    poorest = min(seated, key=lambda entry: (entry.work, entry.key), default=None)
+    if way == "as few rounds as do" and poorest and (not others or poorest.work <= 2 * run.config.recipe.local_steps):
+        return poorest.key
+    stays = way != "any of them" and last in others
+    return last if stays else run.rng.choice(others) if others else b""
 
 
 def _middle(rounds: list[int]) -> str:
