@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.auditing import CHANCE, OTHERS, draw, sequences_of
-from p2ptrain.core.audits import FAR_OFF, FAR_OFF_ALONE, Measured, Tier
+from p2ptrain.core.audits import FAR_OFF, FAR_OFF_ALONE, Measured, Tier, has_earned_seat
 from p2ptrain.core.manifest import NO_BEARER, Join, Manifest, Request, joins_max, manifest_of
 from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, Announcement, AuditReport, Availability
 from p2ptrain.core.newcomers import few_of_each_range, looked_at
@@ -64,15 +64,11 @@ IDLE_SPREAD = 0.6  # where four sets are read
 LIMIT_ROUNDS = 2_000  # after which a liar is taken to count for ever
 LIFTED = 1_000  # typical z from which patient liars accuse
 CROWDS = 10, 30, 100, 1_000  # keys of one machine
-# It works for any of them; for one until that has a seat, while the others send what is no work, or nothing; for a
-# seat that is nearly lost, else for one more; or takes a step for each.
-WAYS = (
-    "any of them",
-    "one until it has a seat",
-    "one, others only vote",
-    "as few rounds as do",
-    "a step of ten for each",
-)
+# It works for any of them, or for one until that has a seat, while the others send what is no work; joins with one key
+# after the other, and works for whichever is next, while the others only vote, or for a seat that is nearly lost
+# before that; or takes a step for each.
+QUIETLY = "the next, the rest vote", "a seat nearly lost"
+WAYS = "any of them", "one until it has a seat", *QUIETLY, "a step of ten for each"
 LENGTHS = 60, 600, 3_000  # rounds
 NAME_BYTES = 18  # of a request in an availability
 PARTS_OF_IT = ("liars", "honest", "keys", "shares", "bytes")
@@ -320,18 +316,19 @@ def keys(rounds: int, seeds: int) -> None:
             many = {digest("many", number.to_bytes(2, "little")) for number in range(crowd)}
             came = {digest("newcomer", bytes([place])): 50 * place for place in range(8)}
             run.ranges |= dict.fromkeys(many, "the machine") | {key: key.hex() for key in came}
-            admitted, seated, most = dict[bytes, int](), dict[bytes, int](), 0
+            admitted, seated, most, had = dict[bytes, int](), dict[bytes, int](), 0, set[bytes]()
+            is_quiet = way in QUIETLY
             busy = dict[int, bytes]()  # by round: the key that the machine works for
             if way == "a step of ten for each":
                 run.steps = lambda key: 1 if key in many else run.config.recipe.local_steps  # noqa: B023
             else:
                 run.work = lambda key, number: NO_WORK if key in many and key != busy[number] else None  # noqa: B023
             for number in range(rounds):
-                run.joining = [*many, *(key for key, at in came.items() if at <= number)]
+                fresh = sorted(many - had)[:1] if is_quiet else many
+                run.joining = [*fresh, *(key for key, at in came.items() if at <= number)]
                 works = busy[number + 1] = _worked_for(run, many, way, busy.get(number, b""))
-                is_quiet = way in ("one, others only vote", "as few rounds as do")
                 state = run.turn(lambda key: key not in many or not is_quiet or key == works)  # noqa: B023
-                most = max(most, sum(key in many for key in state.members))
+                most, had = max(most, len(many & {*state.members})), had | (many & {*state.members})
                 for key, at in came.items():
                     if key in state.place:
                         admitted.setdefault(key, number - at)
@@ -351,9 +348,12 @@ def _worked_for(run: Run, many: set[bytes], way: str, last: bytes) -> bytes:
     mine = [entry for entry in run.state.admitted if entry.key in many]
     seated = [entry for entry in mine if entry.key in run.state.roster.seat]
     others = sorted(entry.key for entry in mine if entry.key not in run.state.roster.seat)
-    poorest = min(seated, key=lambda entry: (entry.work, entry.key), default=None)
-    if way == "as few rounds as do" and poorest and (not others or poorest.work <= 2 * run.config.recipe.local_steps):
-        return poorest.key
+    if way == "a seat nearly lost" and seated:
+        poorest = min(seated, key=lambda entry: (entry.work, entry.key))
+        if not others or poorest.work <= 2 * run.config.recipe.local_steps:
+            return poorest.key
+    ready = [key for key in others if has_earned_seat(run.state, key, run.config)] if way in QUIETLY else []
+    others = ready or others
     stays = way != "any of them" and last in others
     return last if stays else run.rng.choice(others) if others else b""
 
