@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from p2ptrain.config import RunConfig
 from p2ptrain.core import events as ev
 from p2ptrain.core.auditing import CHANCE, OTHERS, draw, sequences_of
-from p2ptrain.core.audits import FAR_OFF, FAR_OFF_ALONE, Measured, Tier
+from p2ptrain.core.audits import FAR_OFF, FAR_OFF_ALONE, Measured, Tier, has_earned_seat
 from p2ptrain.core.manifest import NO_BEARER, Join, Manifest, Request, joins_max, manifest_of
 from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, Announcement, AuditReport, Availability
 from p2ptrain.core.newcomers import few_of_each_range, looked_at
@@ -64,6 +64,11 @@ IDLE_SPREAD = 0.6  # where four sets are read
 LIMIT_ROUNDS = 2_000  # after which a liar is taken to count for ever
 LIFTED = 1_000  # typical z from which patient liars accuse
 CROWDS = 10, 30, 100, 1_000  # keys of one machine
+# It works for any of them, or for one until that has a seat, while the others send what is no work; joins with one key
+# after the other, and works for whichever is next, while the others only vote, or for a seat that is nearly lost
+# before that; or takes a step for each.
+QUIETLY = "the next, the rest vote", "a seat nearly lost"
+WAYS = "any of them", "one until it has a seat", *QUIETLY, "a step of ten for each"
 LENGTHS = 60, 600, 3_000  # rounds
 NAME_BYTES = 18  # of a request in an availability
 PARTS_OF_IT = ("liars", "honest", "keys", "shares", "bytes")
@@ -85,6 +90,7 @@ class Run:
         self.state = replace(self.state, typical=round(1_000 * PARTS[part][0]) if typical is None else typical)
         # z and strength of what a round took of a key, if not of work
         self.work: Callable[[bytes, int], tuple[float, float] | None] = lambda key, number: None
+        self.steps: Callable[[bytes], int] = lambda key: self.config.recipe.local_steps  # that a key claims
         self.reports: Reports = lambda author, key, number, is_summoned: None  # false ones
         self.joining: list[bytes] = []
         self.ranges = {key: key.hex() for key in self.keys}  # of addresses, a range each
@@ -111,7 +117,7 @@ class Run:
         """Returns the audits that members report in this round."""
         state, rng, made = self.state, self.rng, list[Measured]()
         whole, cost = self.config.recipe.round_sequences, OTHERS * sequences_of(self.config, is_summoned=False)
-        taken = [key for key, number in state.taken_lately if number == state.round and key in state.place]
+        taken = [key for key, number, _ in state.taken_lately if number == state.round and key in state.place]
         for author in state.members:
             for summons in state.summons:
                 if summons.key != author:
@@ -145,7 +151,7 @@ class Run:
         offers = {
             key[:16]: Announcement(
                 state.branch, number, state.round, state.root, digest("payload", key), 1,
-                digest("content", key, number.to_bytes(8, "little"))[:16], 10, 0, 0, key,
+                digest("content", key, number.to_bytes(8, "little"))[:16], self.steps(key), 0, 0, key,
             )
             for key in keys
         }  # fmt: skip
@@ -303,23 +309,26 @@ def weigh(rounds: int) -> None:
 
 def keys(rounds: int, seeds: int) -> None:
     """Prints the seats of one machine with many keys, and how long honest newcomers beside them wait."""
-    for part, crowd, stays in product(("batch 8, later", "batch 32, later"), CROWDS, (False, True)):
+    for part, crowd, way in product(("batch 8, later", "batch 32, later"), CROWDS, WAYS):
         seats, asked, tried = list[int](), list[int](), list[int]()
         for seed in range(seeds):
             run = Run(16, part, seed)
             many = {digest("many", number.to_bytes(2, "little")) for number in range(crowd)}
             came = {digest("newcomer", bytes([place])): 50 * place for place in range(8)}
             run.ranges |= dict.fromkeys(many, "the machine") | {key: key.hex() for key in came}
-            admitted, seated, most = dict[bytes, int](), dict[bytes, int](), 0
+            admitted, seated, most, had = dict[bytes, int](), dict[bytes, int](), 0, set[bytes]()
+            is_quiet = way in QUIETLY
             busy = dict[int, bytes]()  # by round: the key that the machine works for
-            run.work = lambda key, number: NO_WORK if key in many and key != busy[number] else None  # noqa: B023
+            if way == "a step of ten for each":
+                run.steps = lambda key: 1 if key in many else run.config.recipe.local_steps  # noqa: B023
+            else:
+                run.work = lambda key, number: NO_WORK if key in many and key != busy[number] else None  # noqa: B023
             for number in range(rounds):
-                run.joining = [*many, *(key for key, at in came.items() if at <= number)]
-                mine = [key for key in run.state.place if key in many and key not in run.state.roster.seat]
-                last = busy.get(number, b"")
-                busy[number + 1] = last if stays and last in mine else run.rng.choice(sorted(mine)) if mine else b""
-                state = run.turn()
-                most = max(most, sum(key in many for key in state.members))
+                fresh = sorted(many - had)[:1] if is_quiet else many
+                run.joining = [*fresh, *(key for key, at in came.items() if at <= number)]
+                works = busy[number + 1] = _worked_for(run, many, way, busy.get(number, b""))
+                state = run.turn(lambda key: key not in many or not is_quiet or key == works)  # noqa: B023
+                most, had = max(most, len(many & {*state.members})), had | (many & {*state.members})
                 for key, at in came.items():
                     if key in state.place:
                         admitted.setdefault(key, number - at)
@@ -328,10 +337,25 @@ def keys(rounds: int, seeds: int) -> None:
             seats.append(most)
             asked += admitted.values()
             tried += seated.values()
-        told = f"{part:16} {crowd:5} keys, work for {'one until it has a seat' if stays else 'any of them':23}: "
+        told = f"{part:16} {crowd:5} keys, work for {way:23}: "
         told += f"{seats} seats at most in {rounds} rounds; of {8 * seeds} newcomers {len(asked)} admitted"
         told += f" after {_middle(asked)}, {len(tried)} seated {_middle(tried)} rounds later"
         print(told, flush=True)
+
+
+def _worked_for(run: Run, many: set[bytes], way: str, last: bytes) -> bytes:
+    """Returns the key that the machine works for in the next round."""
+    mine = [entry for entry in run.state.admitted if entry.key in many]
+    seated = [entry for entry in mine if entry.key in run.state.roster.seat]
+    others = sorted(entry.key for entry in mine if entry.key not in run.state.roster.seat)
+    if way == "a seat nearly lost" and seated:
+        poorest = min(seated, key=lambda entry: (entry.work, entry.key))
+        if not others or poorest.work <= 2 * run.config.recipe.local_steps:
+            return poorest.key
+    ready = [key for key in others if has_earned_seat(run.state, key, run.config)] if way in QUIETLY else []
+    others = ready or others
+    stays = way != "any of them" and last in others
+    return last if stays else run.rng.choice(others) if others else b""
 
 
 def _middle(rounds: list[int]) -> str:

@@ -208,6 +208,10 @@ class RecipeConfig(Section):
         """The number of sequences that a node trains on in a round, in all local steps together."""
         return self.local_steps * self.step_sequences
 
+    def steps_of(self, claimed: int) -> int:
+        """Returns the local steps that count behind a contribution: all, if it claims none or more."""
+        return min(claimed or self.local_steps, self.local_steps)
+
     def clashes(self) -> Clashes:
         if self.name not in RECIPES:  # never anything to import: a config comes from strangers
             yield f"unknown recipe {self.name!r}", f"use one of {', '.join(RECIPES)}"

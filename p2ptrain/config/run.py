@@ -31,6 +31,7 @@ REGION_BITS_MIN = 4  # enough bits for a region's contributions to carry the wor
 WHY_LENGTH_MAX = 500  # characters of a reason, which becomes evidence and quotes a peer's data
 BASIS_PEAK = 11_585  # the largest entry of the integer DCT basis (exact/transform.py)
 EXACT_MAX = 2**53  # up to this, every integer is exact in float64
+AUDITED_STALENESS_MAX = 20  # a summons ends up to 12 rounds after that, and audits reach back 32 (core/auditing.py)
 AUDIT_SEQUENCES = 32  # of an author, without which its contribution cannot be told from others (core/audits.py)
 
 
@@ -302,6 +303,8 @@ class RunConfig(Section):
         if recipe.fragments > 1 and (late := self.agreement.staleness_rounds_max):
             what = f"recipe.fragments = {recipe.fragments} does not work with agreement.staleness_rounds_max = {late}"
             yield what, "a late contribution would be of another fragment, set 0"
+        if self.is_audited and (late := self.agreement.staleness_rounds_max) > AUDITED_STALENESS_MAX:
+            yield f"audits do not reach back staleness_rounds_max = {late}", f"set {AUDITED_STALENESS_MAX} or less"
         if self.world.run and (why := self._why_no_region):
             fix = "a region moves by the mean of all that its nodes have moved"
             yield f"world.run does not work with {why}", fix

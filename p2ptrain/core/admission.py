@@ -25,7 +25,7 @@ from msgspec import Struct
 from p2ptrain.config import PROTOCOL_VERSION, RunConfig
 from p2ptrain.core import messages as msg
 from p2ptrain.core import wire
-from p2ptrain.core.audits import SUMMONS_MAX, Measured, Tier, may_report
+from p2ptrain.core.audits import SUMMONS_MAX, Measured, may_leave, may_report
 from p2ptrain.core.context import Context
 from p2ptrain.core.manifest import NO_BEARER, Join, Manifest, Request, joins_max
 from p2ptrain.core.newcomers import few_of_each_range
@@ -157,9 +157,8 @@ def check_request(message: Asking, state: AgreedState, run: RunConfig, verifier:
         place = state.place.get(message.author)
         if place is None or message.round < state.admitted[place].since:
             raise RemoteProtocolError("the author of the leave is not admitted, or has joined again since")
-        conduct = state.admitted[place].conduct
-        if conduct.tier is Tier.SUSPENDED or conduct.muted > state.round:
-            raise RemoteProtocolError("who is suspended, or may not audit, would come back as if nothing had been")
+        if not may_leave(state, message.author):
+            raise RemoteProtocolError("who is suspected or suspended, or may not audit, cannot give up its admission")
         return Request(leave=message.author, leave_round=message.round)
     return Request(join=_join(message, state, run, verifier))
 

@@ -167,7 +167,7 @@ class Auditing:
 
     def _draw(self) -> None:
         state, context = self.chain.state, self.context
-        keys = [key for key, number in state.taken_lately if number == state.round]
+        keys = [key for key, number, _ in state.taken_lately if number == state.round]
         keys = [
             key for key in keys if may_report(state, Measured(context.me, key, state.round, 0, 0, is_summoned=False))
         ]

@@ -22,7 +22,9 @@ Nobody is summoned for a doubt about who counts for nothing anyway, so a crowd o
 
 Passes also add to a credit, which fades with the audits. A seat in an open run needs half of the credit that members
 have in the median, for the time since its key was admitted: keys that share one machine's work share one machine's
-credit. Who works for one key until it has a seat, and then for the next, loses the first with its work.
+credit, and a pass of fewer steps adds as much less. Whoever had to be found working keeps its seat by work as well: its
+`work` grows by what it does and sinks by half of what members do in the median, and with none left the seat is gone.
+So who works for one key until it has a seat, and then for the next, loses the first.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from p2ptrain.core.roster import quorum_of, tolerated_by
 if TYPE_CHECKING:
     from p2ptrain.config import RunConfig
     from p2ptrain.core.manifest import Manifest
-    from p2ptrain.core.state import AgreedState
+    from p2ptrain.core.state import Admitted, AgreedState
 
 AUDIT_ROUNDS = 4  # after which a contribution is not audited any more
 AUDITED_FROM = 5  # counted keys: with fewer contributions there is hardly anything to compare with
@@ -74,6 +76,8 @@ HARM_OF_ONE = 500  # that one audit adds at most: it takes two
 CREDIT = 1_024  # of a pass
 FADING = 10  # bits: credit loses this fraction with each manifest that has audits
 CREDIT_ROUNDS = 1 << FADING  # over which credit gathers
+KEPT_ROUNDS = 32  # that a seat lasts, at most, whose machine does nothing: it may rest, or be busy, for a while
+NEW_SEAT_ROUNDS = 8  # that a new one does, at most: one machine that goes from key to key has few at a time
 
 
 class Tier(IntEnum):
@@ -139,11 +143,23 @@ def counts(state: AgreedState, key: bytes) -> bool:
     return state.admitted[state.place[key]].conduct.tier is Tier.COUNTED
 
 
-def begins_as(state: AgreedState, run: RunConfig) -> Conduct:
-    """Returns the conduct of a key that is admitted: on trial once a run that is open to strangers can audit."""
-    if run.admission.policy != "open" or not run.is_audited:
-        return CLEAN
-    return Conduct(Tier.ON_TRIAL, since=state.round + 1) if state.counted >= AUDITED_FROM else CLEAN
+def are_earned(run: RunConfig) -> bool:
+    """Whether seats take work that audits have found: the run is open to strangers, and can audit."""
+    return run.admission.policy == "open" and run.is_audited
+
+
+def begins_as(state: AgreedState, run: RunConfig, before: int) -> Conduct:
+    """Returns the conduct of a key that is admitted, after `before` others of this round."""
+    is_tried = are_earned(run) and state.counted + before >= AUDITED_FROM
+    return Conduct(Tier.ON_TRIAL, since=state.round + 1) if is_tried else CLEAN
+
+
+def may_leave(state: AgreedState, key: bytes) -> bool:
+    """Whether a key may give its admission up: who is suspected would come back as if nothing had been."""
+    conduct = state.admitted[state.place[key]].conduct
+    has_failed = conduct.failed and state.round <= conduct.failed + FAILED_ROUNDS
+    is_judged = conduct.tier is Tier.SUSPENDED or has_failed or any(each.key == key for each in state.summons)
+    return not (is_judged or conduct.muted > state.round or 2 * conduct.doubt >= DOUBT or 2 * conduct.harm >= HARM)
 
 
 def may_report(state: AgreedState, measured: Measured) -> bool:
@@ -172,18 +188,30 @@ def has_earned_seat(state: AgreedState, key: bytes, run: RunConfig) -> bool:
     entry = state.admitted[state.place[key]]
     if entry.conduct.tier is not Tier.COUNTED:
         return False
-    if run.admission.policy != "open" or not run.is_audited or state.counted < AUDITED_FROM:
+    if not are_earned(run) or state.counted < AUDITED_FROM:
         return True
     rounds = min(state.round - entry.since, CREDIT_ROUNDS)
     usual = median_low(state.admitted[state.place[key]].conduct.credit for key in state.members)
     return 2 * entry.conduct.credit * min(state.round, CREDIT_ROUNDS) >= usual * rounds
 
 
+def has_lost_seat(state: AgreedState, entry: Admitted, run: RunConfig) -> bool:
+    """Whether a member is expelled, or had to be found working and does too little to keep its seat."""
+    is_idle = entry.conduct.since > 0 and not entry.work and are_earned(run) and state.counted >= AUDITED_FROM
+    return is_idle or entry.conduct.tier is Tier.EXPELLED
+
+
+def work_after(before: int, steps: int, usual: int, run: RunConfig) -> int:
+    """Returns what a member's work is after a round that took a contribution of so many of its steps (0: none), and of
+    `usual` in the median of the members: it grows for who does more than half of that, and sinks for who does less."""
+    return max(0, min(before + 2 * steps - usual, KEPT_ROUNDS * run.recipe.local_steps))
+
+
 class _Bench:
     """Works one manifest's audits in."""
 
-    def __init__(self, state: AgreedState, number: int, taken: frozenset[bytes], protocol: int) -> None:
-        self.state, self.number, self.taken, self.protocol = state, number, taken, protocol
+    def __init__(self, state: AgreedState, number: int, taken: frozenset[bytes], run: RunConfig) -> None:
+        self.state, self.number, self.taken, self.run = state, number, taken, run
         self.conduct: dict[bytes, Conduct] = {}
         self.typical = state.typical
         # Who has left since is judged no more.
@@ -213,11 +241,13 @@ class _Bench:
             passed_by = (*passed_by, measured.author)[-PASSES:]
         lost = min(before.credit, CREDIT) if before.tier is Tier.ON_TRIAL else 0  # or luck would count for ever
         strength = max(-STRENGTH_LEAST, min(measured.strength, 2 * STRENGTH_LEAST))
+        recipe, steps = self.run.recipe, self.state.auditable[measured.key, measured.round]
+        earned = CREDIT * recipe.steps_of(steps) // recipe.local_steps  # few steps pass as well as many
         after = self.conduct[measured.key] = replace(
             before,
             doubt=max(0, before.doubt + half - measured.z),
             harm=max(0, before.harm + min(STRENGTH_LEAST - strength, HARM_OF_ONE)),
-            credit=before.credit + CREDIT if has_passed else before.credit - lost,
+            credit=before.credit + earned if has_passed else before.credit - lost,
             passed_by=passed_by,
         )
         is_proof = after.tier is not Tier.COUNTED and has_passed and len(passed_by) >= self.passes
@@ -252,7 +282,7 @@ class _Bench:
         size = len(self.state.members)
         for place, summons in list(self.open.items()):
             is_over = self.number >= summons.since + SUMMONS_ROUNDS
-            agreeing = _agreeing(summons.found, self.protocol >= AGREE_IN_BOTH) if is_over else summons.found
+            agreeing = _agreeing(summons.found, self.run.protocol >= AGREE_IN_BOTH) if is_over else summons.found
             if len(agreeing) >= (tolerated_by(size) + 1 if is_over else quorum_of(size)):
                 del self.open[place]
                 self._judge(summons, agreeing)
@@ -330,11 +360,11 @@ def _clipped(strength: int) -> int:
     return max(-1_000, min(strength, 1_000))
 
 
-def settle(state: AgreedState, manifest: Manifest, protocol: int) -> Settled:
+def settle(state: AgreedState, manifest: Manifest, run: RunConfig) -> Settled:
     """Works in the audits that a manifest carries."""
     if not (manifest.audits or state.summons):
         return Settled({}, state.typical, state.summons)
-    bench = _Bench(state, manifest.round, frozenset(taken.author for taken in manifest.taken), protocol)
+    bench = _Bench(state, manifest.round, frozenset(taken.author for taken in manifest.taken), run)
     for measured in manifest.audits:
         if may_report(state, measured):  # more than f liars may have certified anything
             bench.hear(measured)

@@ -22,7 +22,7 @@ from blake3 import blake3
 from msgspec import Meta, Struct
 
 from p2ptrain.core import messages as msg
-from p2ptrain.core.audits import Measured, Tier, counts, has_earned_seat, may_report
+from p2ptrain.core.audits import Measured, counts, has_earned_seat, has_lost_seat, may_report
 from p2ptrain.core.roster import bitmap, roster_of, seats_in
 from p2ptrain.core.state import SPENT_MAX, AgreedState, Taken, Uses
 from p2ptrain.core.succession import Assented, Motion, assents_of, is_closing, motions_of
@@ -289,14 +289,14 @@ def _unheard(named: list[msg.Availability], size: int, least: int) -> list[int]:
 
 
 def _unseated(state: AgreedState, run: RunConfig, gone: set[bytes], absent: list[int]) -> set[bytes]:
-    """Returns the members that lose their seat: gone, or unheard for too long."""
+    """Returns the members that lose their seat: gone, unheard for too long, or by what audits find of their work."""
     unheard = {state.members[seat] for seat in absent}
     limit = run.admission.absence_rounds_max
     entries = ((key, state.admitted[state.place[key]]) for key in state.members)
     return {
         key
         for key, entry in entries
-        if key in gone or (key in unheard and entry.absent + 1 >= limit) or entry.conduct.tier is Tier.EXPELLED
+        if key in gone or (key in unheard and entry.absent + 1 >= limit) or has_lost_seat(state, entry, run)
     }
 
 

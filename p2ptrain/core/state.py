@@ -12,9 +12,11 @@ round, so older entries can be dropped.
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
+from statistics import median_low
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from blake3 import blake3
 from msgspec import Meta, Struct
 
 from p2ptrain.config import RunConfig
@@ -45,6 +47,7 @@ class Admitted(Struct, frozen=True, array_like=True):
     absent: Number  # rounds in a row unheard (members), or with nothing taken (others)
     steps: Number = 0  # by capability: of its last contributions, the most of them fading; 0: none known, so all
     conduct: audits.Conduct = audits.CLEAN  # by the audits
+    work: Number = 0  # where seats are earned: twice the local steps of a member less what is usual, up to a bound
 
 
 class Taken(Struct, frozen=True, array_like=True):
@@ -58,6 +61,7 @@ class Taken(Struct, frozen=True, array_like=True):
     counts: bool = True  # False: it is taken so that it can be audited, and applied to nothing
 
 
+Auditable = tuple[Key, Number, Number]  # author, the round that took it, local steps that it claims
 Uses = Annotated[int, Meta(ge=0, le=USES_MAX)]
 
 
@@ -77,8 +81,8 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
     root_round: Number  # the round of the newest certified root
     root: Digest
     assigned: Number  # by capability: local steps that all rounds so far have given out data for
-    # (author, round that took it) of what may be audited, by round
-    taken_lately: Annotated[tuple[tuple[Key, Number], ...], Meta(max_length=audits.AUDIT_ROUNDS * ADMITTED_MAX)] = ()
+    # of what may be audited, by round
+    taken_lately: Annotated[tuple[Auditable, ...], Meta(max_length=audits.AUDIT_ROUNDS * ADMITTED_MAX)] = ()
     typical: Number = 0  # z of a member's contribution
     summons: Annotated[tuple[audits.Summons, ...], Meta(max_length=audits.SUMMONS_MAX)] = ()
     succession: Succession = UNMOVED
@@ -106,8 +110,8 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         return frozenset(entry[2] for entry in self.window)
 
     @cached_property
-    def auditable(self) -> frozenset[tuple[bytes, int]]:
-        return frozenset(self.taken_lately)
+    def auditable(self) -> dict[tuple[bytes, int], int]:
+        return {entry[:2]: entry[2] for entry in self.taken_lately}
 
     @cached_property
     def counted(self) -> int:
@@ -172,8 +176,8 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         if len(filled) > run.agreement.staleness_rounds_max:
             window = tuple(entry for entry in window if entry[1] >= filled[0])
         oldest = manifest.round - audits.AUDIT_ROUNDS
-        taken_lately = (*self.taken_lately, *((taken.author, manifest.round) for taken in manifest.taken))
-        settled, is_by_capability = audits.settle(self, manifest, run.protocol), run.data.assignment == "capability"
+        taken_lately = (*self.taken_lately, *((taken.author, manifest.round, taken.steps) for taken in manifest.taken))
+        settled, is_by_capability = audits.settle(self, manifest, run), run.data.assignment == "capability"
         spent = (*self.spent, *((join.bearer, join.last_round) for join in manifest.joins if join.last_round))
         return AgreedState(
             branch=self.branch,
@@ -205,11 +209,14 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
         unheard = set(self.roster.in_seats(manifest.absent) or ())
         unseated = set(manifest.unseated)
         gone = {*manifest.leaves, *manifest.banned}
-        seated = set(members)
+        seated, seated_now, are_earned = set(members), set(manifest.seated), audits.are_earned(run)
         patience = UNSEATED_ABSENCES * run.admission.absence_rounds_max
+        worked = {author: run.recipe.steps_of(steps) for author, steps in taken.items()}
+        usual = median_low(worked.get(key, 0) for key in self.members)
         joined = [join.key for join in manifest.joins if join.key not in self.place]
-        conduct = audits.begins_as(self, run) if joined else audits.CLEAN
-        entries = [Admitted(key, manifest.round, 0, 0, 0, conduct) for key in joined]
+        joined.sort(key=lambda key: blake3(self.head + key).digest())  # drawn, for the first of them may need no trial
+        begun = (audits.begins_as(self, run, before) for before in range(len(joined)))
+        entries = [Admitted(key, manifest.round, 0, 0, 0, each) for key, each in zip(joined, begun, strict=True)]
         for entry in self.admitted:
             key = entry.key
             if key in gone:
@@ -226,9 +233,11 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
                 if not member:
                     continue
                 conduct = msgspec.structs.replace(conduct, tier=audits.Tier.EXPELLED)
-            if (count, absent, steps, conduct) != (entry.taken, entry.absent, entry.steps, entry.conduct):
-                entry = Admitted(key, entry.since, count, absent, steps, conduct)  # noqa: PLW2901
-            entries.append(entry)
+            work = audits.work_after(entry.work, worked.get(key, 0), usual, run) if member and are_earned else 0
+            if are_earned and key in seated_now:
+                work = min(count, audits.NEW_SEAT_ROUNDS) * run.recipe.local_steps
+            found = Admitted(key, entry.since, count, absent, steps, conduct, work)
+            entries.append(entry if found == entry else found)
         over = len(entries) - run.admission.contributors_max
         if over > 0:
             least = run.admission.absence_rounds_max
@@ -248,7 +257,7 @@ class AgreedState(Struct, frozen=True, array_like=True, dict=True):
             members=members,
             succession=Succession(since=self.round),  # two thirds of those who are left have to want it
             admitted=tuple(
-                Admitted(entry.key, entry.since, entry.taken if entry.key in kept else 0, 0, entry.steps, entry.conduct)
+                msgspec.structs.replace(entry, absent=0, **({} if entry.key in kept else {"taken": 0, "work": 0}))
                 for entry in self.admitted
             ),
         )

@@ -234,7 +234,7 @@ class FalseAudits(DoesNotWork):
         wanted = {(summons.key, summons.round, True) for summons in state.summons}
         honest = [node.key for node in self.world.nodes if node.honest and node.key in state.place]
         victim = honest[state.round // 8 % len(honest)]
-        places = {place for place in state.taken_lately if place[0] == victim or not self._is_honest(place[0])}
+        places = {place[:2] for place in state.taken_lately if place[0] == victim or not self._is_honest(place[0])}
         wanted |= {(*place, False) for place in places}
         made = []
         for key, number, is_summoned in sorted(wanted):

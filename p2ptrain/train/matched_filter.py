@@ -51,9 +51,9 @@ def drawn(
     positions_of: Callable[[Share], Positions], share: Share, steps: int, recipe: RecipeConfig, count: int, draw: bytes
 ) -> tuple[Positions, Positions]:
     """Returns the sequences that an audit reads, the same on all machines: so many of the author's own, from the steps
-    that it says it took, and as many others, of its next share. DataError if there are too few."""
+    that it says it took, but at least a set, and as many others, of its next share. DataError if there are too few."""
     own, after = positions_of(share), positions_of(share.next)
-    mine = _in_sets(own[: min(steps or recipe.local_steps, recipe.local_steps) * recipe.step_sequences], count, draw)
+    mine = _in_sets(own[: max(recipe.steps_of(steps) * recipe.step_sequences, SET)], count, draw)
     others = _in_sets(after[~np.isin(after, own)], max(len(mine), OTHER_SEQUENCES_MIN), draw)
     if len(mine) < SET or len(others) < OTHER_SEQUENCES_MIN:
         raise DataError(f"too few sequences: {len(mine)}, and {len(others)} to compare with")

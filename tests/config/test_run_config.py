@@ -199,6 +199,7 @@ def test_the_largest_config_fits_its_limit() -> None:
     largest["recipe"] |= {"name": "local", "schedule": "wsd", "value_bits": 1, "transform": "none", "fragments": 1}
     largest["recipe"] |= {"momentum": Fraction(2**53 - 2**40, 2**53 - 1), "nesterov": True}
     largest["recipe"] |= {"warmup_rounds": 2**39, "decay_rounds": 2**39, "passes_per_step": 4, "local_steps": 4}
+    largest["agreement"]["staleness_rounds_max"] = 20
     largest["recipe"] |= {"local_steps_min": 4, "rule": "trimmed_coordinates", "trim": 127, "byzantine": 0}
     largest["admission"] |= {"policy": "allowlist", "keys": tuple(f"{index:064x}" for index in range(640))}
     founders = [f"{index:064x}" for index in range(256)]
@@ -323,7 +324,7 @@ def test_each_inner_optimizer_has_a_rate_of_its_own() -> None:
         ({"agreement": {"overlap_rounds": 1}}, 1, 1),
         ({"agreement": {"overlap_rounds": 0}}, 0, 0),
         ({"agreement": {"staleness_rounds_max": 0}}, 0, 0),
-        ({"agreement": {"staleness_rounds_max": 8}}, "auto", 8),
+        ({"agreement": {"staleness_rounds_max": 20}}, "auto", 20),
         ({"agreement": {"overlap_rounds": 0, "staleness_rounds_max": 8}}, 0, 8),
         ({"recipe": {"fragments": 2}}, 0, 0),
         ({"recipe": RecipeConfig(fragments=2)}, 0, 0),
@@ -350,3 +351,11 @@ def test_a_run_is_audited_where_others_have_the_data_and_the_steps() -> None:
     script = {"model": {"kind": "own", "parameters": ["weight 2 2"]}}
     for other in (local | small, local | closed, local | script):
         assert not RunConfig.model_validate({"name": "a"} | other).is_audited
+
+
+def test_contributions_that_audits_could_not_reach_back_to_are_refused() -> None:
+    late = {"agreement": {"staleness_rounds_max": 21}}
+    with pytest.raises(ValidationError, match="audits do not reach back"):
+        RunConfig.model_validate({"name": "late", **late})
+    small = {"recipe": {"name": "local", "local_steps": 3, "sequences_per_pass": 8}}
+    assert RunConfig.model_validate({"name": "late", **late, **small}).agreement.staleness_rounds_max == 21

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from p2ptrain.core import events as ev
 from p2ptrain.core.arrivals import Arrivals
-from p2ptrain.core.audits import Conduct, Tier
+from p2ptrain.core.audits import DOUBT, HARM, Conduct, Tier
 from p2ptrain.core.history import BranchStart, History
 from p2ptrain.core.manifest import Manifest, manifest_of
 from p2ptrain.core.messages import Availability, Ballot, Leave, Proposal, Vote, message_digest
@@ -177,7 +177,11 @@ def test_a_leaver_that_nobody_hears_goes_after_a_while() -> None:
     assert (bench.now, effects[-1]) == (30.0, ev.Stop("left without being heard"))
 
 
-@pytest.mark.parametrize("conduct", [Conduct(muted=16), Conduct(Tier.SUSPENDED)], ids=["muted", "suspended"])
+@pytest.mark.parametrize(
+    "conduct",
+    [Conduct(muted=16), Conduct(Tier.SUSPENDED), Conduct(failed=9), Conduct(doubt=DOUBT // 2), Conduct(harm=HARM // 2)],
+    ids=["muted", "suspended", "failed", "doubted", "harmful"],
+)
 def test_a_leaver_whose_leave_nobody_may_carry_goes_after_a_while(conduct: Conduct) -> None:
     bench = Bench(4, me=1, start=False)
     admitted = [replace(each, conduct=conduct) if each.key == ME else each for each in bench.genesis.admitted]

@@ -354,7 +354,7 @@ def test_the_manifest_is_a_part_of_the_protocol() -> None:
     where = [bytes(32), 1, bytes(32), state.digest, 0, b"\7" * 32]
     plain = [*where, taken, [], [], joins, [], [], b"\x08", [], [], [], [], []]
     assert manifest.digest == digest("manifest", msgspec.msgpack.encode(plain))
-    assert manifest.digest.hex() == "3cb54f1d07319a3e3fd73c44d79c069cc5bf3813f3c616fc2db87687ae13c8cd"
+    assert manifest.digest.hex() == "e15ef62514e94c1e10caaecec8a3ef55fb910878d288a6a9cfed566245fe0218"
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_every_part_of_the_state_is_in_its_digest() -> None:
         "root_round": 1,
         "root": BRANCH,
         "assigned": 1,
-        "taken_lately": ((MEMBERS[0], 1),),
+        "taken_lately": ((MEMBERS[0], 1, 1),),
         "typical": 1,
         "summons": (Summons(MEMBERS[0], 1, 1, MEMBERS[1], 0, 0),),
         "succession": Succession(since=1),
@@ -454,15 +454,15 @@ def test_the_state_is_a_part_of_the_protocol() -> None:
     members = [keys[0], keys[2], keys[3]]
     clean = [1, 0, 0, 0, [], 0, 0, 0, 0, 0]
     counts = [(keys[0], 0, 1, 1), (keys[2], 0, 1, 0), (keys[3], 0, 0, 0), (b"\5" * 32, 2, 0, 0)]
-    admitted = [[*each, 0, clean] for each in counts]
-    taken = [keys[0], 1], [keys[2], 1]
-    window, spent = [[*each, content(each[0], 1)] for each in taken], [[b"\3" * 32, 9]]
+    admitted = [[*each, 0, clean, 0] for each in counts]
+    taken = [keys[0], 1, 1], [keys[2], 1, 1]
+    window, spent = [[*each[:2], content(each[0], 1)] for each in taken], [[b"\3" * 32, 9]]
     plain = [bytes(32), 2, state.head, members, admitted, [keys[1]], window, [1], spent]
     plain += [0, b"\7" * 32, 0, taken, 0, [], [[], [], None, 0]]
     assert state.digest == digest("agreed state", msgspec.msgpack.encode(plain))
     assert (state.head.hex(), state.digest.hex()) == (
-        "8bd311905d5a23b149b1b738003123f2907037ac02166f8f946fb0ac2d34fbb7",
-        "67faae40008921e5bfd9ea82374e2db4201c33122e39b3a94453344db1338f6f",
+        "08b55fe8839efd03ba8746a13c4cd405934b75c5e9ac038900f7bcda5c794331",
+        "f65675eead57f33f3d07756966c8373b69811d4dd728c975233cfa159a40efa5",
     )
 
 

@@ -20,7 +20,7 @@ from p2ptrain.exact.transform import Layout
 from p2ptrain.models.built_in import Transformer, initialise
 from p2ptrain.share import Share
 from p2ptrain.train.live import LiveModel
-from p2ptrain.train.matched_filter import CUT, Match, MatchedFilter, audit, judge
+from p2ptrain.train.matched_filter import CUT, Match, MatchedFilter, audit, drawn, judge
 from p2ptrain.train.residual import quantise
 from tests.helpers.trainer import Trainer, embedded, make
 
@@ -273,3 +273,12 @@ def test_strength_is_no_reproach_where_chance_is_as_large_as_what_all_have_in_co
 def test_a_contribution_of_zeros_answers_to_nothing() -> None:
     for members in (1, 2, 6):
         assert judge(np.zeros((4, members)), np.zeros((4, members)), 0) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("each", "steps", "read"), [(2, 1, 8), (2, 3, 8), (2, 4, 8), (4, 4, 16), (16, 1, 16)])
+def test_few_small_steps_are_measured_with_others_of_their_round(each: int, steps: int, read: int) -> None:
+    """Or whoever says that it took one small step would never be measured."""
+    recipe = RecipeConfig(local_steps=20, sequences_per_pass=each)
+    shard = np.arange(recipe.round_sequences)
+    mine, others = drawn(lambda share: shard + share.round * shard.size, Share(5, 0, 4), steps, recipe, 32, b"draw")
+    assert sorted({*mine} & {*shard[:read] + 5 * shard.size}) == sorted(mine) and (len(mine), len(others)) == (read, 32)
