@@ -32,7 +32,7 @@ from p2ptrain.models.kinds import (
 )
 from p2ptrain.share import Share
 from p2ptrain.train.begin import begin
-from p2ptrain.train.live import LiveModel
+from p2ptrain.train.live import LiveModel, drawing
 from p2ptrain.train.memory import PassSettings, activations, need_of
 from tests.helpers.export import NodeDirectory, weights_of
 from tests.helpers.hf_models import CAUSAL, hf_model
@@ -298,7 +298,7 @@ def test_dropout_differs_from_step_to_step_and_is_off_in_evaluation(dataset: Tok
     assert trainer.live.model.training
     drawn = []
     for number, place, step in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)):
-        with trainer._drawing(Share(number, place, 1), step):
+        with drawing(run, torch.device("cpu"), Share(number, place, 1), step, is_drawn=True):
             drawn.append(float(torch.rand(())))
     assert len(set(drawn[:4])) == 4
     assert drawn[4] == drawn[0]
@@ -349,7 +349,7 @@ def test_the_memory_of_a_pass_is_estimated_generously(kind: str, checkpointing: 
         for autocast in (False, True):
             passes = PassSettings(autocast=autocast, checkpointing=checkpointing)
             real, told = peak_of_pass(config, 4, passes), activations(config, 4, passes)
-            assert real <= told < 4 * real, f"{told / real:.2f} times the real use"
+            assert real <= told < 4.5 * real, f"{told / real:.2f} times the real use"  # most: half precision, recomputed
 
 
 def test_memory_is_known_for_every_kind() -> None:
