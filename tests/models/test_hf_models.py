@@ -349,7 +349,7 @@ def test_the_memory_of_a_pass_is_estimated_generously(kind: str, checkpointing: 
         for autocast in (False, True):
             passes = PassSettings(autocast=autocast, checkpointing=checkpointing)
             real, told = peak_of_pass(config, 4, passes), activations(config, 4, passes)
-            assert real <= told < 4.5 * real, f"{told / real:.2f} times the real use"  # most: half precision, recomputed
+            assert real <= told < 4.5 * real, f"{told / real:.2f} times the real use"  # most: recomputed halves
 
 
 def test_memory_is_known_for_every_kind() -> None:
