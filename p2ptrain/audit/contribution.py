@@ -29,7 +29,7 @@ from p2ptrain.models.adapters import base_file
 from p2ptrain.store.backup import is_backup
 from p2ptrain.store.checkpoints import STATE_NAME
 from p2ptrain.train.learner import Learner
-from p2ptrain.train.matched_filter import drawn
+from p2ptrain.train.matched_filter import SET, drawn
 
 
 def measure(
@@ -68,10 +68,11 @@ def measure(
     learner = Learner(run, device, dataset, initial=False, base=base)
     draw = order.manifest.digest + key
     own, others = drawn(learner.positions_for, order.share, order.taken.steps, run.recipe, order.sequences, draw)
-    if missing := dataset.missing(np.concatenate([own, others]), run.model.sequence_length):
+    if missing := dataset.missing(np.concatenate([own, others]), length := run.model.sequence_length):
         what = f"{len(missing)} of its pieces are missing, from which the author's sequences are read"
         raise DataError(what, path=dataset.directory, fix="Put a complete data set beside it")
-    match = learner.audit(order.share.round, weights, payloads, own, others)
+    read = [[(part, dataset.batch(part, length)) for part in np.split(each, len(each) // SET)] for each in (own, others)]
+    match = learner.audit(order.share.round, weights, payloads, *read)
     found = {"z": match.z, "strength": match.strength, "sequences": order.sequences}
     return found | {"typical_z": chain.state.typical / 1_000, "weights": how}
 

@@ -28,6 +28,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -51,7 +52,7 @@ from p2ptrain.train.compiling import Compiling
 from p2ptrain.train.devices import find_device
 from p2ptrain.train.evaluate import evaluate
 from p2ptrain.train.live import LiveModel, StepResult, drawing
-from p2ptrain.train.matched_filter import SET, Match, audit
+from p2ptrain.train.matched_filter import Match, audit
 from p2ptrain.train.own_data import OwnData
 from p2ptrain.train.recipes import LocalRecipe, Recipe, make_recipe
 from p2ptrain.train.saved_state import (
@@ -120,6 +121,7 @@ class StepsElsewhere(Protocol):
 
 
 MakeElsewhere = Callable[[LiveModel, Recipe], StepsElsewhere]
+SetRead = tuple[Positions, NDArray[np.int64]]  # sequences that an audit reads, with their tokens [sequences, length + 1]
 
 
 class Learner:
@@ -410,15 +412,14 @@ class Learner:
             ).loss
 
     def audit(
-        self, round_number: int, weights: Tensor, payloads: Sequence[bytes], own: Positions, others: Positions
+        self, number: int, weights: Tensor, payloads: Sequence[bytes], own: Sequence[SetRead], others: Sequence[SetRead]
     ) -> Match:
         """Measures the first of these contributions to a round, computed from these weights (matched_filter.py).
 
-        own, others: sequences that its author was given, and as many that it was not
+        own, others: sets of sequences that its author was given, and of others
         """
         assert self._trained is None, "between two rounds"
-        length, packing = self.run.model.sequence_length, self.live.packing
-        part = self.outer.fragment_of(round_number)
+        part = self.outer.fragment_of(number)
         if self.outer.fragment_in(payloads[0]) != part:  # a round counts it as nothing
             return Match(0.0, 0.0)
         layout = self.outer.layouts[part]
@@ -428,11 +429,8 @@ class Learner:
                 self._adopted = -1  # these are none that the next round moves
             self.live.weights.copy_(weights)
             sets, other_sets = (
-                [
-                    packing.batch(self.dataset.batch(each, length), each, round_number)
-                    for each in np.split(positions, len(positions) // SET)
-                ]
-                for positions in (own, others)
+                [self.live.packing.batch(tokens, positions, number) for positions, tokens in each]
+                for each in (own, others)
             )
             return audit(self.run.recipe, self.live, layout, contributions, 0, sets, other_sets)
 
