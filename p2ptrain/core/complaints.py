@@ -75,7 +75,7 @@ class Code(StrEnum):
         "Its contributions count for nothing",
         "All members measured a contribution of this node, and it did not answer to the data that the node was given. "
         "Faulty memory, overclocking or changed code can be the reason. `p2ptrain audit DIR --contribution ROUND PEER` "
-        "measures it again: DIR is the data directory, ROUND the round above, PEER this node's id. It counts again once "
+        "measures it again: DIR is the data directory, ROUND as above, PEER this node's id. It counts again once "
         "enough members have found its work.",
         "no longer suspended: its contributions count again",
     )

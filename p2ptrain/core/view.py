@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from statistics import median_low
 
 from msgspec import Struct
@@ -39,15 +39,14 @@ class PeerView(Struct, frozen=True):
     ban: str = ""  # why it was banned (tally.py), if that was seen here
 
 
-def failed_text(manifests: Sequence[Manifest], key: bytes, since: int) -> str:
+def failed_text(manifests: Iterable[Manifest], key: bytes, since: int) -> str:
     """Names the contribution that a key was suspended for in round `since`, and what all measured, if that is kept."""
     audits = [each for manifest in manifests if manifest.round <= since for each in manifest.audits]
-    told = [each for each in audits if each.is_summoned and each.key == key]
-    last = [each for each in told if each.round == told[-1].round]
-    if not last:
+    if not (told := [each for each in audits if each.is_summoned and each.key == key]):
         return "a contribution"
-    z, strength = (median_low(values) / 1_000 for values in zip(*((each.z, each.strength) for each in last)))
-    return f"the contribution that round {last[0].round} took (z {z:.2f}, strength {strength:.2f} in the median)"
+    last = [(each.z, each.strength) for each in told if each.round == told[-1].round]
+    z, strength = (median_low(values) / 1_000 for values in zip(*last, strict=True))
+    return f"the contribution that round {told[-1].round} took (z {z:.2f}, strength {strength:.2f} in the median)"
 
 
 class NodeView:
@@ -207,8 +206,8 @@ class NodeView:
         if conduct.tier is Tier.ON_TRIAL:
             told.append(complaint(Code.ON_TRIAL, **passes))
         elif conduct.tier is not Tier.COUNTED:
-            manifests = [each.manifest for each in node.chain.entries_after(conduct.since - SUMMONS_ROUNDS - 1)]
-            what = failed_text(manifests, context.me, conduct.since)
+            entries = node.chain.entries_after(conduct.since - SUMMONS_ROUNDS - 1)
+            what = failed_text((each.manifest for each in entries), context.me, conduct.since)
             told.append(complaint(Code.SUSPENDED, what=what, **passes))
         heard = sum(self.silence_of(key) < HEARD_SECONDS for key in state.members)
         if self.is_member and heard == (quorum := state.roster.quorum) < state.roster.size and not self.is_stalled:

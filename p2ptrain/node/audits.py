@@ -3,8 +3,7 @@
 All who measure a contribution read the same of its author's sequences, drawn by the digest of the manifest that took
 it, and compare it with as many that the same author is given for the next round: those are of the same part of the
 data, and it cannot have learned from them. The weights that it was computed from are computed back from the present
-ones, which costs no copy between audits and differs by rounding only.
-"""
+ones, which costs no copy between audits and differs by rounding only."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ class Audits:
         recipe, positions_of = self._edges.view.run.recipe, self._worker.positions
         places = await asyncio.to_thread(drawn, positions_of, effect.share, taken.steps, recipe, count, draw)
         async with asyncio.timeout(FETCH_SECONDS):
-            own, others = [await self._read(each) for each in places]
+            own, others = [[await self._read(part) for part in np.split(each, len(each) // SET)] for each in places]
         rounds = [await self._payloads(manifest, manifest.counted) for manifest in effect.since]
         others_taken = beside(effect.manifest, taken, self._replica.replica.outer.fragment_of)
         payloads = await self._payloads(effect.manifest, (taken, *others_taken))
@@ -96,14 +95,11 @@ class Audits:
             raise DroppedError("the model's gradients are not finite")
         return match
 
-    async def _read(self, positions: Positions) -> list[SetRead]:
-        """Fetches and reads sequences set by set: then little room is enough, also beside a training meanwhile."""
-        fetching, found = self._edges.fetching, list[SetRead]()
-        for part in np.split(positions, len(positions) // SET):
-            await fetching.ahead(part, self._goes_on)
-            tokens = await asyncio.to_thread(fetching.dataset.batch, part, fetching.run.model.sequence_length)
-            found.append((part, tokens))
-        return found
+    async def _read(self, part: Positions) -> SetRead:
+        """Fetches a set, and reads it at once: room for one is enough, whatever a training fetches before the next."""
+        fetching = self._edges.fetching
+        await fetching.ahead(part, self._goes_on)
+        return part, await asyncio.to_thread(fetching.dataset.batch, part, fetching.run.model.sequence_length)
 
     async def _payloads(self, manifest: Manifest, taken: Sequence[Taken]) -> list[bytes]:
         found = [await self._edges.persistence.payload(each.payload) for each in taken]

@@ -1,8 +1,7 @@
 """Whoever takes a node's steps, as the rest of the node sees it: a thread with a device, a script, a region's member.
 
 What was agreed on is the replica's (replica_thread.py), and is applied at once, whatever a worker does. So a slow step,
-memory that runs out or a script that is elsewhere costs a contribution, and never a vote.
-"""
+memory that runs out or a script that is elsewhere costs a contribution, and never a vote."""
 
 from __future__ import annotations
 

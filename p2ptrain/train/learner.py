@@ -10,8 +10,7 @@
 
 It goes on from the weights of a replica, which another thread may change meanwhile: it copies them before a round, or
 between two steps (`rebase`). So an error here costs a contribution, and never touches what was agreed on. It runs in
-one thread and uses no clock and no network; a learner that loads a capture goes on with the same bits.
-"""
+one thread and uses no clock and no network; a learner that loads a capture goes on with the same bits."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ class StepsElsewhere(Protocol):
 
 
 MakeElsewhere = Callable[[LiveModel, Recipe], StepsElsewhere]
-SetRead = tuple[Positions, NDArray[np.int64]]  # sequences that an audit reads, with their tokens [sequences, length + 1]
+SetRead = tuple[Positions, NDArray[np.int64]]  # of an audit, with tokens [sequences, length + 1]
 
 
 class Learner:
@@ -130,8 +129,7 @@ class Learner:
     own: what it trains on in a run whose nodes bring their own data; a script with a loop of its own needs none.
     Only the node that begins the run needs `initial` weights; otherwise all matrices are zero, as in a new replica.
     base: the file of the frozen weights, if adapters train
-    elsewhere: makes what takes the steps in place of this learner
-    """
+    elsewhere: makes what takes the steps in place of this learner"""
 
     def __init__(
         self,
@@ -343,8 +341,7 @@ class Learner:
     def contribute(self, round_number: int, k: int = 0) -> bytes:
         """Encodes the round that was just trained, and subtracts the payload's values from the residual.
 
-        k: numbers of each chunk; 0: the most that the run allows
-        """
+        k: numbers of each chunk; 0: the most that the run allows"""
         assert self._trained == round_number, "a contribution follows its training"
         assert round_number not in self.recipe.residual.kept, "a round's contribution is made once, and kept as bytes"
         self._trained = None
@@ -368,8 +365,7 @@ class Learner:
     def kept_rounds(self) -> tuple[int, ...]:
         """The rounds whose contributions are neither forgotten nor restored.
 
-        After `load`, some of these contributions may never have been announced.
-        """
+        After `load`, some of these contributions may never have been announced."""
         return tuple(sorted(self.recipe.residual.kept))
 
     # -- A look at the agreed weights ---------------------------------------------------------------
@@ -416,8 +412,7 @@ class Learner:
     ) -> Match:
         """Measures the first of these contributions to a round, computed from these weights (matched_filter.py).
 
-        own, others: sets of sequences that its author was given, and of others
-        """
+        own, others: sets of sequences that its author was given, and of others"""
         assert self._trained is None, "between two rounds"
         part = self.outer.fragment_of(number)
         if self.outer.fragment_in(payloads[0]) != part:  # a round counts it as nothing
@@ -447,8 +442,7 @@ class Learner:
         It lacks the steps of a training that has not been contributed: a learner that loads it trains that round again;
         the only difference is that the inner optimizer of `local` has seen those steps already. Between `contribute`
         and the announcement, it has a contribution that may never be announced: after `load`, the caller restores those
-        of `kept_rounds` that were not announced.
-        """
+        of `kept_rounds` that were not announced."""
         with self.replica.lock:
             self._catch_up()
             agreed = in_memory(self.replica.state)
