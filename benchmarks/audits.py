@@ -305,7 +305,7 @@ def weigh(rounds: int) -> None:
         data, heard, turns = sum(sizes) * PIECE_BYTES, metrics.heard_bytes, 10 * len(metrics.manifests)
         trained = turns * run_of(8).recipe.round_sequences * PIECE_BYTES
         print(f"  data that auditors fetch, a sequence a piece: {data / turns / 2**20:.1f} MiB a node and round, "
-              f"{data / heard:.0%} of what is heard, {data / (data + trained + heard):.1%} with the trainings' own data; "
+              f"{data / heard:.0%} of what is heard, {data / (data + trained + heard):.1%} with all trainings' data; "
               f"of an audit at most {min(sizes)} MiB, of a summons {max(sizes)}", flush=True)  # fmt: skip
 
 
