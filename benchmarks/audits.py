@@ -11,7 +11,8 @@ them; nothing is sent, and z and strength are drawn as the matched filter was me
     honest   f of 10 members accuse the others and praise themselves, in every audit that counts: honest suspensions
     keys     one machine joins with many keys and works for one of them a round, while honest newcomers join: seats
     shares   what audits cost of the training, in runs of 60, 600 and 3,000 rounds
-    bytes    what they cost of all bytes, in a simulated swarm of ten with payloads of 10M parameters
+    bytes    what they cost of all bytes, in a simulated swarm of ten with payloads of 10M parameters; and in data that
+             auditors fetch, where each sequence lies in a piece of its own, as in a large set that no node holds
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, Announcement, AuditRepor
 from p2ptrain.core.newcomers import few_of_each_range, looked_at
 from p2ptrain.core.roster import bitmap
 from p2ptrain.core.state import AgreedState, genesis
-from p2ptrain.digest import digest
+from p2ptrain.digest import PIECE_BYTES, digest
 from p2ptrain.sim.cluster import Cluster
 from p2ptrain.sim.machine import SimNode
 from p2ptrain.sim.outcome import simulate
@@ -285,15 +286,16 @@ def weigh(rounds: int) -> None:
             "training": {"audit_share": SHARE, "payload_bytes": need_of(model).payload, "seconds": 10.0},
             "fault": [{"kind": "liar", "at": 0, "nodes": list(range(10 - bad, 10)), "how": "no work"}] if bad else [],
         }  # fmt: skip
-        audits = Counter[str]()
+        audits, measured = Counter[str](), set[tuple[bytes, bytes, int, bool]]()
 
-        def prepare(cluster: Cluster, audits: Counter[str] = audits) -> None:
+        def prepare(cluster: Cluster, audits: Counter[str] = audits, measured: set[Any] = measured) -> None:
             def note(node: SimNode, event: ev.Event, effects: Sequence[Any] | None, local: float) -> None:
                 for effect in effects or ():
                     received = cluster.decode(effect.envelope) if isinstance(effect, ev.Publish) else None
                     message, receivers = received and received.message, len(cluster.nodes) - 1
                     if isinstance(message, AuditReport):
                         audits["reports"] += receivers * len(effect.envelope)
+                        measured.add((message.author, message.key, message.round, message.is_summoned))
                     elif isinstance(message, Availability):  # nobody joins or leaves, so all requests are audits
                         audits["names"] += receivers * NAME_BYTES * len(message.requests)
 
@@ -305,6 +307,12 @@ def weigh(rounds: int) -> None:
         print(f"{bad} liars of 10, {len(metrics.manifests)} rounds, payloads of {need_of(model).payload:,} bytes: "
               f"{metrics.audits.total()} audits, {share:.4%} of {metrics.heard_bytes / 1e6:,.1f} MB heard "
               f"(reports {audits['reports']:,} bytes, names {audits['names']:,})", flush=True)  # fmt: skip
+        sizes = [OTHERS * sequences_of(run_of(8), is_summoned=is_summoned) for *_, is_summoned in measured]
+        data, heard, turns = sum(sizes) * PIECE_BYTES, metrics.heard_bytes, 10 * len(metrics.manifests)
+        trained = turns * run_of(8).recipe.round_sequences * PIECE_BYTES
+        print(f"  data that auditors fetch, a sequence a piece: {data / turns / 2**20:.1f} MiB a node and round, "
+              f"{data / heard:.0%} of what is heard, {data / (data + trained + heard):.1%} with all trainings' data; "
+              f"of an audit at most {min(sizes)} MiB, of a summons {max(sizes)}", flush=True)  # fmt: skip
 
 
 def keys(rounds: int, seeds: int) -> None:

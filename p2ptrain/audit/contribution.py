@@ -2,8 +2,7 @@
 
 The weights that it was computed from are those of the nearest checkpoint, with the rounds between applied or, but for
 rounding, taken back. The sequences are drawn by the digest of the manifest that took it, so whoever measures reads the
-same and finds the same, but for the last digits.
-"""
+same and finds the same, but for the last digits."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from p2ptrain.models.adapters import base_file
 from p2ptrain.store.backup import is_backup
 from p2ptrain.store.checkpoints import STATE_NAME
 from p2ptrain.train.learner import Learner
-from p2ptrain.train.matched_filter import drawn
+from p2ptrain.train.matched_filter import SET, drawn
 
 
 def measure(
@@ -37,8 +36,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measures a key's contribution to a round; DataError if what that takes is not all here, or wrong.
 
-    dataset_of: where a data set is; bases: where frozen weights are
-    """
+    dataset_of: where a data set is; bases: where frozen weights are"""
     if is_backup(directory):
         raise DataError("a backup has no contributions", path=directory, fix="Name the directory of a node")
     report = Report(str(directory))
@@ -68,10 +66,12 @@ def measure(
     learner = Learner(run, device, dataset, initial=False, base=base)
     draw = order.manifest.digest + key
     own, others = drawn(learner.positions_for, order.share, order.taken.steps, run.recipe, order.sequences, draw)
-    if missing := dataset.missing(np.concatenate([own, others]), run.model.sequence_length):
+    if missing := dataset.missing(np.concatenate([own, others]), length := run.model.sequence_length):
         what = f"{len(missing)} of its pieces are missing, from which the author's sequences are read"
         raise DataError(what, path=dataset.directory, fix="Put a complete data set beside it")
-    match = learner.audit(order.share.round, weights, payloads, own, others)
+    parts = (np.split(each, len(each) // SET) for each in (own, others))
+    read = [[(part, dataset.batch(part, length)) for part in each] for each in parts]
+    match = learner.audit(order.share.round, weights, payloads, *read)
     found = {"z": match.z, "strength": match.strength, "sequences": order.sequences}
     return found | {"typical_z": chain.state.typical / 1_000, "weights": how}
 

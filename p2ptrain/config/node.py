@@ -383,7 +383,7 @@ class AuditConfig(Section):
         Fraction(35, 1_000),
         ge=0,
         le=1,
-        description="of what it trains, that it spends on measuring others' contributions; 0: nothing",
+        description="of what it trains, spent on audits of its own choice; summonses come on top; 0: it does none",
     )
 
 

@@ -253,12 +253,21 @@ class RunConfig(Section):
     predecessor: PredecessorConfig = PredecessorConfig()
 
     @property
-    def is_audited(self) -> bool:
-        """Whether members can measure each other's contributions: they know the data and its use, and it is enough."""
-        is_known = self.data.source == "shared" and not (
-            self.recipe.plugin or self.world.run or self.model.kind == "own"
+    def why_not_audited(self) -> str:
+        """Returns why members cannot measure each other's contributions; empty if they can."""
+        count = self.recipe.round_sequences
+        reasons = (
+            (self.data.source == "own", "nobody else has the data behind a contribution"),
+            (self.model.kind == "own", "scripts train as they like"),
+            (bool(self.recipe.plugin), f"{self.recipe.plugin} makes the contributions"),
+            (bool(self.world.run), "a region's contributions move by the world's rounds, too"),
+            (count < AUDIT_SEQUENCES, f"a contribution is made of {count} sequences, and {AUDIT_SEQUENCES} are needed"),
         )
-        return is_known and self.recipe.round_sequences >= AUDIT_SEQUENCES
+        return next((why for holds, why in reasons if holds), "")
+
+    @property
+    def is_audited(self) -> bool:
+        return not self.why_not_audited
 
     @model_validator(mode="before")
     @classmethod

@@ -70,12 +70,13 @@ class Code(StrEnum):
         "no longer quarantined: this node's state is the certified one again",
     )
     SUSPENDED = "suspended", Meaning(
-        "error", False, "suspended: the members found no work of this node's own in a contribution; since then, "
-        "{passed} of {needed} have found some",
+        "error", False, "suspended: the members found no work of this node's own in {what}; since then, {passed} of "
+        "{needed} have found some",
         "Its contributions count for nothing",
         "All members measured a contribution of this node, and it did not answer to the data that the node was given. "
-        "Faulty memory, overclocking or changed code can be the reason. `p2ptrain audit --contribution` measures one "
-        "again on this machine. It counts again once enough members have found its work.",
+        "Faulty memory, overclocking or changed code can be the reason. `p2ptrain audit DIR --contribution ROUND PEER` "
+        "measures it again: DIR is the data directory, ROUND as above, PEER this node's id. It counts again once "
+        "enough members have found its work.",
         "no longer suspended: its contributions count again",
     )
     STALLED = "stalled", Meaning(

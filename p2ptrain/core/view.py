@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from statistics import median_low
 
 from msgspec import Struct
 
 from p2ptrain.core.arrivals import SILENT
 from p2ptrain.core.auditing import audit_of
-from p2ptrain.core.audits import CLEAN, Tier, passes_needed
+from p2ptrain.core.audits import CLEAN, SUMMONS_ROUNDS, Tier, passes_needed
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Audit
 from p2ptrain.core.history import Entry
 from p2ptrain.core.messages import Announcement
+from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.origin import Descent, origin_of
 from p2ptrain.core.participant import Participant
 from p2ptrain.core.regroup import HEARD_SECONDS
@@ -36,6 +38,16 @@ class PeerView(Struct, frozen=True):
     steps: int = 0  # behind that, as it claims
     staleness: int | None = None  # of its contribution that was applied last
     ban: str = ""  # why it was banned (tally.py), if that was seen here
+
+
+def failed_text(manifests: Iterable[Manifest], key: bytes, since: int) -> str:
+    """Names the contribution that a key was suspended for in round `since`, and what all measured, if that is kept."""
+    audits = [each for manifest in manifests if manifest.round <= since for each in manifest.audits]
+    if not (told := [each for each in audits if each.is_summoned and each.key == key]):
+        return "a contribution"
+    last = [(each.z, each.strength) for each in told if each.round == told[-1].round]
+    z, strength = (median_low(values) / 1_000 for values in zip(*last, strict=True))
+    return f"the contribution that round {told[-1].round} took (z {z:.2f}, strength {strength:.2f} in the median)"
 
 
 class NodeView:
@@ -197,9 +209,13 @@ class NodeView:
         told = [complaint(code) for code, holds in found.items() if holds]
         place = state.place.get(context.me)
         conduct = CLEAN if place is None else state.admitted[place].conduct
-        if conduct.tier is not Tier.COUNTED:
-            code = Code.ON_TRIAL if conduct.tier is Tier.ON_TRIAL else Code.SUSPENDED
-            told.append(complaint(code, passed=len(conduct.passed_by), needed=passes_needed(state)))
+        passes = {"passed": len(conduct.passed_by), "needed": passes_needed(state)}
+        if conduct.tier is Tier.ON_TRIAL:
+            told.append(complaint(Code.ON_TRIAL, **passes))
+        elif conduct.tier is not Tier.COUNTED:
+            entries = node.chain.entries_after(conduct.since - SUMMONS_ROUNDS - 1)
+            what = failed_text((each.manifest for each in entries), context.me, conduct.since)
+            told.append(complaint(Code.SUSPENDED, what=what, **passes))
         heard = sum(self.silence_of(key) < HEARD_SECONDS for key in state.members)
         if self.is_member and heard == (quorum := state.roster.quorum) < state.roster.size and not self.is_stalled:
             told.append(complaint(Code.QUORUM_NEAR, heard=heard, members=state.roster.size, quorum=quorum))

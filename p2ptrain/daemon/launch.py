@@ -534,6 +534,8 @@ def _tell_how_to_join(transport: Transport, run: RunConfig) -> None:
     if run.protocol in ENDING:
         what = "release %s will not speak the run's protocol %s any more: see `p2ptrain propose --set protocol=%s`"
         log.warning(what, ENDING[run.protocol], run.protocol, max(PROTOCOLS))
+    if not run.is_audited:
+        log.info("nobody can tell whether members train, because %s", run.why_not_audited)
     if not addresses:
         log.warning("no address that others could use yet; `p2ptrain status` shows it once there is one")
     for address in addresses if sys.stdout else ():  # each in one write, since the log may go to the same file

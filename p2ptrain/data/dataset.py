@@ -143,10 +143,9 @@ class TokenDataset:
 
     Each piece is checked against its digest when it is first used. A damaged one is removed if it was fetched, and an
     error names it; from then on it counts as missing, until `add_piece` restores it. A batch that needs a missing piece
-    is an error too, so callers that may lack pieces check `missing` first. Only one thread may make batches; all
-    other methods are thread-safe. After `keep_within`, pieces that are added lie apart and may be removed again, but
-    not while they are needed: `need` and `need_held_out` say which.
-    """
+    is an error too, so callers that may lack pieces check `missing` first. All methods are thread-safe. After
+    `keep_within`, pieces that are added lie apart and may be removed again, but not while they are needed: `need` and
+    `need_held_out` say which."""
 
     def __init__(self, directory: Path, manifest: DatasetIndex) -> None:
         self.directory = directory

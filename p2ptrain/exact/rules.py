@@ -10,8 +10,8 @@ By default all contributions count, each bounded by its scale (exact/scales.py).
                          that order (Blanchard et al. 2017, arXiv 1703.02757)
     bulyan               takes n - 2f by repeated Krum, and on each coordinate those n - 4f of their votes that are
                          nearest to the median (El Mhamdi et al. 2018, arXiv 1802.07927)
-    clipped              halves what is farther from the mean of all than n - f contributions are, until it is not
-                         (after Karimireddy et al. 2021, arXiv 2012.10333)
+    clipped              halves what is farther from the mean of all than n - f contributions are, once for each factor
+                         of 2 by which it is, towards zero (after Karimireddy et al. 2021, arXiv 2012.10333)
 
 They compare votes: integers in common units, cut as they would be counted. Products of two contributions are integers,
 distances and cosines follow from these exactly, and of equals the one whose author has the lower key comes first. The
@@ -223,7 +223,7 @@ def _by_krum(products: Sequence[Sequence[int]], f: int, rounds: int) -> list[int
 
 
 def halvings(products: Sequence[Sequence[int]], f: int) -> list[int]:
-    """Returns how often each contribution is halved, so that none is farther from the mean than n - f are."""
+    """Returns how often each distance from the mean has to be halved until it is no farther than n - f are."""
     count, rows = len(products), [sum(row) for row in products]
     # Squared distances from the mean, times n * n.
     away = [count * (count * products[one][one] - 2 * rows[one]) + sum(rows) for one in range(count)]

@@ -21,15 +21,17 @@ from p2ptrain.core.auditing import beside
 from p2ptrain.core.manifest import Manifest
 from p2ptrain.core.messages import STRENGTH_MAX, Z_MAX, content_of
 from p2ptrain.core.state import Taken
+from p2ptrain.data.assignment import Positions
 from p2ptrain.errors import P2ptrainError
 from p2ptrain.exact.shortage import is_out_of_memory
 from p2ptrain.identity import peer_id_of
 from p2ptrain.node.edges import Edges
 from p2ptrain.node.replica_thread import ReplicaThread
 from p2ptrain.node.work import Worker
-from p2ptrain.train.matched_filter import Match, drawn
+from p2ptrain.train.learner import SetRead
+from p2ptrain.train.matched_filter import SET, Match, drawn
 
-AUDIT_SECONDS = 300.0  # with the data that it takes; beyond that it would come too late
+FETCH_SECONDS = 300.0  # for the data that an audit takes; how long a measurement waits for a training is the run's
 
 log = logging.getLogger("p2ptrain.node")
 
@@ -67,11 +69,10 @@ class Audits:
     async def measure(self, effect: ev.Audit) -> Match:
         """Measures a contribution; DroppedError if that is impossible now."""
         try:
-            async with asyncio.timeout(AUDIT_SECONDS):
-                with self._edges.transport.boundary.guard("the audit of a contribution"):
-                    return await self._measured(effect)
+            with self._edges.transport.boundary.guard("the audit of a contribution"):
+                return await self._measured(effect)
         except TimeoutError as error:
-            raise DroppedError("it took too long") from error
+            raise DroppedError(f"its data did not come within {FETCH_SECONDS:.0f} s") from error
         except P2ptrainError as error:  # data, memory, a plug-in's model: no reason to end
             raise DroppedError(str(error)) from error
 
@@ -80,8 +81,9 @@ class Audits:
             raise DroppedError("the node does not train now")
         taken, count, draw = effect.taken, effect.sequences, effect.manifest.digest + effect.taken.author
         recipe, positions_of = self._edges.view.run.recipe, self._worker.positions
-        own, others = await asyncio.to_thread(drawn, positions_of, effect.share, taken.steps, recipe, count, draw)
-        await self._edges.fetching.ahead(np.concatenate([own, others]), self._goes_on)
+        places = await asyncio.to_thread(drawn, positions_of, effect.share, taken.steps, recipe, count, draw)
+        async with asyncio.timeout(FETCH_SECONDS):
+            own, others = [[await self._read(part) for part in np.split(each, len(each) // SET)] for each in places]
         rounds = [await self._payloads(manifest, manifest.counted) for manifest in effect.since]
         others_taken = beside(effect.manifest, taken, self._replica.replica.outer.fragment_of)
         payloads = await self._payloads(effect.manifest, (taken, *others_taken))
@@ -92,6 +94,12 @@ class Audits:
         if not (math.isfinite(match.z) and math.isfinite(match.strength)):
             raise DroppedError("the model's gradients are not finite")
         return match
+
+    async def _read(self, part: Positions) -> SetRead:
+        """Fetches a set, and reads it at once: room for one is enough, whatever a training fetches before the next."""
+        fetching = self._edges.fetching
+        await fetching.ahead(part, self._goes_on)
+        return part, await asyncio.to_thread(fetching.dataset.batch, part, fetching.run.model.sequence_length)
 
     async def _payloads(self, manifest: Manifest, taken: Sequence[Taken]) -> list[bytes]:
         found = [await self._edges.persistence.payload(each.payload) for each in taken]

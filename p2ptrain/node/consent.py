@@ -83,6 +83,8 @@ def terms_of(run: RunConfig, home: Home, members: int, seen: RoundsSeen | None) 
     own = {"data": "your own, of which nothing is sent; but contributions, which are sent, are made of it"}
     adapters = f" in adapters of rank {run.adapt.rank}" if run.adapt.is_on else ""
     weights = count_of(need.state + run.adapt.base_bytes)
+    at_once = ", and whoever joins counts at once" if run.admission.policy == "open" else ""
+    unaudited = {"audits": f"none: nobody can tell whether members train, because {run.why_not_audited}{at_once}"}
     return (
         ({"plug-ins": f"{plugins}, which you have allowed"} if plugins else {})
         | {
@@ -94,6 +96,7 @@ def terms_of(run: RunConfig, home: Home, members: int, seen: RoundsSeen | None) 
             "at first": f"{weights} of weights are fetched, and {fetched} as it is needed",
         }
         | (own if is_own else {})
+        | ({} if run.is_audited else unaudited)
         | ({"world": f"also a node in run {run.world.run}, of which this run is a region"} if run.world.run else {})
     )
 

@@ -21,7 +21,7 @@ from p2ptrain.exact.replica import Replica
 from p2ptrain.models.sample import SampleRequest
 from p2ptrain.share import Share
 from p2ptrain.store.diary import Trained
-from p2ptrain.train.learner import RankFigures
+from p2ptrain.train.learner import RankFigures, SetRead
 from p2ptrain.train.matched_filter import Match
 from p2ptrain.train.private import Privacy
 from p2ptrain.train.saved_state import Capture
@@ -222,7 +222,7 @@ class Worker(Protocol):
         """Continues a text with the agreed weights; None if these are not those of round `number` any more."""
 
     async def measure(
-        self, number: int, weights: Tensor, payloads: Sequence[bytes], own: Positions, others: Positions
+        self, number: int, weights: Tensor, payloads: Sequence[bytes], own: Sequence[SetRead], others: Sequence[SetRead]
     ) -> Match:
         """Measures the first of these contributions to a round, computed from these weights, between two trainings."""
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from p2ptrain import __version__
 from p2ptrain.config import RunConfig
-from p2ptrain.core.audits import CREDIT, DOUBT, Tier
+from p2ptrain.core.audits import CLEAN, CREDIT, DOUBT, HARM, Tier
 from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.messages import KEY_BYTES
 from p2ptrain.core.view import PeerView
@@ -117,6 +117,7 @@ def status_of(daemon: Running) -> schema.Status:
         loop_lag_seconds=round(daemon.lag.worst, 4),
         uptime_seconds=round(daemon.uptime, 1),
         is_audited=daemon.run.is_audited,
+        unaudited=daemon.run.why_not_audited,
         audits=driver.audits.done,
         audit_seconds=round(driver.audits.seconds, 3),
         typical_z=state.typical / 1_000 if daemon.run.is_audited else None,
@@ -249,12 +250,15 @@ def _peer(
     record = daemon.records.peers.by_key.get(peer) or schema.PeerRecord(peer=peer)
     place = view.state.place.get(peer)
     admitted = None if place is None else view.state.admitted[place]
-    conduct = admitted and admitted.conduct
+    conduct = admitted.conduct if admitted else CLEAN
     since = sum(each.round > admitted.since for each in lately) if admitted else 0
     now = {
-        "standing": conduct.tier.name.lower().replace("_", " ") if conduct else "",
-        "audits_passed": round(conduct.credit / CREDIT, 2) if conduct else 0.0,
-        "doubt": round(conduct.doubt / DOUBT, 2) if conduct else 0.0,
+        "standing": conduct.tier.name.lower().replace("_", " ") if admitted else "",
+        "audits_passed": round(conduct.credit / CREDIT, 2),
+        "doubt": round(conduct.doubt / DOUBT, 2),
+        "harm": round(conduct.harm / HARM, 2),
+        "muted": conduct.muted if conduct.muted > view.state.round else 0,
+        "strikes": conduct.strikes,
         "addresses": addresses,
         "address_kind": kind_of_address(addresses[0]) if addresses else "unknown",
         "release": __version__ if is_me else known.release if known else "",

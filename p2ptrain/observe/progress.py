@@ -1,8 +1,7 @@
 """Progress for people: a live line on a terminal, a JSON line per round elsewhere; and lines about changes.
 
 On a terminal, the thread that writes the log also draws the line. It may block (Ctrl-S, a hanging connection), and with
-rich's own threads the node would block too.
-"""
+rich's own threads the node would block too."""
 
 from __future__ import annotations
 
@@ -37,6 +36,13 @@ LOOKS = 3  # checks in a row that find a complaint before it is logged: some pas
 NODES_SHOWN, WIDTH = 20, 80  # in `p2ptrain swarm`: lines, and columns of the narrowest terminal
 NODES_HEAD = f"{'node':9} {'seat':9} {'heard':>6} {'speed':>6} {'line':>8} {'taken':>5} {'delay':>5}  look at"
 
+STANDINGS = {  # by name, what is told of them
+    "suspended": (logging.WARNING, "suspended: all members measured, and found no work in the contributions"),
+    "expelled": (logging.WARNING, "expelled: too few members found work in the contributions"),
+    "on trial": (logging.INFO, "on trial: members measure first whether the contributions come from training"),
+    "counted": (logging.INFO, "counted: members found work in the contributions"),
+}
+NEW = "counted", 0  # standing of a key that was not there
 Line = tuple[int, str]  # logging level and text
 log = logging.getLogger("p2ptrain.progress")
 
@@ -133,6 +139,9 @@ def peer_lines(peers: list[dict[str, Any]]) -> str:
     """Describes peers in a line each, for `p2ptrain peers`."""
     connected = [_peer_line(peer) for peer in peers if peer["is_connected"]]
     lines = [f"{peer['peer_id']}  banned: {peer['ban']}" for peer in peers if peer["ban"]]
+    odd = [peer for peer in peers if peer["standing"] not in {"", "counted"}]
+    lines += [f"{peer['peer_id']}  {STANDINGS[peer['standing']][1]}" for peer in odd]
+    lines += [f"{each['peer_id']}  audits count again after round {each['muted']}" for each in peers if each["muted"]]
     away = [peer for peer in peers if peer["is_greylisted"] and not peer["ban"]]
     lines += [f"{peer['peer_id']}  kept away: {reasons(peer['observed'])}" for peer in away]
     return plain("\n".join([*connected, *lines, f"{len(connected)} peers"]))
@@ -234,6 +243,7 @@ def lines_of(status: dict[str, Any]) -> str:
         f"{tolerance['crashes']} may crash, {tolerance['liars']} may lie",
         "figures": "\n".join(f"{each.figure.title} {words}" for each in figures if (words := each.words(status))),
         "agenda": _agenda_row(status),
+        "audits": status.get("unaudited", "") and f"none, because {status['unaudited']}",
         "health": "\n".join(status["health"]) or "good",
         "http": status["http"] or "off",
     }
@@ -247,6 +257,7 @@ class News:
 
     def __init__(self) -> None:
         self._members: frozenset[bytes] | None = None
+        self._standings: dict[bytes, tuple[str, int]] = {}  # by key, with the last round in which its audits are void
         self._branch = b""
         self._banned: AbstractSet[bytes] = frozenset()
         self._kept_away: AbstractSet[bytes] = frozenset()
@@ -262,13 +273,15 @@ class News:
     ) -> list[Line]:
         """Returns the lines for what has changed since the last look.
 
-        bans: why each key was banned; kept_away: what was observed of each peer that this node keeps away
-        """
+        bans: why each key was banned; kept_away: what was observed of each peer that this node keeps away"""
         lines = [*self._of_health(complaints)]
+        conducts = [(each.key, each.conduct) for each in state.admitted]
+        standings = {key: (each.tier.name.lower().replace("_", " "), each.muted) for key, each in conducts}
         if self._members is not None:
-            lines = [*self._of_roster(state, self._members), *self._of_peers(bans, kept_away), *lines]
+            lines = [*self._of_peers(bans, kept_away), *self._of_standings(standings, state.round), *lines]
+            lines = [*self._of_roster(state, self._members), *lines]
         self._members, self._branch = frozenset(state.members), state.branch
-        self._banned, self._kept_away = bans.keys(), kept_away.keys()
+        self._banned, self._kept_away, self._standings = bans.keys(), kept_away.keys(), standings
         return lines
 
     def _of_roster(self, state: AgreedState, before: frozenset[bytes]) -> Iterable[Line]:
@@ -289,6 +302,15 @@ class News:
             yield logging.WARNING, f"{peer_id_of(peer)} is kept away: {reasons(dict(kept_away[peer]))}"
         if back := self._kept_away - kept_away.keys():
             yield logging.INFO, f"{_names(back)} no longer kept away"
+
+    def _of_standings(self, now: Mapping[bytes, tuple[str, int]], number: int) -> Iterable[Line]:
+        for standing, (level, what) in STANDINGS.items():
+            keys = [key for key, (name, _) in now.items() if name == standing != self._standings.get(key, NEW)[0]]
+            if keys:
+                yield level, f"{_names(keys)} {what}"
+        muted = [key for key, (_, last) in now.items() if last > max(number, self._standings.get(key, NEW)[1])]
+        if muted:
+            yield logging.WARNING, f"{_names(muted)} may not audit for a while: not all found what these audits said"
 
     def _of_health(self, complaints: Sequence[Complaint]) -> Iterable[Line]:
         self._looks = {each.code: self._looks.get(each.code, 0) + 1 for each in complaints}

@@ -3,8 +3,7 @@
 Within a version, fields keep their names and meanings; new ones may be added. Units are in the names or descriptions,
 which docs/reference/http.md has too. A number is annotated with its Figure (figures.py), by which every interface
 shows it. Each record (RoundRecord, PeerRecord, Mine) is one row of records.sqlite: a msgpack map with the
-fields' names as keys, under a digest. A field that is added later needs a default, for older rows.
-"""
+fields' names as keys, under a digest. A field that is added later needs a default, for older rows."""
 
 from __future__ import annotations
 
@@ -270,8 +269,9 @@ class Status(Answer, LearningFigures):
     )
     uptime_seconds: Annotated[float, Figure("up", "seconds")] = Field(ge=0, description="since its start with the run")
     is_audited: Annotated[bool, Figure("contributions are audited", "is")] = Field(
-        description="members can find out whether contributions come from training; not with data of their own"
+        description="members can find out whether contributions come from training"
     )
+    unaudited: str = Field(description="why they cannot, so that whoever joins an open run counts at once; or empty")
     audits: Annotated[Count, Figure("audits", kind="counter")] = Field(
         description="contributions of others that this node has measured since this start"
     )
@@ -459,7 +459,9 @@ class Peer(PeerRecord):
     )
     audits_passed: float = Field(ge=0, description="audits that found its work, old ones fading")
     doubt: float = Field(ge=0, description="of audits that did not; at 1 all members measure")
-
+    harm: float = Field(ge=0, description="of audits that found it going against the others; at 1 all members measure")
+    muted: Count = Field(description="the last round in which its own audits do not count; 0: they do")
+    strikes: Count = Field(description="how often its audits were far from what all found")
     heard_seconds: float | None = Field(ge=0, description="since its last message about a round; null: not admitted")
     rounds_lately: Count = Field(0, description="the last rounds applied here, 50 at most, since it was admitted")
     taken_lately: Count = Field(0, description="of these, those that took a contribution of it")
@@ -484,8 +486,7 @@ class RoundRecord(Answer, LearningFigures, Stored):
     """A round that this node has applied.
 
     Its four phases add up to the time since the previous round was applied. Bytes, tokens and late contributions are
-    those of that time, whichever round they were meant for.
-    """
+    those of that time, whichever round they were meant for."""
 
     branch: Hex = Field(description="hex")
     round: Count

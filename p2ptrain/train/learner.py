@@ -10,8 +10,7 @@
 
 It goes on from the weights of a replica, which another thread may change meanwhile: it copies them before a round, or
 between two steps (`rebase`). So an error here costs a contribution, and never touches what was agreed on. It runs in
-one thread and uses no clock and no network; a learner that loads a capture goes on with the same bits.
-"""
+one thread and uses no clock and no network; a learner that loads a capture goes on with the same bits."""
 
 from __future__ import annotations
 
@@ -28,6 +27,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -52,7 +52,7 @@ from p2ptrain.train.compiling import Compiling
 from p2ptrain.train.devices import find_device
 from p2ptrain.train.evaluate import evaluate
 from p2ptrain.train.live import LiveModel, StepResult, drawing
-from p2ptrain.train.matched_filter import SET, Match, audit
+from p2ptrain.train.matched_filter import Match, audit
 from p2ptrain.train.own_data import OwnData
 from p2ptrain.train.recipes import LocalRecipe, Recipe, make_recipe
 from p2ptrain.train.saved_state import Capture, in_memory, is_agreed, read_kept
@@ -112,6 +112,7 @@ class StepsElsewhere(Protocol):
 
 
 MakeElsewhere = Callable[[LiveModel, Recipe], StepsElsewhere]
+SetRead = tuple[Positions, NDArray[np.int64]]  # of an audit, with tokens [sequences, length + 1]
 
 
 class Learner:
@@ -120,8 +121,7 @@ class Learner:
     own: what it trains on in a run whose nodes bring their own data; a script with a loop of its own needs none.
     Only the node that begins the run needs `initial` weights; otherwise all matrices are zero, as in a new replica.
     base: the file of the frozen weights, if adapters train
-    elsewhere: makes what takes the steps in place of this learner
-    """
+    elsewhere: makes what takes the steps in place of this learner"""
 
     def __init__(
         self,
@@ -332,8 +332,7 @@ class Learner:
     def contribute(self, round_number: int, k: int = 0) -> bytes:
         """Encodes the round that was just trained, and subtracts the payload's values from the residual.
 
-        k: numbers of each chunk; 0: the most that the run allows
-        """
+        k: numbers of each chunk; 0: the most that the run allows"""
         assert self._trained == round_number, "a contribution follows its training"
         assert round_number not in self.recipe.residual.kept, "a round's contribution is made once, and kept as bytes"
         self._trained = None
@@ -399,15 +398,13 @@ class Learner:
             ).loss
 
     def audit(
-        self, round_number: int, weights: Tensor, payloads: Sequence[bytes], own: Positions, others: Positions
+        self, number: int, weights: Tensor, payloads: Sequence[bytes], own: Sequence[SetRead], others: Sequence[SetRead]
     ) -> Match:
         """Measures the first of these contributions to a round, computed from these weights (matched_filter.py).
 
-        own, others: sequences that its author was given, and as many that it was not
-        """
+        own, others: sets of sequences that its author was given, and of others"""
         assert self._trained is None, "between two rounds"
-        length, packing = self.run.model.sequence_length, self.live.packing
-        part = self.outer.fragment_of(round_number)
+        part = self.outer.fragment_of(number)
         if self.outer.fragment_in(payloads[0]) != part:  # a round counts it as nothing
             return Match(0.0, 0.0)
         layout = self.outer.layouts[part]
@@ -417,11 +414,8 @@ class Learner:
                 self._adopted = -1  # these are none that the next round moves
             self.live.weights.copy_(weights)
             sets, other_sets = (
-                [
-                    packing.batch(self.dataset.batch(each, length), each, round_number)
-                    for each in np.split(positions, len(positions) // SET)
-                ]
-                for positions in (own, others)
+                [self.live.packing.batch(tokens, positions, number) for positions, tokens in each]
+                for each in (own, others)
             )
             return audit(self.run.recipe, self.live, layout, contributions, 0, sets, other_sets)
 
@@ -438,8 +432,7 @@ class Learner:
         It lacks the steps of a training that has not been contributed: a learner that loads it trains that round again;
         the only difference is that the inner optimizer of `local` has seen those steps already. Between `contribute`
         and the announcement, it has a contribution that may never be announced: after `load`, the caller restores those
-        of `kept_rounds` that were not announced.
-        """
+        of `kept_rounds` that were not announced."""
         with self.replica.lock:
             self._catch_up()
             agreed = in_memory(self.replica.state)

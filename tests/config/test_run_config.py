@@ -349,8 +349,15 @@ def test_a_run_is_audited_where_others_have_the_data_and_the_steps() -> None:
     small = {"recipe": {"name": "local", "local_steps": 3, "sequences_per_pass": 8}}
     closed = {"data": {"source": "own"}, "admission": {"policy": "allowlist", "keys": ["ab" * 32]}}
     script = {"model": {"kind": "own", "parameters": ["weight 2 2"]}}
-    for other in (local | small, local | closed, local | script):
-        assert not RunConfig.model_validate({"name": "a"} | other).is_audited
+    plugin = {"recipe": {"plugin": "p2ptrain-noise 0.1.0"}}
+    for other, why in (
+        (small, "a contribution is made of 24 sequences, and 32 are needed"),
+        (closed, "nobody else has the data behind a contribution"),
+        (script, "scripts train as they like"),
+        (plugin, "p2ptrain-noise 0.1.0 makes the contributions"),
+    ):
+        run = RunConfig.model_validate({"name": "a"} | local | other)
+        assert (run.is_audited, run.why_not_audited) == (False, why)
 
 
 def test_contributions_that_audits_could_not_reach_back_to_are_refused() -> None:

@@ -34,6 +34,7 @@ from p2ptrain.core.context import Context
 from p2ptrain.core.manifest import Join, Manifest, Request, contradiction
 from p2ptrain.core.messages import AuditReport
 from p2ptrain.core.state import Admitted, AgreedState
+from p2ptrain.core.view import failed_text
 from p2ptrain.errors import RemoteProtocolError
 from tests.helpers.core import KEYS, RUN, DigestSigner, announced, run_of, signed
 from tests.helpers.manifest import ASKED, admitting, all_hold, decide, names, quorum
@@ -339,6 +340,18 @@ def test_harm_is_found_by_its_strength() -> None:
     for _ in range(2):
         state = after(state, *all_measure(state, (1_500, -1_000)))
     assert conduct(state, VICTIM).tier is Tier.SUSPENDED
+
+
+def test_a_suspended_member_is_told_which_contribution_it_was_and_what_all_found() -> None:
+    state, manifests = doubted(VICTIM), list[Manifest]()
+    while conduct(state, VICTIM).tier is Tier.COUNTED:
+        manifests.append(taking(state, *all_measure(state, NOTHING)))
+        state = state.after(manifests[-1], AUDITED)
+    since, last = conduct(state, VICTIM).since, manifests[-1].audits[0].round
+    manifests.append(taking(state))
+    told = f"the contribution that round {last} took (z 0.00, strength 1.00 in the median)"
+    assert (failed_text(manifests, VICTIM, since), len(manifests)) == (told, 3)
+    assert failed_text(manifests[2:], VICTIM, since) == "a contribution", "that round is not kept any more"
 
 
 def test_a_suspended_member_earns_its_weight_back() -> None:

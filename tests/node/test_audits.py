@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from math import inf, nan
 from threading import RLock
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from p2ptrain.core import events as ev
 from p2ptrain.core.state import Taken
 from p2ptrain.errors import DataError, TrainingError
 from p2ptrain.net.boundary import Boundary
+from p2ptrain.node import audits
 from p2ptrain.node.audits import Audits
 from p2ptrain.share import Share
 from p2ptrain.train.matched_filter import OTHER_SEQUENCES_MIN, Match
@@ -30,25 +32,31 @@ class AuditsBench:
     def __init__(
         self, error: Exception | None = None, round_now: int = 5, kept: bool = True, match: Match = FOUND
     ) -> None:
-        self.error, self.given, self.read, self.match = error, list[ev.Audited](), list[Any](), match
+        self.error, self.given, self.read, self.match = error, list[ev.Audited](), list[int](), match
+        self.fetched: list[int] = []
         self.kept = b"k" * 32 + b"payload" if kept else None
         replica = SimpleNamespace(
             round=round_now, lock=RLock(), weights_before=lambda rounds: "weights",
             outer=SimpleNamespace(fragment_of=lambda number: 0),
         )  # fmt: skip
         self.boundary = Boundary()
-        edges = SimpleNamespace(
+        self.edges = SimpleNamespace(
             transport=SimpleNamespace(boundary=self.boundary),
             view=SimpleNamespace(run=RUN),
-            fetching=SimpleNamespace(ahead=self.ahead),
+            fetching=SimpleNamespace(ahead=self.ahead, run=RUN, dataset=SimpleNamespace(batch=self.batch)),
             persistence=SimpleNamespace(payload=self.payload),
         )
         thread: Any = SimpleNamespace(replica=replica, run=self.run)
-        worker: Any = SimpleNamespace(positions=self.positions, measure=self.measure)
-        self.audits = Audits(worker, thread, edges, self.given.append, lambda: True)  # type: ignore[arg-type]
+        self.worker: Any = SimpleNamespace(positions=self.positions, measure=self.measure)
+        self.audits = Audits(self.worker, thread, self.edges, self.given.append, lambda: True)  # type: ignore[arg-type]
 
     async def ahead(self, positions: Any, goes_on: Any) -> None:
-        self.read = positions.tolist()
+        self.fetched = positions.tolist()
+
+    def batch(self, positions: Any, length: int) -> Any:
+        assert positions.tolist() == self.fetched, "little room holds no other set"
+        self.read += self.fetched
+        return np.zeros((len(positions), length + 1), np.int64)
 
     async def payload(self, name: bytes) -> bytes | None:
         return self.kept
@@ -59,7 +67,8 @@ class AuditsBench:
     def positions(self, share: Share) -> Any:
         return np.arange(80) + 80 * share.round
 
-    async def measure(self, *arguments: Any) -> Match:
+    async def measure(self, number: int, weights: Any, payloads: Any, own: Any, others: Any) -> Match:
+        assert [position for part, _ in (*own, *others) for position in part.tolist()] == self.read
         if self.error is not None:
             raise self.error
         return self.match
@@ -114,3 +123,28 @@ async def test_an_audit_that_cannot_be_done_now_says_why(changes: dict[str, Any]
     bench = AuditsBench(**changes)
     await bench.audits.audit(order())
     assert why in bench.given[0].why
+
+
+async def test_a_measurement_waits_for_a_training_however_long_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, is_over = AuditsBench(), asyncio.Event()
+
+    async def behind(*arguments: Any) -> Match:
+        await is_over.wait()
+        return FOUND
+
+    monkeypatch.setattr(bench.worker, "measure", behind)
+    monkeypatch.setattr(audits, "FETCH_SECONDS", 0.05)
+    waiting = asyncio.ensure_future(bench.audits.audit(order()))
+    await asyncio.wait([waiting], timeout=0.2)
+    assert not waiting.done()
+    is_over.set()
+    await waiting
+    assert bench.given == [ev.Audited(4, AUTHOR, 1_250, 500)]
+
+
+async def test_data_that_do_not_come_in_time_end_an_audit_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = AuditsBench()
+    monkeypatch.setattr(bench.edges.fetching, "ahead", lambda *arguments: asyncio.Event().wait())
+    monkeypatch.setattr(audits, "FETCH_SECONDS", 0.01)
+    await bench.audits.audit(order())
+    assert [each.why for each in bench.given] == ["its data did not come within 0 s"]

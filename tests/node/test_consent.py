@@ -74,8 +74,20 @@ def test_a_run_of_own_data_says_what_leaves_the_machine(tmp_path: Path) -> None:
     raw["admission"] |= {"policy": "allowlist", "keys": (KEYS[0].hex(),)}
     terms = terms_of(RunConfig.model_validate(raw), Home(mine(tmp_path)), 3, None)
     assert terms["data"] == "your own, of which nothing is sent; but contributions, which are sent, are made of it"
+    assert terms["audits"] == (
+        "none: nobody can tell whether members train, because nobody else has the data behind a contribution"
+    )
     assert " MB, and held-out data as far as there is room" in terms["disk"]
     assert terms["at first"].endswith(" of weights are fetched, and held-out data as it is needed")
+
+
+def test_an_open_run_without_audits_says_that_whoever_joins_counts(tmp_path: Path) -> None:
+    few = RUN.model_copy(update={"recipe": RUN.recipe.model_copy(update={"local_steps": 1})})
+    count = few.recipe.round_sequences
+    assert terms_of(few, Home(mine(tmp_path)), 3, None)["audits"] == (
+        f"none: nobody can tell whether members train, because a contribution is made of {count} sequences, and "
+        "32 are needed, and whoever joins counts at once"
+    )
 
 
 @pytest.mark.parametrize(

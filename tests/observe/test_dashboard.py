@@ -424,6 +424,16 @@ def test_a_node_that_trains_on_its_owners_data_says_what_leaves_the_machine(
         assert text_of(page, "own-data") == f"Training data: {OWN_DATA}."
 
 
+def test_a_run_without_audits_says_so(browser: Browser, node: DashboardServer) -> None:
+    with a_page(browser, node.url) as page:
+        until_shown(page)
+        assert not page.locator("#unaudited").is_visible()
+        node.change(unaudited="scripts train as they like")
+        until_text(page, "unaudited", "scripts")
+        assert page.locator("#unaudited").is_visible()
+        assert text_of(page, "unaudited") == "Nobody can tell whether members train: scripts train as they like."
+
+
 def test_motions_are_shown_as_text_while_there_are_any_and_then_what_was_decided(
     browser: Browser, node: DashboardServer
 ) -> None:

@@ -7,6 +7,7 @@ from logging import INFO, WARNING
 import msgspec
 import pytest
 
+from p2ptrain.core.audits import CLEAN, Conduct, Tier
 from p2ptrain.core.complaints import MEANINGS, Code, Complaint, complaint
 from p2ptrain.core.state import AgreedState, genesis
 from p2ptrain.identity import peer_id_of
@@ -49,6 +50,30 @@ def test_who_is_banned_or_kept_away_is_named_with_the_reason_and_once() -> None:
     ]
     assert news.look(state(), [], bans, away) == []
     assert news.look(state(), [], bans, {}) == [(INFO, f"{other} no longer kept away")]
+
+
+def judged(**conducts: Conduct) -> AgreedState:
+    """A state with members of these conducts, by the number of their keys."""
+    told = {KEYS[int(name[1:])]: conduct for name, conduct in conducts.items()}
+    now = state(4)
+    admitted = [msgspec.structs.replace(each, conduct=told.get(each.key, CLEAN)) for each in now.admitted]
+    return msgspec.structs.replace(now, admitted=tuple(admitted))
+
+
+def test_who_is_suspended_on_trial_counted_again_or_may_not_audit_is_named_once() -> None:
+    news, ids = News(), [peer_id_of(key) for key in KEYS]
+    found, none = "members found work in the contributions", "all members measured, and found no work in"
+    assert news.look(judged(k1=Conduct(Tier.ON_TRIAL)), []) == [], "what was before the start is in the peers"
+    bad = judged(k1=CLEAN, k2=Conduct(Tier.SUSPENDED), k3=Conduct(muted=72, strikes=1))
+    assert news.look(bad, []) == [
+        (WARNING, f"{ids[2]} suspended: {none} the contributions"),
+        (INFO, f"{ids[1]} counted: {found}"),
+        (WARNING, f"{ids[3]} may not audit for a while: not all found what these audits said"),
+    ]
+    assert news.look(bad, []) == []
+    again = judged(k0=Conduct(Tier.ON_TRIAL), k2=CLEAN, k3=Conduct(muted=72, strikes=1))
+    first = "members measure first whether the contributions come from training"
+    assert news.look(again, []) == [(INFO, f"{ids[0]} on trial: {first}"), (INFO, f"{ids[2]} counted: {found}")]
 
 
 def test_another_branch_is_told_as_trouble() -> None:

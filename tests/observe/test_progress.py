@@ -195,15 +195,25 @@ def test_a_peer_is_a_line_with_its_figures_and_who_is_out_is_named_with_the_reas
         unknown | {"peer_id": "new", "is_member": False, "standing": "on trial", "addresses": ["\x9b2J"]},
         unknown | away | {"peer_id": "liar", "ban": "bad payload", "is_greylisted": True},
         unknown | away | {"peer_id": "flood", "is_greylisted": True, "observed": {"flooding": 10, "late": 1}},
+        unknown | away | {"peer_id": "idle", "standing": "suspended", "is_member": True},
+        unknown | away | {"peer_id": "accuser", "muted": 90},
     ]
     role = "member".ljust(18)
     assert peer_lines(peers).splitlines() == [
         f"{PEER['peer_id']}  {role}  42 ms      498 tokens/s    after 5.2 s   delay 1  {PEER['addresses'][0]}",
         f"new  on trial{' ' * 62}?2J",
         "liar  banned: bad payload",
+        "new  on trial: members measure first whether the contributions come from training",
+        "idle  suspended: all members measured, and found no work in the contributions",
+        "accuser  audits count again after round 90",
         "flood  kept away: flooding 10, late 1",
         "2 peers",
     ]
+
+
+def test_a_status_says_why_nobody_can_audit() -> None:
+    assert "audits      none" not in lines_of(STATUS)
+    assert "\naudits      none, because scripts train" in lines_of(STATUS | {"unaudited": "scripts train as they like"})
 
 
 def test_the_owner_of_a_node_is_shown_no_control_character_either() -> None:

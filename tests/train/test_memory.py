@@ -43,6 +43,7 @@ PROGRAM = """
 import ctypes, json, sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+import numpy as np
 from p2ptrain.config import DeviceConfig, RunConfig
 from p2ptrain.data.dataset import TokenDataset
 from p2ptrain.share import Share
@@ -67,7 +68,9 @@ def live():
         trainer.apply(number, [payload] * 10, {number: payload})
         if audits:
             weights = trainer.replica.weights_before([[payload] * 10])
-            own, others = (trainer.positions_for(Share(each, 0, 1))[:16] for each in (number, number + 1))
+            drawn = [trainer.positions_for(Share(each, 0, 1))[:16] for each in (number, number + 1)]
+            length = trainer.run.model.sequence_length
+            own, others = ([(part, dataset.batch(part, length)) for part in np.split(each, 2)] for each in drawn)
             trainer.audit(number, weights, [payload] * 10, own, others)
 
 with ThreadPoolExecutor(1) as thread:  # as in a daemon

@@ -171,7 +171,8 @@ def test_an_audits_weights_are_no_measure_of_how_far_a_round_has_moved_them(data
     for number in (0, 1, 2):
         payloads = [contribution(each, number) for each in (trainer, other)]
         if number == 1:
-            trainer.audit(0, first_weights, payloads, sequences, sequences)
+            read = [(part, dataset.batch(part, trainer.run.model.sequence_length)) for part in np.split(sequences, 8)]
+            trainer.audit(0, first_weights, payloads, read, read)
         for each, own in zip((trainer, other), payloads, strict=True):
             each.apply(number, [own], {number: own})
         drifts.append((trainer.drift, other.drift))

@@ -40,6 +40,8 @@ export function showHead(status) {
   say("release", words.name(status.release));
   at("own-data").hidden = !status.own_data;
   say("own-data", `Training data: ${status.own_data}.`);
+  at("unaudited").hidden = !status.unaudited;
+  say("unaudited", `Nobody can tell whether members train: ${words.cut(status.unaudited ?? "", 200)}.`);
 }
 
 export function showNow(status) {
@@ -157,6 +159,7 @@ function standing(peer) {
   else tags.push(["tag", "guest"]);
   if (peer.standing === "on trial") tags.push(["tag", "on trial"]);
   if (peer.standing === "suspended" || peer.standing === "expelled") tags.push(["tag bad", peer.standing]);
+  if (peer.muted) tags.push(["tag bad", `may not audit until after round ${words.count(peer.muted)}`]);
   if (!peer.is_connected) tags.push(["tag", "not connected"]);
   const said = [peer.standing, "kept away"]; // by the tags above
   for (const reason of peer.reasons) if (!said.includes(reason)) tags.push(["tag bad", reason]);
