@@ -47,6 +47,7 @@ from p2ptrain.ranks.group import RankGroup, RankWork
 from p2ptrain.ranks.machines import token_in
 from p2ptrain.region.world import WorldLink
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
+from p2ptrain.store.diary import ENTRIES_MAX
 from p2ptrain.store.store import Store, beginning
 from p2ptrain.train.learner import MakeElsewhere
 from p2ptrain.train.own_data import OwnData
@@ -133,9 +134,9 @@ async def assemble(
     seed = secrets.token_hex(16)
     node = Node(run, run_id, me, signer, Random(seed))
     view, states = node.view(), SavedStates()
-    every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
+    kept = min(run.agreement.history_rounds, ENTRIES_MAX // 2)  # the diary keeps the newer half of its trainings
+    every = min(config.storage.checkpoint_every_rounds, max(1, kept // 2))
     before = partial(forget_saved_before, launch.home, run, store)
-    kept = run.agreement.history_rounds
     persistence = Persistence(store, states, every, kept, needed=lambda: view.payloads, forget_before=before)
     stack.push_async_callback(asyncio.to_thread, persistence.close)  # in a thread, so that signals are still handled
     workshop = await opened(launch, persistence.note)
