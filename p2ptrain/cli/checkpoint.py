@@ -92,16 +92,19 @@ def copy_out(
     meant = home.run(run)
     while True:
         try:
-            made = though_pruned(lambda: backed_up(home, meant, place, every, keep))
-            if made or every is None:
-                typer.echo(f"{place.where}/{made}" if made else "nothing is newer than the newest backup")
+            with place.locked():  # of a disk that was gone meanwhile, once more
+                while True:
+                    made = though_pruned(lambda: backed_up(home, meant, place, every, keep))
+                    if made or every is None:
+                        typer.echo(f"{place.where}/{made}" if made else "nothing is newer than the newest backup")
+                    if every is None:
+                        return
+                    sleep(LOOK_SECONDS)
         except DataError as error:
             if every is None:
                 raise
             typer.echo(f"{error}; trying again", err=True)
-        if every is None:
-            return
-        sleep(LOOK_SECONDS)
+            sleep(LOOK_SECONDS)
 
 
 @app.command()
