@@ -12,10 +12,11 @@ from p2ptrain.cli.groups import group
 from p2ptrain.cli.node import DataDir, NodeFile, Run, home_of
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import DataError
+from p2ptrain.files import DiskError
 from p2ptrain.node.control import ask
 from p2ptrain.node.home import Home
 from p2ptrain.store.backup import KEPT, BackupPlace
-from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
+from p2ptrain.store.checkpoints import Checkpoint, Checkpoints, NewerError
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
 LOOK_SECONDS = 10.0  # between looks for a new checkpoint
@@ -36,7 +37,8 @@ def list_checkpoints(config: NodeFile = None, data_dir: DataDir = None, run: Run
     """List this node's checkpoints, the newest last."""
     home = home_of(config, data_dir)
     for each in _checkpoints(home, home.run(run)).found():
-        typer.echo(f"DAMAGED {each}" if isinstance(each, DataError) else _line(each))
+        word = "unreadable" if isinstance(each, NewerError | DiskError) else "DAMAGED"
+        typer.echo(f"{word} {each}" if isinstance(each, DataError) else _line(each))
 
 
 @app.command()

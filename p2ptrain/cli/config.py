@@ -56,7 +56,7 @@ def example(name: Annotated[str | None, typer.Argument(help="Which one; without 
         for each, text in found.items():
             typer.echo(f"{each:<{width}}  {text.removeprefix('# ').partition(':')[0]}")
     elif name in found:
-        typer.echo(found[name], nl=False)
+        typer.echo(found[name].encode(), nl=False)  # as it is read, whatever the terminal has
     else:
         raise ConfigError(f"there is no example {name!r}", key="NAME", fix=f"Take one of {', '.join(found)}")
 
@@ -79,4 +79,4 @@ def show(
     if canonical and isinstance(config, RunConfig):
         sys.stdout.buffer.write(config.canonical())
         return
-    typer.echo(to_toml(config), nl=False)
+    typer.echo(to_toml(config).encode(), nl=False)

@@ -107,7 +107,7 @@ def propose(
     if file is None and not settings and back_to is None and data is None:
         raise ConfigError("nothing to move", key="--set", fix="Give KEY=VALUE, a run file, --data or --back-to ROUND")
     wanted = {**(_said_in(file) if file else {}), **dict(map(setting, settings or []))}
-    place = str(data.resolve()) if data else ""
+    place = str(data.absolute()) if data else ""
     order = {"do": "propose", "settings": wanted, "after": after, "back_to": back_to, "data": place}
     found = ask(home_of(config, data_dir).directory, order)
     typer.echo(f"moved: that the run {found['text']}")

@@ -123,6 +123,8 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
         raise ConfigError("WikiText holds no chats", key="--wikitext", fix="Leave out --chat, or --wikitext")
     template = load_template(chat_template, tokenizer, chosen.added) if chat else None
     column = column or ("messages" if chat else "text")
+    if column.encode(errors="replace").decode() != column:
+        raise ConfigError("not UTF-8", key="--column", fix="Name a key or a column of the files")
     with Preparing() as shown:
         prepared = make(
             out,

@@ -302,7 +302,8 @@ def _dtype_of(how: Reading) -> np.dtype[np.integer[Any]]:
 
 def _name_of(sources: Sequence[SourceFile], how: Reading, border: int) -> str:
     """Returns a digest of the sources and settings, by which a repeated call is recognised."""
-    files = [(source.name, source.size, source.changed, source.split) for source in sources]
+    names = [each.name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for each in sources]
+    files = [(name, each.size, each.changed, each.split) for name, each in zip(names, sources, strict=True)]
     template = "" if how.chats is None else how.chats.digest
     kind = how.tokenizer.kind, how.tokenizer.digest, how.column, how.skipped is None, str(border), template
     return digest("data prepare", msgspec.msgpack.encode((files, kind))).hex()
