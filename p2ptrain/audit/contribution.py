@@ -37,8 +37,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measures a key's contribution to a round; DataError if what that takes is not all here, or wrong.
 
-    dataset_of: where a data set is; bases: where frozen weights are
-    """
+    dataset_of: where a data set is; bases: where frozen weights are"""
     if is_backup(directory):
         raise DataError("a backup has no contributions", path=directory, fix="Name the directory of a node")
     report = Report(str(directory))

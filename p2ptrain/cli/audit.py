@@ -95,8 +95,7 @@ def audit(
 
     Checks signatures, payloads and states, and replays the rounds to verify the final state root. The audit only
     reads, so the node may keep running, and DIR may be somebody else's. Of several backups it takes the newest. The
-    exit status is 1 if anything is wrong or cannot be checked.
-    """
+    exit status is 1 if anything is wrong or cannot be checked."""
     if receipt is not None:
         if (content := read_regular(receipt, HISTORY_BYTES_MAX)) is None:
             raise ConfigError(f"no such file: {receipt}", key="--receipt", fix="Name the file of a receipt")
@@ -134,8 +133,7 @@ def receipt(
     """Prove what a key has contributed, in a file.
 
     It has the rounds that took a contribution of the key, as far as this node keeps them, with their certificates.
-    Anyone verifies it with `audit --receipt`.
-    """
+    Anyone verifies it with `audit --receipt`."""
     from p2ptrain.audit.receipt import receipt_of
     from p2ptrain.store.log import read_journal
     from p2ptrain.store.store import origin_in

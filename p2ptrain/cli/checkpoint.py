@@ -54,8 +54,7 @@ def export(
 ) -> None:
     """Copy an intact checkpoint, and verify the copy.
 
-    The copy includes the run's config and tokenizer, so that it can be read on its own.
-    """
+    The copy includes the run's config and tokenizer, so that it can be read on its own."""
     from p2ptrain.node.saved import JudgedCheckpoint, beside, newest_whole, reading, though_pruned
 
     home = home_of(config, data_dir)
@@ -86,8 +85,7 @@ def copy_out(
 ) -> None:
     """Back up the newest certified state, with its proof.
 
-    `p2ptrain audit` verifies a backup, and `p2ptrain start --from` goes on from it. The node may run or not.
-    """
+    `p2ptrain audit` verifies a backup, and `p2ptrain start --from` goes on from it. The node may run or not."""
     from p2ptrain.node.saved import backed_up, though_pruned
 
     home, place = home_of(config, data_dir), BackupPlace(to)
@@ -113,7 +111,6 @@ def copy_out(
 def now(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Save the state now, after the current training.
 
-    The local daemon does it; see `checkpoint list`.
-    """
+    The local daemon does it; see `checkpoint list`."""
     saved = ask(home_of(config, data_dir).directory, {"do": "checkpoint"})
     typer.echo(f"saved the state after round {saved['round']}")

@@ -44,8 +44,7 @@ def check(file: ConfigFile) -> None:
 def example(name: Annotated[str | None, typer.Argument(help="Which one; without it, they are listed.")] = None) -> None:
     """Print a file to begin with.
 
-    p2ptrain config example tiny > tiny.toml; p2ptrain start tiny.toml
-    """
+    p2ptrain config example tiny > tiny.toml; p2ptrain start tiny.toml"""
     here = Path(__file__).parents[1]
     folder = here / "examples" if (here / "examples").is_dir() else here.parent / "examples"  # installed; in a checkout
     found = {path.stem: path.read_text("utf-8") for path in sorted(folder.rglob("*.toml")) if path.stem != "pyproject"}

@@ -112,8 +112,7 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
     """Turn text into a data set for training.
 
     The data set consists of pieces of tokens and a manifest of their digests. Text and JSON
-    lines may end with .gz or .zst, too. If this is interrupted, the same command goes on where it was.
-    """
+    lines may end with .gz or .zst, too. If this is interrupted, the same command goes on where it was."""
     share = _percent(held_out)
 
     chosen = load_tokenizer(tokenizer)

@@ -86,8 +86,7 @@ def home_of(
 ) -> Home:
     """Loads the node's settings, which name its directory. Options override the environment, which overrides the file.
 
-    It also lets this process use the plug-ins that the settings allow.
-    """
+    It also lets this process use the plug-ins that the settings allow."""
     options = {
         ("storage", "directory"): str(data_dir) if data_dir else None,
         ("network", "bootstrap"): bootstrap or None,
@@ -144,8 +143,7 @@ def start(  # noqa: PLR0913, PLR0917  # a command has many options
     """Start the run in RUN.toml as its first node.
 
     If this node has already started the run, it continues. Without RUN.toml, a backup's run begins anew: with its
-    config and all of its state, and this node as the first.
-    """
+    config and all of its state, and this node as the first."""
     home, given = home_of(config, data_dir, None, listen, log_level, log_format, rendezvous, nnodes), None
     said = {} if run is None else read_table(run)
     if weights is not None and source is not None:
@@ -240,8 +238,7 @@ def join(  # noqa: PLR0913, PLR0917  # a command has many options
     """Join a run that other nodes are training.
 
     Its settings, data and weights are fetched from those nodes and verified. The first time it shows on a terminal
-    what the run asks of this machine, and asks whether to take part.
-    """
+    what the run asks of this machine, and asks whether to take part."""
     home = home_of(config, data_dir, bootstrap, listen, log_level, log_format, rendezvous, nnodes)
     home.check_whom_to_ask(home.current(run))
     from p2ptrain.daemon.launch import take_part  # last, so that errors need not wait two seconds for torch
@@ -258,8 +255,7 @@ def lend(
     """Lend this machine's devices to a node of yours.
 
     The node, on another machine of your network, was started with --nnodes and says in its log where its token is: that
-    is asked for here, or read from standard input. What is sent between these machines is not encrypted.
-    """
+    is asked for here, or read from standard input. What is sent between these machines is not encrypted."""
     node = home_of(config, level=log_level, rendezvous=rendezvous).config
     token = (getpass("token: ") if sys.stdin.isatty() else sys.stdin.readline()).strip()
     from p2ptrain.observe.logs import set_up
@@ -272,8 +268,7 @@ def lend(
 def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Leave the run properly, and stop the local daemon.
 
-    In an invitation-only run this gives up the admission, which Ctrl-C does not.
-    """
+    In an invitation-only run this gives up the admission, which Ctrl-C does not."""
     ask(home_of(config, data_dir).directory, {"do": "leave"})
     typer.echo("leaving: the daemon tells the others, saves its state and ends")
 
@@ -284,8 +279,7 @@ def leave(config: NodeFile = None, data_dir: DataDir = None) -> None:
 def status(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Show the status of the local daemon.
 
-    The exit status is 3 if no daemon answers.
-    """
+    The exit status is 3 if no daemon answers."""
     from p2ptrain.observe.progress import lines_of
 
     show(ask(home_of(config, data_dir).directory, {"do": "status"}), as_json, lines_of)
@@ -300,8 +294,7 @@ def swarm(
     """Show all members, and what to look at first.
 
     The columns, as the local daemon sees each node: the end of its id; its seat; when it was last heard; tokens/s; how
-    soon it answers; the last rounds that took a contribution of it; their rounds of delay; why to look at it.
-    """
+    soon it answers; the last rounds that took a contribution of it; their rounds of delay; why to look at it."""
     from p2ptrain.observe.progress import swarm_lines
 
     found = ask(home_of(config, data_dir).directory, {"do": "peers"})
@@ -313,8 +306,7 @@ def peers(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = 
 
     The columns: its id and seat; how soon it answers; tokens/s, and how long after the beginning of a round its
     contributions come, both moving averages; rounds of delay of the last one taken; its address. Whoever is banned or
-    kept away follows, with the reason.
-    """
+    kept away follows, with the reason."""
     from p2ptrain.observe.progress import peer_lines
 
     found = ask(home_of(config, data_dir).directory, {"do": "peers"})
@@ -342,8 +334,7 @@ def show_identity(config: NodeFile = None, data_dir: DataDir = None) -> None:
 def new_identity(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Create a key, if there is none.
 
-    A node creates its own key when it is first started.
-    """
+    A node creates its own key when it is first started."""
     path = home_of(config, data_dir).identity_file
     typer.echo(f"{Identity.make(path).peer_id}\n{path}")
 
@@ -361,8 +352,7 @@ def demo(
 ) -> None:
     """Run a small swarm on this machine.
 
-    Real daemons train a small model. One is killed and comes back, and in the end all replicas are compared.
-    """
+    Real daemons train a small model. One is killed and comes back, and in the end all replicas are compared."""
     from p2ptrain.demo import run_demo
 
     if not run_demo(nodes, rounds, keep):

@@ -48,7 +48,7 @@ from p2ptrain.ranks.machines import token_in
 from p2ptrain.region.world import WorldLink
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
 from p2ptrain.store.diary import ENTRIES_MAX
-from p2ptrain.store.store import Store, beginning
+from p2ptrain.store.store import EVENTS_NAME, Store, beginning
 from p2ptrain.train.learner import MakeElsewhere
 from p2ptrain.train.own_data import OwnData
 
@@ -146,7 +146,7 @@ async def assemble(
     intake = Intake(signer, replica, view.is_in, strangers, persistence.put, launch.transport.boundary)
     edges = await _connect(launch, store, states, persistence, intake, view, strangers)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
-    events = EventFile(store.directory / "events", signer, header, lambda: view.state.round)
+    events = EventFile(store.directory / EVENTS_NAME, signer, header, lambda: view.state.round)
     stack.callback(events.close)
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, workshop, persistence, launch.state)
@@ -234,6 +234,7 @@ def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     store = Store(directory, run, beginning(directory, run), launch.identity.key, key_file, checkpoints_kept=kept)
     stack.callback(store.close)
     store.mismatches.refuse()
+    store.checkpoints.prune(kept, store.journal)  # a full disk may need it, and fewer are wanted than before
     return store
 
 
@@ -242,8 +243,7 @@ def trusted_head(store: Store, given: bytes) -> bytes:
     """Returns the head that the core has to wait for: the one given now, or given before a history was adopted.
 
     It is stored beside the log, so that a node killed while waiting still requires it at the next start. Once a history
-    that contains it has been adopted, it is not required any more.
-    """
+    that contains it has been adopted, it is not required any more."""
     path, journal = store.directory / TRUST_NAME, store.journal
     content = read(path)
     if content is not None and not re.fullmatch(rb"[0-9a-f]{64}\n", content):

@@ -125,8 +125,7 @@ def read_manifest(directory: Path) -> bytes:
 def store_manifest(directory: Path, encoded: bytes, expected_digest: str) -> TokenDataset:
     """Begins a data set in `directory` from a manifest that a peer sent; its pieces may all be missing.
 
-    A different manifest there is replaced, because the digest says which one belongs there.
-    """
+    A different manifest there is replaced, because the digest says which one belongs there."""
     if len(encoded) > MANIFEST_BYTES_MAX:
         raise RemoteProtocolError(f"data manifest of {len(encoded)} bytes; the limit is {MANIFEST_BYTES_MAX}")
     if (found := manifest_digest(encoded)) != expected_digest:
@@ -148,8 +147,7 @@ class TokenDataset:
     error names it; from then on it counts as missing, until `add_piece` restores it. A batch that needs a missing piece
     is an error too, so callers that may lack pieces check `missing` first. Only one thread may make batches; all
     other methods are thread-safe. After `keep_within`, pieces that are added lie apart and may be removed again, but
-    not while they are needed: `need` and `need_held_out` say which.
-    """
+    not while they are needed: `need` and `need_held_out` say which."""
 
     def __init__(self, directory: Path, manifest: DatasetIndex) -> None:
         self.directory = directory
@@ -302,8 +300,7 @@ class TokenDataset:
     def piece_size(self, name_digest: bytes) -> int | None:
         """Returns the size of a piece that a peer may have; None if it is missing or belongs to another data set.
 
-        Damage is noticed only by `piece`, which reads it.
-        """
+        Damage is noticed only by `piece`, which reads it."""
         name = name_digest.hex()
         return None if name not in self._sizes or self._absent([name]) else self._sizes[name]
 

@@ -160,8 +160,7 @@ def prepare(
 
     With little text, the fraction may hold out nothing, or everything. Then the document nearest to the
     border goes to the empty side, which takes a second reading: with at least two different documents, one is
-    trained on and one is held out, whatever the fraction.
-    """
+    trained on and one is held out, whatever the fraction."""
     if not 0 <= held_out < 1:
         raise ConfigError(f"{held_out} of the text", key="held_out", fix="Choose a fraction from 0 to below 1")
     sources = (embedded_sources() if embedded else []) + (wikitext_sources(wikitext) if wikitext else [])

@@ -56,8 +56,7 @@ NORM_TIMES = 8.0  # a rise of a norm that is none either: rates that warm up dou
 def _reasons(peer: Peer, speeds: Sequence[float]) -> list[str]:
     """Returns the words for each of LOOKS, empty where it does not hold.
 
-    speeds: those of all nodes, if enough are known
-    """
+    speeds: those of all nodes, if enough are known"""
     silent = (peer.heard_seconds or 0.0) if peer.is_member else 0.0
     rounds, missed = peer.rounds_lately, peer.rounds_lately - peer.taken_lately
     speed, delay = (peer.tokens_per_second_mean or 0.0) if speeds else 0.0, peer.staleness_mean or 0.0
@@ -79,8 +78,7 @@ def _reasons(peer: Peer, speeds: Sequence[float]) -> list[str]:
 def looked_at(peers: Iterable[Peer], me: Peer, complaints: Iterable[Complaint] = ()) -> PeerList:
     """Returns the nodes with the reasons to look at each, the worst first, and the concerns that follow.
 
-    complaints: of this node; those about the swarm come first
-    """
+    complaints: of this node; those about the swarm come first"""
     peers = [*peers]
     speeds = [each.tokens_per_second_mean or 0.0 for each in (*peers, me) if each.is_admitted]
     speeds = [*filter(None, speeds)] if sum(map(bool, speeds)) >= SPEEDS_LEAST else []
@@ -111,8 +109,7 @@ def _named(ids: Sequence[str], title: str, me: str) -> str:
 def spike_of(records: Sequence[RoundRecord], kept: Sequence[int]) -> Complaint | None:
     """Returns the complaint about the last rounds, if there is one.
 
-    records: of the last rounds, the newest last; kept: rounds whose weights are here or with a peer, newest first
-    """
+    records: of the last rounds, the newest last; kept: rounds whose weights are here or with a peer, newest first"""
     usual, since = records[:-LATELY][-BEFORE:], records[-LATELY:]
     began = since[0].round if since else 0
     back = next((number for number in kept if number < began), None)

@@ -262,8 +262,7 @@ class News:
     ) -> list[Line]:
         """Returns the lines for what has changed since the last look.
 
-        bans: why each key was banned; kept_away: what was observed of each peer that this node keeps away
-        """
+        bans: why each key was banned; kept_away: what was observed of each peer that this node keeps away"""
         lines = [*self._of_health(complaints)]
         if self._members is not None:
             lines = [*self._of_roster(state, self._members), *self._of_peers(bans, kept_away), *lines]

@@ -73,8 +73,7 @@ class PeerHistory:
     def look(self, standings: Iterable[PeerView], now: float, step_tokens: int = 0) -> ContributionCounts:
         """Adds what the core has tallied since the last look, and returns it.
 
-        step_tokens: tokens of a step; 0: not known
-        """
+        step_tokens: tokens of a step; 0: not known"""
         before, self._before = self._before, {each.peer: each for each in standings}
         contributions = ContributionCounts()
         for each in self._before.values():

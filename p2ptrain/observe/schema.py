@@ -484,8 +484,7 @@ class RoundRecord(Answer, LearningFigures, Stored):
     """A round that this node has applied.
 
     Its four phases add up to the time since the previous round was applied. Bytes, tokens and late contributions are
-    those of that time, whichever round they were meant for.
-    """
+    those of that time, whichever round they were meant for."""
 
     branch: Hex = Field(description="hex")
     round: Count

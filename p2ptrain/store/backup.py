@@ -44,11 +44,11 @@ KEPT = 4
 KEPT_OF_OLDER = 10  # the first of so many stays
 SEGMENT, BASES = "wal/00000001.log", "bases"
 FILES = ("run.json", ORIGIN_NAME, "tokenizer.json", SEGMENT, STATE_NAME, STAMP_NAME)  # the stamp last
-# Of the packages by which places are reached, those that are no OSError.
+# By the packages that reach a place, if they are loaded. Besides these, they raise what is an OSError.
 ERRORS = (
     *(("botocore.exceptions", "BotoCoreError"), ("gcsfs.retry", "HttpError"), ("azure.core.exceptions", "AzureError")),
     *(("google.auth.exceptions", "GoogleAuthError"), ("aiohttp", "ClientError"), ("paramiko", "SSHException")),
-    *(("ftplib", "Error"), ("zipfile", "BadZipFile"), ("tarfile", "TarError")),
+    *(("builtins", "OSError"), ("ftplib", "Error"), ("zipfile", "BadZipFile"), ("tarfile", "TarError")),
 )
 _NAME = re.compile(r"[0-9]{8}-backup-of-round-[0-9]{1,15}")
 _log = logging.getLogger("p2ptrain.store")
@@ -74,7 +74,7 @@ class BackupPlace:
         """Turns errors of the place into DataError."""
         try:
             yield
-        except (OSError, *(getattr(sys.modules.get(module), name, OSError) for module, name in ERRORS)) as error:
+        except tuple(getattr(sys.modules.get(module), name, OSError) for module, name in ERRORS) as error:
             if self.local is not None and isinstance(error, OSError):
                 raise DiskError(self.local, "cannot be used", error) from error
             what = " ".join(str(error).split())[:200] or type(error).__name__
@@ -204,8 +204,7 @@ def copy_to(
 ) -> str:
     """Prunes, copies a certified checkpoint, prunes again, and returns the folder's name.
 
-    small: the files that go along; base: the frozen weights, if adapters train
-    """
+    small: the files that go along; base: the frozen weights, if adapters train"""
     stamp = replace(checkpoint.stamp, trainer=FileStamp(0, ""), trained=0)
     size = stamp.state.bytes + sum(map(len, small.values()))
     for name, is_complete in place.folders().items():
@@ -248,8 +247,7 @@ def read_backup(folder: Path) -> Stamp:
 def find_backup(text: str, fetched: Path) -> Path | None:
     """Returns the folder of the backup that `text` names, or of the newest there; None if there is no backup.
 
-    One in an object store is fetched first, into the directory `fetched`.
-    """
+    One in an object store is fetched first, into the directory `fetched`."""
     if "://" not in text and (is_backup(Path(text)) or not is_there(Path(text)) or not Path(text).is_dir()):
         return Path(text) if is_backup(Path(text)) else None
     outer, _, own = text.rstrip("/").rpartition("/")

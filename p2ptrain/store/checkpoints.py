@@ -123,8 +123,7 @@ class Checkpoint(Struct, frozen=True):
     def leaves(self) -> bytes:
         """Returns the concatenated digests of the state's pieces, from leaves.bin or else computed from the state.
 
-        Empty if they do not lead to the root, because the state is damaged or the root covers only some pieces.
-        """
+        Empty if they do not lead to the root, because the state is damaged or the root covers only some pieces."""
         size = self.state_bytes
         try:
             kept = files.read_regular(self.path / LEAVES_NAME, DIGEST_BYTES * piece_count(size))

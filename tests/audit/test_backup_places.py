@@ -1,4 +1,4 @@
-"""Places of backups: what becomes rotten there is found, one command has each, and what fails there is said in a line."""
+"""Places of backups: what becomes rotten there is found, each has one command, and trouble is a line."""
 
 from __future__ import annotations
 

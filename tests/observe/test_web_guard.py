@@ -195,7 +195,9 @@ async def test_where_no_token_is_asked_for_none_is_looked_at() -> None:
     async with site() as here:
         assert await shown(here, "/", {}) == 200
         assert (await here.get("/", params={"token": ""}))[0] == 200
-        assert await shown(here, "/status", {"Authorization": "Bearer x", "Cookie": f"{COOKIE.format(here.port)}="}) == 200
+        assert (
+            await shown(here, "/status", {"Authorization": "Bearer x", "Cookie": f"{COOKIE.format(here.port)}="}) == 200
+        )
 
 
 async def test_the_cookies_of_two_tokens_differ_and_one_page_leaves_those_of_another_port() -> None:
