@@ -94,7 +94,7 @@ def forget_saved_before(home: Home, run: RunConfig, store: Store) -> bool:
         if home.heir_of(run_id) != run.id:
             continue  # this node was not there, or has taken another way
         try:
-            for name in (EVENTS_NAME, *((CHECKPOINTS_NAME, PAYLOADS_NAME) if place else ())):
+            for name in (EVENTS_NAME, *((PAYLOADS_NAME, CHECKPOINTS_NAME) if place else ())):
                 forget(directory / name)
             if not place and (journal := read_journal(directory / LOG_NAME)) is not None:
                 kept = Checkpoints(directory / CHECKPOINTS_NAME, run_id)

@@ -74,7 +74,6 @@ async def test_the_socket_is_in_the_data_directory_which_a_logout_leaves_alone(t
         assert os.listdir(data) == []  # noqa: PTH208
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL])
 async def test_a_full_disk_does_not_keep_a_node_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,6 +86,7 @@ async def test_a_full_disk_does_not_keep_a_node_from_starting(
     assert f"{made.note}: cannot be written (No space left on device)" in caplog.text
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL])
 async def test_where_a_file_system_has_no_sockets_it_is_elsewhere(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
