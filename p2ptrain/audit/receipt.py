@@ -54,8 +54,7 @@ def check(
 ) -> dict[str, Any]:
     """Verifies a receipt and returns what it proves; RemoteProtocolError if that is nothing.
 
-    run_id: of the run that the stranger means, or how it begins
-    """
+    run_id: of the run that the stranger means, or how it begins"""
     run, key, origin, steps = RunConfig.from_canonical(receipt.config), receipt.key, receipt.origin, receipt.steps
     if not run.is_sealed or not run.run_id.startswith(run_id):
         which = run.run_id if run.is_sealed else "which never began"

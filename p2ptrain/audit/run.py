@@ -103,7 +103,9 @@ def _audit(directory: Path, report: Report) -> Report:
         if kept is not None:
             check_said(kept, me, report)
             proved = prove(kept, run, verifier, report)
-        if not is_copy:
+        if is_copy:
+            weights.check_beside(directory, run, report)
+        else:
             payloads.check(proved, report)
         if model.memory_bytes > (free := free_memory_bytes()):
             what = f"the run's state has {model.state_bytes:,} bytes, but only {free:,} bytes of memory are free here"

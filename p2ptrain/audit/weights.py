@@ -24,19 +24,23 @@ from p2ptrain.config import RunConfig
 from p2ptrain.core.history import Entry
 from p2ptrain.core.messages import KEY_BYTES, author_of, content_name, content_of, contents_by_author, payload_digest
 from p2ptrain.core.state import Taken
+from p2ptrain.data.dataset import TOKENIZER_NAME
+from p2ptrain.data.tokenizer import TOKENIZER_BYTES_MAX, tokenizer_digest
 from p2ptrain.digest import DIGEST_BYTES
 from p2ptrain.errors import DataError, DeviceError, RemoteProtocolError
 from p2ptrain.exact.exactness import check_exactness
 from p2ptrain.exact.outer import Outer
 from p2ptrain.exact.root import FLOAT_BYTES, covered_pieces, octets, state_root
 from p2ptrain.files import listed, open_regular, read_regular, trouble
+from p2ptrain.models.adapters import base_file, read_base
 from p2ptrain.models.kinds import named_shapes
-from p2ptrain.store.backup import is_backup
+from p2ptrain.store.backup import BASES, is_backup
 from p2ptrain.store.checkpoints import STATE_NAME, TRAINER_NAME, Checkpoint, Checkpoints, read_stamp
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
 PAYLOAD_FIX = "Remove the file: a node fetches what it needs again"
 LARGER_FIX = "Audit it on a larger machine, or allow the container more"
+FROZEN = "the frozen weights that the run adapts"
 CHECKPOINT_FIX = "Remove the directory: an older checkpoint or a peer's state takes its place"
 MISSING_TOLD = 8  # rounds with missing payloads that are listed; the others are only counted
 PAYLOADS_MAX = 2**20  # files: 4,096 rounds of 256 contributors; a run normally keeps 256 rounds
@@ -165,6 +169,24 @@ class PayloadFiles:
     def lacks(self, entry: Entry) -> bool:
         names = [taken.payload for taken in entry.manifest.counted]
         return any(name in self.bad or not os.path.lexists(self.directory / name.hex()) for name in names)
+
+
+# -- Backups ----------------------------------------------------------------------------------------
+
+
+def check_beside(backup: Path, run: RunConfig, report: Report) -> None:
+    """Checks the files without which a backup's state is of no use: frozen weights and tokenizer."""
+    if run.adapt.is_on:
+        path = base_file(backup.parent / BASES, run.adapt.base)
+        is_it = not path.is_symlink() and path.is_file() and path.stat().st_size == run.adapt.base_bytes
+        is_whole = is_it and read_base(path).digest == run.adapt.base
+        (report.holds if is_whole else report.wrong)(path, FROZEN if is_whole else f"damaged, or missing: {FROZEN}")
+    if run.tokenizer.kind == "json":
+        content = read_regular(path := backup / TOKENIZER_NAME, TOKENIZER_BYTES_MAX)
+        if content is None:
+            report.note(Grade.NOTE, path, "not in it: whoever begins another run has to have it")
+        elif tokenizer_digest(content) != run.tokenizer.digest:
+            report.wrong(path, "damaged: it is not the run's tokenizer", "Name another backup")
 
 
 # -- Checkpoints ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -15,9 +16,17 @@ from p2ptrain.core.history import HISTORY_BYTES_MAX
 from p2ptrain.core.wire import encode
 from p2ptrain.errors import ConfigError, DataError, NoDaemonError, RemoteProtocolError
 from p2ptrain.files import read_regular
-from p2ptrain.identity import key_of
+from p2ptrain.identity import PeerIdError, key_of
 from p2ptrain.node.control import ask
 from p2ptrain.visible import visible
+
+
+def _key(peer: str) -> bytes:
+    """Returns the key whose peer id the user has typed."""
+    try:
+        return key_of(peer)
+    except PeerIdError as error:
+        raise ConfigError(str(error), key="PEER", fix="`p2ptrain swarm` shows them") from error
 
 
 def _measured(found: dict[str, Any]) -> str:
@@ -28,14 +37,14 @@ def _measured(found: dict[str, Any]) -> str:
     ) + (f"\nweights   {found['weights']}" if "weights" in found else "")
 
 
-def _measured_alone(directory: Path, run: str | None, number: int, peer: str) -> dict[str, Any]:
+def _measured_alone(directory: Path, run: str | None, number: int, key: bytes) -> dict[str, Any]:
     """Measures a contribution by the files of a directory whose daemon does not run here."""
     from p2ptrain.audit.contribution import measure
     from p2ptrain.audit.run import find_directory
 
     place = find_directory(directory, run).absolute()
     home = home_of(None, place.parent.parent)  # the owner's settings may allow the run's plug-ins
-    return measure(place, number, key_of(peer), home.config.device, home.dataset, home.bases)
+    return measure(place, number, key, home.config.device, home.dataset, home.bases)
 
 
 def _checked(content: bytes, path: Path, run: str) -> dict[str, Any]:
@@ -88,18 +97,19 @@ def audit(
     reads, so the node may keep running, and DIR may be somebody else's. Of several backups it takes the newest. The
     exit status is 1 if anything is wrong or cannot be checked."""
     if receipt is not None:
-        found = _checked(read_regular(receipt, HISTORY_BYTES_MAX) or b"", receipt, run or "")
-        show(found, as_json, _proved)
+        if (content := read_regular(receipt, HISTORY_BYTES_MAX)) is None:
+            raise ConfigError(f"no such file: {receipt}", key="--receipt", fix="Name the file of a receipt")
+        show(_checked(content, receipt, run or ""), as_json, _proved)
         return
     if not directory:
         raise ConfigError("nothing to audit", key="DIR", fix="Name a node's data directory, or a --receipt")
     if contribution is not None:
         number, peer = contribution
-        try:
-            found = ask(Path(directory), {"do": "audit", "round": number, "peer": peer})
-        except NoDaemonError:
-            found = _measured_alone(Path(directory), run, number, peer)
-        show(found, as_json, _measured)
+        place, key, measured = Path(directory), _key(peer), None
+        with suppress(NoDaemonError):
+            if not run or str(ask(place, {"do": "status"})["run_id"]).startswith(run):
+                measured = ask(place, {"do": "audit", "round": number, "peer": peer})
+        show(measured or _measured_alone(place, run, number, key), as_json, _measured)
         return
     from p2ptrain.audit.run import audit as look
     from p2ptrain.audit.run import find_directory
@@ -128,7 +138,7 @@ def receipt(
     from p2ptrain.store.log import read_journal
     from p2ptrain.store.store import origin_in
 
-    home, key = home_of(config, data_dir), key_of(peer)
+    home, key = home_of(config, data_dir), _key(peer)
     chosen = home.run(run)
     directory = home.of_run(chosen.id)
     if (journal := read_journal(directory / "wal")) is None:

@@ -12,10 +12,11 @@ from p2ptrain.cli.groups import group
 from p2ptrain.cli.node import DataDir, NodeFile, Run, home_of
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import DataError
+from p2ptrain.files import DiskError
 from p2ptrain.node.control import ask
 from p2ptrain.node.home import Home
 from p2ptrain.store.backup import KEPT, BackupPlace
-from p2ptrain.store.checkpoints import Checkpoint, Checkpoints
+from p2ptrain.store.checkpoints import Checkpoint, Checkpoints, NewerError
 from p2ptrain.store.store import CHECKPOINTS_NAME
 
 LOOK_SECONDS = 10.0  # between looks for a new checkpoint
@@ -36,7 +37,8 @@ def list_checkpoints(config: NodeFile = None, data_dir: DataDir = None, run: Run
     """List this node's checkpoints, the newest last."""
     home = home_of(config, data_dir)
     for each in _checkpoints(home, home.run(run)).found():
-        typer.echo(f"DAMAGED {each}" if isinstance(each, DataError) else _line(each))
+        word = "unreadable" if isinstance(each, NewerError | DiskError) else "DAMAGED"
+        typer.echo(f"{word} {each}" if isinstance(each, DataError) else _line(each))
 
 
 @app.command()
@@ -52,8 +54,7 @@ def export(
 ) -> None:
     """Copy an intact checkpoint, and verify the copy.
 
-    The copy includes the run's config and tokenizer, so that it can be read on its own.
-    """
+    The copy includes the run's config and tokenizer, so that it can be read on its own."""
     from p2ptrain.node.saved import JudgedCheckpoint, beside, newest_whole, reading, though_pruned
 
     home = home_of(config, data_dir)
@@ -84,31 +85,32 @@ def copy_out(
 ) -> None:
     """Back up the newest certified state, with its proof.
 
-    `p2ptrain audit` verifies a backup, and `p2ptrain start --from` goes on from it. The node may run or not.
-    """
+    `p2ptrain audit` verifies a backup, and `p2ptrain start --from` goes on from it. The node may run or not."""
     from p2ptrain.node.saved import backed_up, though_pruned
 
     home, place = home_of(config, data_dir), BackupPlace(to)
     meant = home.run(run)
     while True:
         try:
-            made = though_pruned(lambda: backed_up(home, meant, place, every, keep))
-            if made or every is None:
-                typer.echo(f"{place.where}/{made}" if made else "nothing is newer than the newest backup")
+            with place.locked():  # of a disk that was gone meanwhile, once more
+                while True:
+                    made = though_pruned(lambda: backed_up(home, meant, place, every, keep))
+                    if made or every is None:
+                        typer.echo(f"{place.where}/{made}" if made else "nothing is newer than the newest backup")
+                    if every is None:
+                        return
+                    sleep(LOOK_SECONDS)
         except DataError as error:
             if every is None:
                 raise
             typer.echo(f"{error}; trying again", err=True)
-        if every is None:
-            return
-        sleep(LOOK_SECONDS)
+            sleep(LOOK_SECONDS)
 
 
 @app.command()
 def now(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Save the state now, after the current training.
 
-    The local daemon does it; see `checkpoint list`.
-    """
+    The local daemon does it; see `checkpoint list`."""
     saved = ask(home_of(config, data_dir).directory, {"do": "checkpoint"})
     typer.echo(f"saved the state after round {saved['round']}")

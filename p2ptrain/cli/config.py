@@ -44,8 +44,7 @@ def check(file: ConfigFile) -> None:
 def example(name: Annotated[str | None, typer.Argument(help="Which one; without it, they are listed.")] = None) -> None:
     """Print a file to begin with.
 
-    p2ptrain config example tiny > tiny.toml; p2ptrain start tiny.toml
-    """
+    p2ptrain config example tiny > tiny.toml; p2ptrain start tiny.toml"""
     here = Path(__file__).parents[1]
     folder = here / "examples" if (here / "examples").is_dir() else here.parent / "examples"  # installed; in a checkout
     found = {path.stem: path.read_text("utf-8") for path in sorted(folder.rglob("*.toml")) if path.stem != "pyproject"}
@@ -56,7 +55,7 @@ def example(name: Annotated[str | None, typer.Argument(help="Which one; without 
         for each, text in found.items():
             typer.echo(f"{each:<{width}}  {text.removeprefix('# ').partition(':')[0]}")
     elif name in found:
-        typer.echo(found[name], nl=False)
+        typer.echo(found[name].encode(), nl=False)  # as it is read, whatever the terminal has
     else:
         raise ConfigError(f"there is no example {name!r}", key="NAME", fix=f"Take one of {', '.join(found)}")
 
@@ -79,4 +78,4 @@ def show(
     if canonical and isinstance(config, RunConfig):
         sys.stdout.buffer.write(config.canonical())
         return
-    typer.echo(to_toml(config), nl=False)
+    typer.echo(to_toml(config).encode(), nl=False)

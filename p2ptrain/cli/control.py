@@ -21,8 +21,7 @@ from p2ptrain.visible import few
 def pause(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Pause training until `resume` or a restart.
 
-    The local daemon keeps voting and applying rounds.
-    """
+    The local daemon keeps voting and applying rounds."""
     ask(home_of(config, data_dir).directory, {"do": "pause"})
     typer.echo("paused: the current training is finished first; `p2ptrain resume` or a restart continues training")
 
@@ -30,8 +29,7 @@ def pause(config: NodeFile = None, data_dir: DataDir = None) -> None:
 def resume(config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Resume training after `pause`.
 
-    The local daemon may still be paused by its hours, on battery, or because other programs use the GPU.
-    """
+    The local daemon may still be paused by its hours, on battery, or because other programs use the GPU."""
     left = ask(home_of(config, data_dir).directory, {"do": "resume"})["pauses"]
     typer.echo("\n".join(left) if left else "resumed: training starts with the next round at the latest")
 
@@ -62,8 +60,7 @@ def limit(
 ) -> None:
     """Show or change what the local daemon may use.
 
-    A restart returns to the limits in the config.
-    """
+    A restart returns to the limits in the config."""
     if off and any(each is not None for each in order.values()):
         raise ConfigError("cannot be combined with a limit", key="--off", fix="Give one or the other")
     if off:
@@ -102,12 +99,11 @@ def propose(
     """Move that the run go on with other settings.
 
     The local daemon has to have a seat, and assents. If more than two thirds of the members assent before the last
-    round, the run goes on as another then, with the same members and weights.
-    """
+    round, the run goes on as another then, with the same members and weights."""
     if file is None and not settings and back_to is None and data is None:
         raise ConfigError("nothing to move", key="--set", fix="Give KEY=VALUE, a run file, --data or --back-to ROUND")
     wanted = {**(_said_in(file) if file else {}), **dict(map(setting, settings or []))}
-    place = str(data.resolve()) if data else ""
+    place = str(data.absolute()) if data else ""
     order = {"do": "propose", "settings": wanted, "after": after, "back_to": back_to, "data": place}
     found = ask(home_of(config, data_dir).directory, order)
     typer.echo(f"moved: that the run {found['text']}")
@@ -126,8 +122,7 @@ def _said_in(file: Path) -> dict[str, object]:
 def agenda(as_json: AsJson = False, config: NodeFile = None, data_dir: DataDir = None) -> None:
     """Show what members move about the run's future.
 
-    For each motion: what changes, what that costs this machine, how many assent and have to, and if this node does.
-    """
+    For each motion: what changes, what that costs this machine, how many assent and have to, and if this node does."""
     from p2ptrain.observe.progress import agenda_lines
 
     show(ask(home_of(config, data_dir).directory, {"do": "agenda"}), as_json, agenda_lines)
@@ -142,8 +137,7 @@ def assent(
     """Assent to a motion that `agenda` shows.
 
     A node assents to one at a time; until it is decided, to another instead, or with --withdraw to none. This node
-    goes along with what was decided only if it assents, or succession.accept in its config does.
-    """
+    goes along with what was decided only if it assents, or succession.accept in its config does."""
     if (motion is None) != withdraw:
         fix = "Give the name of a motion, as `p2ptrain agenda` shows it, or --withdraw"
         raise ConfigError("give one or the other", key="MOTION", fix=fix)

@@ -111,8 +111,7 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
     """Turn text into a data set for training.
 
     The data set consists of pieces of tokens and a manifest of their digests. Text and JSON
-    lines may end with .gz or .zst, too. If this is interrupted, the same command goes on where it was.
-    """
+    lines may end with .gz or .zst, too. If this is interrupted, the same command goes on where it was."""
     share = _percent(held_out)
 
     chosen = load_tokenizer(tokenizer)
@@ -122,6 +121,8 @@ def prepare(  # noqa: PLR0913, PLR0917  # a command has many options
         raise ConfigError("WikiText holds no chats", key="--wikitext", fix="Leave out --chat, or --wikitext")
     template = load_template(chat_template, tokenizer, chosen.added) if chat else None
     column = column or ("messages" if chat else "text")
+    if column.encode(errors="replace").decode() != column:
+        raise ConfigError("not UTF-8", key="--column", fix="Name a key or a column of the files")
     with Preparing() as shown:
         prepared = make(
             out,

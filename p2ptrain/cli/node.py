@@ -206,7 +206,7 @@ def setting(text: str) -> tuple[str, object]:
         return key, written
     if isinstance(value, Decimal) and value.is_finite() and abs(value.adjusted()) < DIGITS_MAX:
         return key, f"{value:f}"
-    is_list = isinstance(value, list) and all(isinstance(each, int) for each in value)
+    is_list = isinstance(value, list) and all(isinstance(each, int | str) for each in value)
     return key, value if is_list or isinstance(value, bool | int | str) else written
 
 

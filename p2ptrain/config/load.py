@@ -161,8 +161,7 @@ def _variables() -> Iterator[tuple[str, str, str]]:
     """Yields name, section and key of every environment variable that is meant for p2ptrain.
 
     It must name a section or contain two underscores: an orchestrator that runs a service named p2ptrain sets
-    variables such as P2PTRAIN_SERVICE_HOST in every container.
-    """
+    variables such as P2PTRAIN_SERVICE_HOST in every container."""
     for name, value in sorted(os.environ.items()):
         section, delimiter, key = name.upper().removeprefix(ENVIRONMENT_PREFIX).lower().partition(ENVIRONMENT_DELIMITER)
         is_ours = name.upper().startswith(ENVIRONMENT_PREFIX) and (delimiter or section in NodeConfig.model_fields)

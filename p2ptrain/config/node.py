@@ -327,7 +327,7 @@ class StorageConfig(Section):
         "is read there and never sent; empty: none",
     )
     checkpoint_every_rounds: int = Field(
-        8, ge=1, le=10**6, description="rounds between checkpoints, at most half of the run's history_rounds"
+        8, ge=1, le=10**6, description="rounds between checkpoints, at most half of the run's history_rounds, and 256"
     )
     checkpoints_kept: int = Field(
         4, ge=1, le=1_000, description="checkpoints to keep; each takes three to six times the weights in fp32"

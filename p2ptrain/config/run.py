@@ -387,8 +387,7 @@ class RunConfig(Section):
     ) -> RunConfig:
         """Returns this run with its data, first weights and founders filled in, so that it has an id.
 
-        shapes: the parameters' digest, unless the model is the built-in one; base: digest and size of frozen weights
-        """
+        shapes: the parameters' digest, unless the model is the built-in one; base: digest and size of frozen weights"""
         raw = self.model_dump()
         raw["model"]["shapes"] = shapes or self.model.shapes
         raw["adapt"]["base"], raw["adapt"]["base_bytes"] = base

@@ -142,8 +142,7 @@ def _changed(encoded: bytes, change: bytes) -> RunConfig | str:
 def successor_of(run: RunConfig, change: bytes, last_round: int, head: bytes, root: bytes) -> RunConfig:
     """Returns the config of the run that follows. It names no founders: the head fixes who is there.
 
-    head: the last manifest, which fixes everything that was agreed; root: of the weights that it begins with
-    """
+    head: the last manifest, which fixes everything that was agreed; root: of the weights that it begins with"""
     raw = changed(run, change).model_dump()
     raw["predecessor"] = PredecessorConfig(run=run.run_id, round=last_round, head=head.hex()).model_dump()
     raw["state"]["initial_root"] = root.hex()

@@ -14,8 +14,8 @@ from p2ptrain.core.complaints import Code, Complaint, by_gravity, complaint
 from p2ptrain.core.context import Context
 from p2ptrain.core.events import Audit
 from p2ptrain.core.history import Entry
-from p2ptrain.core.messages import Announcement
 from p2ptrain.core.manifest import Manifest
+from p2ptrain.core.messages import Announcement
 from p2ptrain.core.origin import Descent, origin_of
 from p2ptrain.core.participant import Participant
 from p2ptrain.core.regroup import HEARD_SECONDS

@@ -47,7 +47,8 @@ from p2ptrain.ranks.group import RankGroup, RankWork
 from p2ptrain.ranks.machines import token_in
 from p2ptrain.region.world import WorldLink
 from p2ptrain.replay import FORMAT, REAL, Header, NotingSigner
-from p2ptrain.store.store import Store, beginning
+from p2ptrain.store.diary import ENTRIES_MAX
+from p2ptrain.store.store import EVENTS_NAME, Store, beginning
 from p2ptrain.train.learner import MakeElsewhere
 from p2ptrain.train.own_data import OwnData
 
@@ -133,9 +134,9 @@ async def assemble(
     seed = secrets.token_hex(16)
     node = Node(run, run_id, me, signer, Random(seed))
     view, states = node.view(), SavedStates()
-    every = min(config.storage.checkpoint_every_rounds, max(1, run.agreement.history_rounds // 2))
+    kept = min(run.agreement.history_rounds, ENTRIES_MAX // 2)  # the diary keeps the newer half of its trainings
+    every = min(config.storage.checkpoint_every_rounds, max(1, kept // 2))
     before = partial(forget_saved_before, launch.home, run, store)
-    kept = run.agreement.history_rounds
     persistence = Persistence(store, states, run.state, every, kept, lambda: view.payloads, before)
     stack.push_async_callback(asyncio.to_thread, persistence.close)  # in a thread, so that signals are still handled
     workshop = await opened(launch, persistence.note)
@@ -145,7 +146,7 @@ async def assemble(
     intake = Intake(signer, replica, view.is_in, view.may_take, strangers, persistence.put, launch.transport.boundary)
     edges = await _connect(launch, store, states, persistence, intake, view, strangers)
     header = Header(FORMAT, run.canonical().decode(), run_id, me, seed, REAL)
-    events = EventFile(store.directory / "events", signer, header, lambda: view.state.round)
+    events = EventFile(store.directory / EVENTS_NAME, signer, header, lambda: view.state.round)
     stack.callback(events.close)
     trust = trusted_head(store, launch.trust)
     saved = await _restore(store, workshop, persistence, launch.state)
@@ -233,6 +234,7 @@ def _open_store(stack: AsyncExitStack, launch: Launch) -> Store:
     store = Store(directory, run, beginning(directory, run), launch.identity.key, key_file, checkpoints_kept=kept)
     stack.callback(store.close)
     store.mismatches.refuse()
+    store.checkpoints.prune(kept, store.journal)  # a full disk may need it, and fewer are wanted than before
     return store
 
 

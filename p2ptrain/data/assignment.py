@@ -64,8 +64,7 @@ def shard_in_window(
 
     A pass consists of turns of many rounds, and in each turn every place has a window of its own. A pass's windows
     begin anywhere and follow one another; those of its last turn, which is shorter, come last. With less data than one
-    round needs, this is `shard`.
-    """
+    round needs, this is `shard`."""
     assert window > 0, f"a window of {window} sequences"
     rounds, longest = sequences // (places * count), max(1, window // count)  # of a pass, and of a turn
     if not rounds:
@@ -86,8 +85,7 @@ def shard_of_slots(seed: int, slots: PassSlots, sequences: int) -> Positions:
     """Returns the sequences at some slots of a round, by capability.  # [slots.size]
 
     The round in which a pass ends takes the rest from that pass's first slots, so that its members do not overlap; the
-    next pass lacks as many of its own.
-    """
+    next pass lacks as many of its own."""
     chosen = (np.arange(slots.size, dtype=np.int64) + (slots.start + slots.first) % sequences) % sequences
     return permute(chosen, sequences, _keys("assignment keys", seed, slots.start // sequences))
 

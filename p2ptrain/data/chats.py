@@ -231,8 +231,7 @@ def _texts_in(value: object) -> Iterator[str]:
 def load_template(path: Path | None, tokenizer: Path | None, tokens: Mapping[str, bool]) -> ChatTemplate:
     """Loads the template in the file at `path`, or without a path the one of the tokenizer at `tokenizer`.
 
-    tokens: the tokens added to the tokenizer's vocabulary, and whether each is special
-    """
+    tokens: the tokens added to the tokenizer's vocabulary, and whether each is special"""
     folder = tokenizer.parent if tokenizer is not None and not tokenizer.is_dir() else tokenizer
     path = path or _template_in(folder)
     text = _template_of(_settings(path), path) if path.suffix == ".json" else _read(path)

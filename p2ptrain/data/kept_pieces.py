@@ -24,8 +24,7 @@ DEVIATIONS = 4  # standard deviations above the mean: one round in 30,000 needs 
 def pieces_of_a_round(sequences: int, share: float) -> int:
     """Returns a number of pieces that is enough for nearly every round, with sequences drawn from all of the data.
 
-    share: the share of a piece that a sequence takes; on average a sequence touches 1 + `share` pieces
-    """
+    share: the share of a piece that a sequence takes; on average a sequence touches 1 + `share` pieces"""
     part = share % 1
     return math.ceil(sequences * (1 + share) + DEVIATIONS * math.sqrt(sequences * part * (1 - part)))
 

@@ -46,8 +46,7 @@ class Masking:
     ) -> npt.NDArray[np.int64]:
         """Returns inputs and targets [sequences, 2, length] of sequences [sequences, length + 1].
 
-        Targets are -1 where nothing is learned. A complement is read, and not learned. round_number: None: held out
-        """
+        Targets are -1 where nothing is learned. A complement is read, and not learned. round_number: None: held out"""
         kept, length = sequences[:, :-1], sequences.shape[1] - 1
         found = [self._words(int(position), round_number, length) for position in positions]
         words = np.array(found, np.uint32).reshape(-1, 2, length)  # privacy may draw none
@@ -88,16 +87,14 @@ class Packing:
     def batch(self, sequences: npt.NDArray[np.int64], positions: Positions, round_number: int | None = None) -> Tensor:
         """Makes a batch of [sequences, length + 1] tokens; with masked tokens it is [sequences, 2, length].
 
-        positions: the sequences' places in the data; round_number: None for held-out ones
-        """
+        positions: the sequences' places in the data; round_number: None for held-out ones"""
         drawn = sequences if self.masking is None else self.masking.draw(sequences, positions, round_number)
         return torch.from_numpy(drawn)
 
     def split(self, sequences: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns inputs, targets (negative where nothing is to be learned) and positions, each [batch, length].
 
-        sequences: what `batch` has made, int64; positions: each input's place in its document; None if not apart
-        """
+        sequences: what `batch` has made, int64; positions: each input's place in its document; None if not apart"""
         if self.masking is not None:
             return sequences[:, 0], sequences[:, 1], None
         inputs, targets = sequences[:, :-1], sequences[:, 1:]

@@ -152,8 +152,7 @@ def prepare(
 
     With little text, the fraction may hold out nothing, or everything. Then the document nearest to the
     border goes to the empty side, which takes a second reading: with at least two different documents, one is
-    trained on and one is held out, whatever the fraction.
-    """
+    trained on and one is held out, whatever the fraction."""
     if not 0 <= held_out < 1:
         raise ConfigError(f"{held_out} of the text", key="held_out", fix="Choose a fraction from 0 to below 1")
     sources = corpus.embedded_sources() if embedded else []
@@ -294,7 +293,8 @@ def _dtype_of(how: Reading) -> np.dtype[np.integer[Any]]:
 
 def _name_of(sources: Sequence[SourceFile], how: Reading, border: int) -> str:
     """Returns a digest of the sources and settings, by which a repeated call is recognised."""
-    files = [(source.name, source.size, source.changed, source.split) for source in sources]
+    names = [each.name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for each in sources]
+    files = [(name, each.size, each.changed, each.split) for name, each in zip(names, sources, strict=True)]
     template = "" if how.chats is None else how.chats.digest
     kind = how.tokenizer.kind, how.tokenizer.digest, how.column, how.skipped is None, str(border), template
     return digest("data prepare", msgspec.msgpack.encode((files, kind))).hex()

@@ -117,8 +117,7 @@ class JsonTokenizer:
 
     vocab_size: the largest token, plus one; file_bytes: what newcomers fetch; digest: of these, in hex;
     end_of_document: the token that follows each document in training data; mask: the one that a model reads in place of
-    one that it has to fill in
-    """
+    one that it has to fill in"""
 
     kind: Literal["json"] = "json"
 

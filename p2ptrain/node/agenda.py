@@ -40,6 +40,8 @@ from p2ptrain.net.transport import TransportError
 from p2ptrain.node.fetching import fetch_manifest
 from p2ptrain.node.find import open_dataset
 from p2ptrain.node.home import SEALED, UNFILLED, Home
+from p2ptrain.node.limits import disk_demand, refuse_disk
+from p2ptrain.train.memory import need_of
 from p2ptrain.visible import visible
 
 if TYPE_CHECKING:
@@ -263,6 +265,11 @@ class Agenda:
         wanted = self._successor(motion)
         if wanted is None:
             return "this release of p2ptrain knows no such run; a later one may"
+        own = self._home.of_run(self._view.run.id)  # what is saved there makes room
+        try:
+            refuse_disk(wanted, await asyncio.to_thread(disk_demand, wanted, self._home, need_of(wanted), of_data=own))
+        except ConfigError as error:
+            return error.problem
         why = await self._obstacle_of_weights(motion)
         if not why and wanted.data.manifest != self._view.run.data.manifest:
             return await self._obstacle_of_data(wanted.data.manifest)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.errors import NoDaemonError, P2ptrainError, SilentDaemonError
-from p2ptrain.files import replace_file
+from p2ptrain.files import DiskError, replace_file
 
 NAME, SOCKET_NAME = "daemon.json", "control.sock"
 REQUEST_BYTES_MAX = 65_536  # a prompt is the longest
@@ -28,6 +29,7 @@ ANSWER_SECONDS = 30.0  # for an order; an early one waits until the node has sta
 SAMPLE_SECONDS = 600.0  # for a text sample, a checkpoint or an audit, which wait for the current training to end
 SLACK_SECONDS = 5.0  # for a busy machine to answer that it took too long
 
+log = logging.getLogger("p2ptrain.node")
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
@@ -48,7 +50,10 @@ class Control:
             bound = _bound(self.socket)
         self._server = await asyncio.start_unix_server(self._serve, sock=bound, limit=REQUEST_BYTES_MAX)
         note = json.dumps({"pid": os.getpid(), "socket": str(self.socket)}) + "\n"
-        replace_file(self.note, note.encode(), is_synced=False)
+        try:
+            replace_file(self.note, note.encode(), is_synced=False)
+        except DiskError as error:  # the start may make room
+            log.warning("%s; until a restart the node takes no commands", error)
 
     async def close(self) -> None:
         if self._server is not None:

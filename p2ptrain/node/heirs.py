@@ -7,7 +7,8 @@ over with what the members have certified, whoever hands it on.
 
 What a run has saved goes once the next one has a certified state of its own: until then a node that is killed may have
 to begin it again. Of the run before the newest state stays, and the one that the successor began with, for an owner who
-wants to look at them or to begin another run from there. Log, payloads and origins stay, for audits and for others."""
+wants to look at them or to begin another run from there, and the payloads from there on. Log and origins stay, for audits
+and for others."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ from p2ptrain.node.home import GENERATIONS_MAX, SUCCESSOR_NAME, Home
 from p2ptrain.node.saved import LOG_NAME
 from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.log import read_journal
+from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.records import remembered_peers
-from p2ptrain.store.store import CHECKPOINTS_NAME, ORIGIN_NAME, Store, origin_in
+from p2ptrain.store.store import CHECKPOINTS_NAME, EVENTS_NAME, ORIGIN_NAME, PAYLOADS_NAME, Store, origin_in
 from p2ptrain.train.saved_state import as_of_another_run
 
 SEARCHED_BYTES_MAX = 64 * 2**20  # of origins in one search: who makes runs makes as many as it likes
@@ -91,10 +93,13 @@ def forget_saved_before(home: Home, run: RunConfig, store: Store) -> bool:
         if home.heir_of(run_id) != run.id:
             continue  # this node was not there, or has taken another way
         try:
-            if place:
-                forget(directory / CHECKPOINTS_NAME)
-            elif (journal := read_journal(directory / LOG_NAME)) is not None:
-                Checkpoints(directory / CHECKPOINTS_NAME, run_id).prune(1, journal)
+            for name in (EVENTS_NAME, *((PAYLOADS_NAME, CHECKPOINTS_NAME) if place else ())):
+                forget(directory / name)
+            if not place and (journal := read_journal(directory / LOG_NAME)) is not None:
+                kept = Checkpoints(directory / CHECKPOINTS_NAME, run_id)
+                kept.prune(1, journal)
+                first = min((each.round for each in kept.present()), default=0)
+                PayloadStore(directory / PAYLOADS_NAME).prune(journal.payloads(first))
         except DataError as error:
             log.warning("what the run before has saved stays: %s", error)
     return True

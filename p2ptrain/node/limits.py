@@ -132,7 +132,7 @@ def refuse_too_large(run: RunConfig, home: Home) -> None:
             raise TooLargeError(what, fix=LESS_MEMORY)
         if each.level == "warning":
             log.warning("only %s of %s are free now. %s", mega(each.free), each.what, LESS_MEMORY)
-    _refuse_disk(run, disk)
+    refuse_disk(run, disk)
 
 
 def keep_data_within(run: RunConfig, home: Home, data: TokenDataset) -> None:
@@ -142,12 +142,12 @@ def keep_data_within(run: RunConfig, home: Home, data: TokenDataset) -> None:
 
     least = data.fetched_bytes_min(run.recipe.round_sequences, EVALUATED_SEQUENCES, run.model.sequence_length)
     disk = disk_demand(run, home, need_of(run), data.prepared_bytes + least, of_data=data.directory)
-    _refuse_disk(run, disk)
+    refuse_disk(run, disk)
     spare = 0 if home.config.limits.disk_bytes else int((1 - DISK_SHARE) * disk.used)  # else each start would take more
     data.keep_within(max(least, disk.room - disk.needed + least - spare))
 
 
-def _refuse_disk(run: RunConfig, disk: DiskDemand) -> None:
+def refuse_disk(run: RunConfig, disk: DiskDemand) -> None:
     from p2ptrain.exact.shortage import mega  # noqa: PLC0415
 
     if disk.level == "failed":
@@ -159,7 +159,7 @@ def disk_demand(
     run: RunConfig, home: Home, need: Need, data_bytes: int = 0, members: int = 0, of_data: Path | None = None
 ) -> DiskDemand:
     """Compares what a run takes of the disk with the room there is, for CONTRIBUTORS_USUAL contributors or more.
-    data_bytes: of its data, which lies in the directory `of_data`"""
+    data_bytes: of its data; of_data: where that lies, or the run that it is to follow"""
     from p2ptrain.exact.shortage import mega  # noqa: PLC0415
     from p2ptrain.train.memory import CONTRIBUTORS_USUAL, DiskDemand  # noqa: PLC0415
 
@@ -167,7 +167,7 @@ def disk_demand(
     terms = home.config.storage.checkpoints_kept, run.agreement.history_rounds, contributors
     of_run = [of_data] if of_data else []  # on both sides, or on neither
     if run.is_sealed:
-        of_run.append(home.of_run(run.id))
+        of_run += map(home.of_run, (run.id, *home.ancestors(run)))  # which make room for it once it has a state
     used = sum(file.st_blocks * 512 for directory in of_run for _, file in below(directory))
     free = shutil.disk_usage(nearest_existing(home.directory)).free
     frozen = run.adapt.base_bytes or need.base

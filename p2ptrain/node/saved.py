@@ -180,7 +180,7 @@ def backed_up(home: Home, run: RunConfig, place: BackupPlace, every: int | None,
                 fix = "Try again later, or give --every, which waits for one"
                 raise DataError("no certified state yet", path=directory, fix=fix)
             return None
-        with reading(chosen), place.locked():
+        with reading(chosen):
             small = beside(home, run) | {SEGMENT: proof_of(chosen, journal)}
             if (origin := read(directory / ORIGIN_NAME)) is not None:
                 small[ORIGIN_NAME] = origin

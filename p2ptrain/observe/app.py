@@ -143,8 +143,7 @@ def told(request: web.Request, model: Answer | None) -> web.Response:
 def packed(request: web.Request, response: web.Response) -> web.Response:
     """Has a large response compressed in a thread for clients that accept it, for the sake of slow links.
 
-    Its size cannot leak a secret (BREACH): no answer contains the token, or anything from a request.
-    """
+    Its size cannot leak a secret (BREACH): no answer contains the token, or anything from a request."""
     response.headers["Vary"] = "Accept-Encoding"
     takes_gzip = "gzip" in request.headers.get("Accept-Encoding", "").lower()
     if takes_gzip and (response.content_length or 0) >= PACKED_BYTES_MIN:

@@ -53,8 +53,7 @@ class RecordedRun:
 def read_recorded_run(run: RunConfig, directory: Path) -> RecordedRun:
     """Reads a run's data without locking or changing anything, so its node may keep running.
 
-    DataError if no round is recorded.
-    """
+    DataError if no round is recorded."""
     rounds = recorded(directory, ROUNDS_MAX)
     if not rounds:
         raise DataError(f"{directory}: no round is recorded: none was applied yet, or the records were lost")
@@ -71,8 +70,7 @@ def read_recorded_run(run: RunConfig, directory: Path) -> RecordedRun:
 def exported(recorded_run: RecordedRun, status: dict[str, Any] | None = None, made_at: datetime | None = None) -> str:
     """Returns the HTML page; `status` is that of the running node, if any.
 
-    Everything that could come from a peer is escaped, and the page's policy forbids loading anything.
-    """
+    Everything that could come from a peer is escaped, and the page's policy forbids loading anything."""
     made = made_at or datetime.now(UTC)
     name, script = escape(recorded_run.run.name), _script()
     style = (ASSETS / "style.css").read_text("utf-8")

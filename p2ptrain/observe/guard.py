@@ -28,7 +28,7 @@ from p2ptrain.observe.schema import Error
 
 METHODS = ("GET", "HEAD")
 OPEN = ("/healthz", "/readyz")  # without a token, for supervisors; they only learn whether all is well
-COOKIE = "p2ptrain"
+COOKIE = "p2ptrain-{}"  # the port: browsers send cookies to all ports of a host
 TOKEN_BYTES_MIN, TOKEN_BYTES_MAX = 16, 1_024  # shorter ones could be guessed
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OWN_SITES = ("none", "same-origin")  # Sec-Fetch-Site of an address that was typed, and of our page
@@ -95,7 +95,7 @@ class Guard:
     """Decides which requests a server answers."""
 
     def __init__(self, host: str, port: int, allowed: Iterable[str] = (), token: bytes = b"") -> None:
-        self._port = port
+        self._port, self._cookie_name = port, COOKIE.format(port)
         self._hosts = {f"{name}:{port}" for name in (*LOOPBACK, bracketed(host).lower())}
         self._hosts |= {each.lower() for each in allowed}  # one without a port is allowed with any
         self._token = token
@@ -154,7 +154,7 @@ class Guard:
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() == "bearer" and _is_same(given.strip(), self._token):
             return True
-        return _is_same(request.cookies.get(COOKIE, ""), self._cookie)
+        return _is_same(request.cookies.get(self._cookie_name, ""), self._cookie)
 
     def admit(self, request: web.Request) -> web.Response | None:
         """Answers /?token=... with a cookie and a redirect to a URL without the token; None for other requests."""
@@ -162,7 +162,7 @@ class Guard:
         if not (self._token and request.path == "/" and _is_same(given, self._token)):
             return None
         response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
-        response.set_cookie(COOKIE, self._cookie.decode(), httponly=True, samesite="Lax", path="/")
+        response.set_cookie(self._cookie_name, self._cookie.decode(), httponly=True, samesite="Lax", path="/")
         return response
 
 

@@ -31,8 +31,7 @@ FLUSH_SECONDS = 2.0  # for the last lines at exit: a reader that has not read by
 def plain(text: str) -> str:
     """Replaces characters that control a terminal (C0, C1, text direction) in text that may come from a peer.
 
-    Unlike `visible`, it keeps the length, because lines are bounded and tables have columns.
-    """
+    Unlike `visible`, it keeps the length, because lines are bounded and tables have columns."""
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 
@@ -67,8 +66,7 @@ class JsonText(PlainText):
 class Unbuffered(io.TextIOBase):
     """Writes text to a descriptor without a lock.
 
-    Python takes the lock of its own stderr at exit, so a thread that is blocked on a reader must not hold that.
-    """
+    Python takes the lock of its own stderr at exit, so a thread that is blocked on a reader must not hold that."""
 
     encoding = "utf-8"
 
@@ -100,8 +98,7 @@ class LineHandler(logging.Handler):
 class QueuedLines(QueueHandler):
     """Passes records to `target` in its own thread, in order.
 
-    It does not take the target's lock as other handlers do, because logging takes that at exit.
-    """
+    It does not take the target's lock as other handlers do, because logging takes that at exit."""
 
     def __init__(self, target: logging.Handler) -> None:
         self._jobs: queue.Queue[Callable[[], object]] = queue.Queue(LINES_MAX)

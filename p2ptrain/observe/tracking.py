@@ -21,9 +21,11 @@ import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from p2ptrain.config import RunConfig
@@ -33,6 +35,7 @@ from p2ptrain.observe.schema import RoundRecord
 
 WAITING_MAX = 256  # rounds waiting to be written; more are lost
 CLOSE_SECONDS = 10.0  # for the last ones when the node ends; W&B without a network takes 0.2 s
+KILL_SECONDS = 5.0  # for a tracker that was killed; a call to a file server that is away never returns
 VERSION = "brain.Event:2"  # in the first event of a file
 PROGRAM = Path(__file__).with_name("wandb_child.py")
 OWN = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # no error reports to W&B
@@ -85,23 +88,33 @@ class Tracking:
         self.lost = 0  # rounds
         self._tracker = tracker
         self._room, self._lock = threading.Semaphore(WAITING_MAX), threading.Lock()
-        self.thread = ThreadPoolExecutor(1, "tracking")
+        self.jobs = SimpleQueue[Callable[[], object]]()  # for the thread, in order
+        self._is_over = threading.Event()
+        threading.Thread(target=self._work, name="tracking", daemon=True).start()  # Python's exit does not wait for it
+
+    def _work(self) -> None:
+        while not self._is_over.is_set():
+            self.jobs.get()()
 
     def close(self) -> None:
         """Waits until everything is written, but not for long."""
-        ending = self.thread.submit(self._tracker.close)
-        try:
-            ending.result(CLOSE_SECONDS)
-        except TimeoutError:
+        self.jobs.put(self._end)
+        if not self._is_over.wait(CLOSE_SECONDS):
             log.warning("%s: writing the last figures took too long; they may be lost", self._tracker.directory)
             self._tracker.kill()
+            self._is_over.wait(KILL_SECONDS)
+
+    def _end(self) -> None:
+        try:
+            self._tracker.close()
         except OSError as error:
             log.warning("%s: the last figures may be lost: %s", self._tracker.directory, error)
-        self.thread.shutdown()
+        finally:
+            self._is_over.set()
 
     def note(self, record: RoundRecord) -> None:
         if self._room.acquire(blocking=False):
-            self.thread.submit(self._write, record)
+            self.jobs.put(partial(self._write, record))
         else:
             self._lose("the tracker does not keep up")
 

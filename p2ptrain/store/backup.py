@@ -34,7 +34,7 @@ from p2ptrain.core.history import name_of
 from p2ptrain.core.journal import Journal
 from p2ptrain.digest import digest
 from p2ptrain.errors import ConfigError, DataError
-from p2ptrain.files import DiskError, is_there, make_directory, nearest_existing, sync, write_atomically
+from p2ptrain.files import DiskError, digest_of, is_there, make_directory, nearest_existing, sync, write_atomically
 from p2ptrain.store.checkpoints import STAMP_NAME, STATE_NAME, Checkpoint, FileStamp, Stamp, decode_stamp, read_stamp
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.segment import Snapshot, encoded, frame, header
@@ -44,6 +44,12 @@ KEPT = 4
 KEPT_OF_OLDER = 10  # the first of so many stays
 SEGMENT, BASES = "wal/00000001.log", "bases"
 FILES = ("run.json", ORIGIN_NAME, "tokenizer.json", SEGMENT, STATE_NAME, STAMP_NAME)  # the stamp last
+# By the packages that reach a place, if they are loaded. Besides these, they raise what is an OSError.
+ERRORS = (
+    *(("botocore.exceptions", "BotoCoreError"), ("gcsfs.retry", "HttpError"), ("azure.core.exceptions", "AzureError")),
+    *(("google.auth.exceptions", "GoogleAuthError"), ("aiohttp", "ClientError"), ("paramiko", "SSHException")),
+    *(("builtins", "OSError"), ("ftplib", "Error"), ("zipfile", "BadZipFile"), ("tarfile", "TarError")),
+)
 _NAME = re.compile(r"[0-9]{8}-backup-of-round-[0-9]{1,15}")
 _log = logging.getLogger("p2ptrain.store")
 
@@ -52,24 +58,23 @@ class BackupPlace:
     """A directory, or an object store that fsspec reaches, such as s3://bucket/run."""
 
     def __init__(self, text: str) -> None:
-        self.where = text.rstrip("/") or "/"
+        self.where, self.local = text.rstrip("/") or "/", None
         try:
-            self._system, self._root = import_module("fsspec.core").url_to_fs(self.where)
-        except (ImportError, ValueError) as error:
+            with self.trouble():  # some are reached at once
+                self._system, self._root = import_module("fsspec.core").url_to_fs(self.where)
+        except (ImportError, TypeError, ValueError) as error:
             fix = "pip install 'p2ptrain[backup]' and the package that fsspec takes for it, or name a directory"
             raise ConfigError(f"this address cannot be used here ({error})", source=text, fix=fix) from error
-        self.local = Path(self._root) if "file" in self._system.protocol else None
+        self.local: Path | None = Path(self._root) if "file" in self._system.protocol else None
         if self.local is not None and not nearest_existing(self.local).is_dir():
             raise ConfigError("not a directory", source=text, fix="Name another, or move it away")
-        boto = sys.modules.get("botocore.exceptions")  # S3's; some of its errors are no OSError
-        self._errors: tuple[type[Exception], ...] = (OSError, boto.BotoCoreError) if boto else (OSError,)
 
     @contextmanager
     def trouble(self) -> Iterator[None]:
         """Turns errors of the place into DataError."""
         try:
             yield
-        except self._errors as error:
+        except tuple(getattr(sys.modules.get(module), name, OSError) for module, name in ERRORS) as error:
             if self.local is not None and isinstance(error, OSError):
                 raise DiskError(self.local, "cannot be used", error) from error
             what = " ".join(str(error).split())[:200] or type(error).__name__
@@ -111,6 +116,11 @@ class BackupPlace:
             return None
         return size
 
+    def has_same(self, name: str, source: Path) -> bool:
+        """Whether a file is there, by its size, and in a directory by what is in it."""
+        is_there = self.size_of(name) == source.stat().st_size
+        return is_there and (self.local is None or digest_of(self.local / name) == digest_of(source))
+
     def put(self, name: str, source: Path | bytes) -> None:
         path = self._at(name)
         self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -133,6 +143,12 @@ class BackupPlace:
         if self.size_of(f"{folder}/{STAMP_NAME}") is not None:
             self._system.rm_file(self._at(f"{folder}/{STAMP_NAME}"))
         self._system.rm(self._at(folder), recursive=True)
+
+    def keep(self, kept: int) -> None:
+        """Removes the older backups, but for every tenth."""
+        for name in [*self.folders()][:-kept]:
+            if int(name[:8]) % KEPT_OF_OLDER != 1:
+                self.remove(name)
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -186,18 +202,18 @@ def proof_of(checkpoint: Checkpoint, journal: Journal) -> bytes:
 def copy_to(
     place: BackupPlace, checkpoint: Checkpoint, small: Mapping[str, bytes], base: Path | None = None, kept: int = KEPT
 ) -> str:
-    """Copies a certified checkpoint, prunes, and returns the folder's name.
+    """Prunes, copies a certified checkpoint, prunes again, and returns the folder's name.
 
-    small: the files that go along; base: the frozen weights, if adapters train
-    """
+    small: the files that go along; base: the frozen weights, if adapters train"""
     stamp = replace(checkpoint.stamp, trainer=FileStamp(0, ""), trained=0)
     size = stamp.state.bytes + sum(map(len, small.values()))
-    if base is not None and place.size_of(f"{BASES}/{base.name}") != (base_bytes := base.stat().st_size):
-        place.check_room(size + base_bytes)
-        place.put(f"{BASES}/{base.name}", base)
     for name, is_complete in place.folders().items():
         if not is_complete:
             place.remove(name)  # it was cut off
+    place.keep(kept)
+    if base is not None and not place.has_same(f"{BASES}/{base.name}", base):
+        place.check_room(size + base.stat().st_size)
+        place.put(f"{BASES}/{base.name}", base)
     place.check_room(size)
     number = 1 + max((int(name[:8]) for name in place.folders()), default=0)
     folder = f"{number:08d}-backup-of-round-{stamp.round}"
@@ -208,9 +224,7 @@ def copy_to(
         stamp.state.check(place.local / folder / STATE_NAME)  # by reading what was written
         sync(place.local)
     place.put(f"{folder}/{STAMP_NAME}", stamp.encoded())
-    for name in [*place.folders()][:-kept]:
-        if int(name[:8]) % KEPT_OF_OLDER != 1:
-            place.remove(name)
+    place.keep(kept)
     return folder
 
 
@@ -233,8 +247,7 @@ def read_backup(folder: Path) -> Stamp:
 def find_backup(text: str, fetched: Path) -> Path | None:
     """Returns the folder of the backup that `text` names, or of the newest there; None if there is no backup.
 
-    One in an object store is fetched first, into the directory `fetched`.
-    """
+    One in an object store is fetched first, into the directory `fetched`."""
     if "://" not in text and (is_backup(Path(text)) or not is_there(Path(text)) or not Path(text).is_dir()):
         return Path(text) if is_backup(Path(text)) else None
     outer, _, own = text.rstrip("/").rpartition("/")

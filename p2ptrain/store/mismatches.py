@@ -42,8 +42,7 @@ class Mismatches:
     def note(self, number: int) -> None:
         """Notes a wrong state after round `number`. Raises HardwareError if there were too many.
 
-        A round counts once, because a node that restarts before the correction may compute the same state again.
-        """
+        A round counts once, because a node that restarts before the correction may compute the same state again."""
         if number in self.rounds:
             return
         recent = [each for each in self.rounds if number - each < MISMATCH_ROUNDS]

@@ -40,7 +40,7 @@ from p2ptrain.store.mismatches import Mismatches
 from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.records import RECORDS_NAME, Records
 
-CHECKPOINTS_NAME, ORIGIN_NAME = "checkpoints", "origin"
+CHECKPOINTS_NAME, EVENTS_NAME, ORIGIN_NAME, PAYLOADS_NAME = "checkpoints", "events", "origin", "payloads"
 ORIGIN_FIX = "Move it away: at the next start it comes from a peer"
 SPOKEN_SUFFIX = ".spoken"  # suffix of a directory beside the key, with a file for each run
 
@@ -102,7 +102,7 @@ class Store:
             if not has_spoken:  # written after the log, so that a crash in between does not make a newcomer forgetful
                 make_directory(spoken.parent)
                 write_atomically(spoken, b"")
-            self.payloads = PayloadStore(directory / "payloads")
+            self.payloads = PayloadStore(directory / PAYLOADS_NAME)
             self.diary = Diary(directory / "diary.jsonl")
             self.checkpoints = Checkpoints(directory / CHECKPOINTS_NAME, run.id)
             self.checkpoints.tidy()
@@ -176,9 +176,9 @@ class Store:
         self, payloads: Collection[bytes] = (), known: Collection[bytes] | None = None, fetched: Collection[Path] = ()
     ) -> None:
         """Removes old checkpoints, and payloads that neither the history, our messages nor `payloads` need, every few
-        rounds. Writes out payloads that arrived after their round was decided."""
+        rounds. Then, as the disk may have been full, writes out payloads that arrived after their round was decided."""
         needed = self.journal.payloads()
-        self.payloads.keep(self.payloads.fleeting(needed))
         self.payloads.prune(needed.union(payloads), known)
         self.checkpoints.prune(self.checkpoints_kept, self.journal, fetched)
+        self.payloads.keep(self.payloads.fleeting(needed))
         self.diary.forget(min((each.stamp.trained for each in self.checkpoints.present()), default=0))

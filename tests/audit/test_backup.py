@@ -365,7 +365,9 @@ def copy(cut_at, place):
             if count == cut_at:
                 os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(watch)
-    backed_up(home, run, BackupPlace(place), None, 1)
+    there = BackupPlace(place)
+    with there.locked():
+        backed_up(home, run, there, None, 1)
 
 for line in sys.stdin:
     cut_at, place = line.split()

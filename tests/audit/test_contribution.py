@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.audit.contribution import measure
+from p2ptrain.cli import audit as audit_command
 from p2ptrain.config import DeviceConfig, NodeConfig, RunConfig
 from p2ptrain.config.node import StorageConfig
 from p2ptrain.errors import DataError
@@ -102,6 +103,22 @@ def test_what_is_wrong_or_not_here_is_told(directory: Path, run: RunConfig, data
     content[len(content) // 2] ^= 1
     log.write_bytes(content)
     assert refused().startswith("WRONG")
+
+
+@pytest.mark.parametrize(("wanted", "by_daemon"), [((), True), (("--run", "ab"), True), (("--run", "cd"), False)])
+def test_a_daemon_of_another_run_is_not_asked(
+    wanted: tuple[str, ...], by_daemon: bool, tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, measured = [], {"z": 9.0, "typical_z": 8.0, "strength": 1.0, "sequences": 2}
+
+    def ask(_: Path, order: dict[str, Any]) -> dict[str, Any]:
+        asked.append(order["do"])
+        return {"run_id": "ab" * 32} if order["do"] == "status" else measured
+
+    monkeypatch.setattr(audit_command, "ask", ask)
+    status, _, error = p2ptrain(capsys, "audit", tmp_path, "--contribution", 3, peer_id_of(ME), *wanted)
+    assert (status, "audit" in asked) == (0 if by_daemon else 2, by_daemon)
+    assert by_daemon or f"no run in {tmp_path}" in error, "it looks at the files"
 
 
 def test_the_command_takes_a_copied_directory(

@@ -293,10 +293,13 @@ def test_what_is_no_receipt_or_cannot_be_made_is_a_line(node: Path, tmp_path: Pa
     assert (status, error) == (1, f"{path}: it proves nothing: none of its rounds took a contribution of the key\n")
     assert not path.exists()
     status, _, error = p2ptrain(capsys, "receipt", "nobody", "--data-dir", node)
-    assert (status, "nobody is not the id of" in error) == (1, True)
+    assert (status, "PEER: nobody is not the id of" in error) == (2, True)
     path.mkdir()
-    for place, why in ((tmp_path / "none", "it proves nothing: not a receipt"), (path, "not a regular file")):
+    (tmp_path / "empty").touch()
+    for place, why in ((tmp_path / "empty", "it proves nothing: not a receipt"), (path, "not a regular file")):
         status, _, error = p2ptrain(capsys, "audit", "--receipt", place)
         assert (status, why in error) == (1, True), error
+    status, _, error = p2ptrain(capsys, "audit", "--receipt", tmp_path / "none")
+    assert (status, f"no such file: {tmp_path}/none" in error) == (2, True)
     status, _, error = p2ptrain(capsys, "audit")
     assert (status, "nothing to audit" in error) == (2, True)

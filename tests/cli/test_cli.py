@@ -381,6 +381,16 @@ def test_prepare_prints_the_lines_for_a_run_file(capsys: pytest.CaptureFixture[s
     assert (run.tokenizer.kind, run.tokenizer.digest) == (dataset.tokenizer.kind, dataset.tokenizer.digest)
 
 
+def test_prepare_takes_files_of_any_name_and_columns_of_text_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "caf\udce9.txt"  # Latin-1 on the disk
+    text.write_text("the quick brown fox\n" * 1_000)
+    assert p2ptrain(capsys, "data", "prepare", tmp_path / "out", text)[0] == 0
+    status, _, err = p2ptrain(capsys, "data", "prepare", tmp_path / "other", text, "--column", "caf\udce9")
+    assert (status, err) == (2, "--column: not UTF-8. Name a key or a column of the files\n")
+
+
 def test_prepare_with_a_tokenizer_prints_its_digest_and_vocabulary(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -454,3 +464,11 @@ def test_an_example_is_printed_to_begin_with_and_all_are_listed(capsys: pytest.C
     status, _, err = p2ptrain(capsys, "config", "example", "huge")
     names = ", ".join(["masked", "digits", "noisy", *RECIPES, "several_processes", "tiny", "node"])
     assert (status, err) == (2, f"NAME: there is no example 'huge'. Take one of {names}\n")
+
+
+def test_an_example_is_utf8_whatever_the_terminal_has() -> None:
+    """It is read as UTF-8, and one names a person whose name has other letters than ASCII."""
+    command = [sys.executable, "-m", "p2ptrain", "config", "example", "muloco"]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    printed = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    assert printed == (ROOT / "examples" / "recipes" / "muloco.toml").read_bytes() and not printed.isascii()

@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.config.node import NodeConfig, StorageConfig
 from p2ptrain.node.home import Home
-from p2ptrain.store.checkpoints import STATE_NAME, Checkpoints
+from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint, Checkpoints
 from p2ptrain.store.store import CHECKPOINTS_NAME
 from tests.helpers.cli import p2ptrain
 from tests.helpers.store import named_run, void
@@ -43,6 +43,10 @@ def test_checkpoints_are_listed(node: NodeConfig, checkpoints: Checkpoints, caps
     assert lines[2].startswith(f"round       24  root {'18' * 8}               14 bytes  {checkpoints.directory}")
     (checkpoints.present()[1].path / "checkpoint.json").write_bytes(b"{}")
     assert p2ptrain(capsys, "checkpoint", "list", *place)[1].splitlines()[1].startswith("DAMAGED ")
+    oldest = checkpoints.found()[0]
+    assert isinstance(oldest, Checkpoint)
+    (oldest.path / "checkpoint.json").write_bytes(b'{"format":"p2ptrain checkpoint 2"}')
+    assert p2ptrain(capsys, "checkpoint", "list", *place)[1].splitlines()[0].startswith("unreadable ")
 
 
 def test_a_copy_is_made_of_what_is_whole(

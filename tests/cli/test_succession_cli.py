@@ -44,6 +44,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ("wsd", "wsd"),
         ('"wsd"', "wsd"),
         ("[64, 256]", [64, 256]),
+        ('["abcd", "ef"]', ["abcd", "ef"]),
         ("nan", "nan"),
         ("1e999999999", "1e999999999"),
         ("[0.5]", "[0.5]"),
@@ -133,3 +134,12 @@ def test_the_agenda_says_what_changes_what_it_costs_and_who_assents(
     assert (lines[7], lines[-1]) == (f"decided     3f3f3f3f, by {OTHER}", "this node   goes along")
     monkeypatch.setitem(ANSWERS, "agenda", {"motions": [], "successor": None})
     assert p2ptrain(capsys, "agenda")[1] == "nobody moves that the run go on as another\n"
+
+
+def test_a_link_in_a_circle_is_a_directory_for_the_daemon_to_refuse(
+    orders: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.chdir(tmp_path)
+    assert p2ptrain(capsys, "propose", "--data", "loop")[0] == 0
+    assert orders[0]["data"] == f"{tmp_path}/loop"

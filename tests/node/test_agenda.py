@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -294,6 +296,17 @@ async def test_a_roll_back_needs_a_checkpoint_with_the_certified_weights(tmp_pat
         await agenda.look()
         await until(lambda: view(node).state.succession.assents_to(motion.name) == 2)
         assert found["text"].endswith(f"from the weights of round {saved}")
+
+
+@skipping_time
+async def test_a_run_for_which_the_disk_is_too_small_is_not_assented_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with swarm(tmp_path) as made:
+        await made.reach(1)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        with pytest.raises(DataError, match=r"needs about .* of disk space .*, and may have "):
+            await ask(made.nodes[0], "propose", settings=SLOWER)
 
 
 @skipping_time

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.errors import DataError, NoDaemonError, P2ptrainError, SilentDaemonError
+from p2ptrain.files import DiskError
 from p2ptrain.node import control
 from p2ptrain.node.control import CONNECTIONS_MAX, NAME, REQUEST_BYTES_MAX, Control, ask
 
@@ -71,6 +72,18 @@ async def test_the_socket_is_in_the_data_directory_which_a_logout_leaves_alone(t
             assert made.socket.stat().st_mode & 0o777 == 0o600
             assert await asked(data, {}) == {"asked": {}}
         assert os.listdir(data) == []  # noqa: PTH208
+
+
+async def test_a_full_disk_does_not_keep_a_node_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, *_: object, **__: object) -> None:
+        raise DiskError(path, "cannot be written", OSError(errno.ENOSPC, "No space left on device"))
+
+    monkeypatch.setattr("p2ptrain.node.control.replace_file", full)
+    async with running(tmp_path) as made:
+        assert made.socket.exists() and not made.note.exists()
+    assert f"{made.note}: cannot be written (No space left on device)" in caplog.text
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL])

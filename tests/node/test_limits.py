@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from p2ptrain.config import LimitsConfig, NodeConfig, RecipeConfig, RunConfig
+from p2ptrain.config.node import StorageConfig
 from p2ptrain.core.complaints import Code, complaint
 from p2ptrain.errors import ConfigError, DeviceError, TooLargeError
 from p2ptrain.exact.shortage import mega
@@ -27,10 +29,12 @@ from p2ptrain.node.home import Home
 from p2ptrain.node.limits import (
     MachineLimits,
     choose_settings,
+    disk_demand,
     is_on_battery,
     is_within,
     over_memory,
     reasons_to_pause,
+    refuse_disk,
     refuse_too_large,
     resident_bytes,
     rest_seconds,
@@ -153,6 +157,26 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(
         TooLargeError, match=r"even with one sequence per pass, but there are only .*device\.checkpointing"
     ):
         refuse_too_large(run, Home(config_of(0)))
+
+
+def test_what_the_run_before_has_saved_makes_room_for_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunConfig.model_validate({"name": "before"}).sealed(
+        manifest="aa" * 32, initial_root="bb" * 32, founders=["cc" * 32]
+    )
+    heir = run.model_copy(update={"seed": run.seed + 1})
+    home = Home(NodeConfig(storage=StorageConfig(directory=str(tmp_path))))
+    need = need_of(run)
+    needed = disk_demand(run, home, need).needed
+    saved = home.of_run(run.id) / "payloads" / "one"
+    saved.parent.mkdir(parents=True)
+    saved.write_bytes(os.urandom(needed * 9 // 10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed * 7 // 10))
+    assert disk_demand(run, home, need).level != "failed"
+    assert disk_demand(heir, home, need).level == "failed", "another run"
+    monkeypatch.setattr(Home, "ancestors", lambda _, at: (run.id,) if at.id == heir.id else ())
+    refuse_disk(heir, disk_demand(heir, home, need))
 
 
 def test_what_the_owner_has_left_open_is_chosen_so_that_a_run_fits(

@@ -122,13 +122,37 @@ def test_a_disk_that_takes_nothing_is_said_once_and_tried_again(
     with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
         made.note(a_round(1))
         made.note(a_round(2))
-        made.thread.submit(lambda: None).result()
+        is_written = threading.Event()
+        made.jobs.put(is_written.set)
+        assert is_written.wait(TEST_SECONDS)
     assert made.lost == 2
     assert caplog.text.count("not tracked") == 1
     (tmp_path / "file").unlink()
     made.note(a_round(3))
     made.close()
     assert listed(tmp_path / "file") == [3]
+
+
+def test_a_file_server_that_is_away_does_not_keep_a_node_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TensorBoard's files have no process that could be killed."""
+    for name in ("CLOSE_SECONDS", "KILL_SECONDS"):
+        monkeypatch.setattr(f"p2ptrain.observe.tracking.{name}", 0.1)
+    released, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(Listing, "write", lambda *_: released.wait(TEST_SECONDS))
+    monkeypatch.setattr(Listing, "close", lambda _: ended.set())
+    made = Tracking(Listing(tmp_path))
+    made.note(a_round(1))
+    [thread] = [each for each in threading.enumerate() if each.name.startswith("tracking")]
+    try:
+        made.close()
+        assert thread.is_alive() and thread.daemon, "Python would wait for it"
+        assert "took too long" in caplog.text
+    finally:
+        released.set()
+    assert ended.wait(TEST_SECONDS)
+    thread.join(TEST_SECONDS)
 
 
 @skipping_time
@@ -172,10 +196,14 @@ def test_a_round_that_tensorboard_cannot_write_costs_that_one_alone(
     made = Tracking(TensorBoard(tmp_path, RUN))
     made.note(a_round(1))
     with monkeypatch.context() as changed, caplog.at_level(logging.WARNING, "p2ptrain.observe"):
-        made.thread.submit(lambda: None).result()
+        is_written = threading.Event()
+        made.jobs.put(is_written.set)
+        assert is_written.wait(TEST_SECONDS)
         changed.setattr(framed, "RecordWriter", other)
         made.note(a_round(2))
-        made.thread.submit(lambda: None).result()
+        is_written = threading.Event()
+        made.jobs.put(is_written.set)
+        assert is_written.wait(TEST_SECONDS)
     assert "not tracked: another release" in caplog.text
     made.note(a_round(3).model_copy(update={"applied_at": 1.8e9}))
     made.close()

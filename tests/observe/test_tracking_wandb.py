@@ -31,7 +31,7 @@ with_wandb = [
     pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the [wandb] extra"),
 ]
 NODE = """
-import sys, time
+import sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from tests.helpers.records import RUN, a_round
@@ -39,10 +39,19 @@ from p2ptrain.observe.tracking import Tracking
 from p2ptrain.observe.tracking import WandbRun
 made = Tracking(WandbRun(Path(sys.argv[1]), RUN))
 made.note(a_round(1))
-made.thread.submit(lambda: None).result()
+written = threading.Event()
+made.jobs.put(written.set)
+written.wait()
 print(made._tracker.child.pid, flush=True)
 sys.stdin.read()
 """
+
+
+def wait_for(made: Tracking) -> None:
+    """Waits until all that was handed in is written."""
+    is_written = threading.Event()
+    made.jobs.put(is_written.set)
+    assert is_written.wait(SECONDS)
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +166,7 @@ class TestWithWandb:
         made = Tracking(writer)
         with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
             made.note(a_round(1))
-            made.thread.submit(lambda: None).result()
+            wait_for(made)
             assert writer.child is not None
             child = psutil.Process(writer.child.pid)
             service_of(child).kill()
@@ -182,7 +191,8 @@ def test_a_process_that_ends_is_a_warning_in_its_own_words(
     made = Tracking(writer)
     with caplog.at_level(logging.WARNING, "p2ptrain.observe"):
         made.note(a_round(1))
-        made.thread.submit(lambda: writer.child and writer.child.wait(SECONDS)).result()
+        made.jobs.put(lambda: writer.child and writer.child.wait(SECONDS))
+        wait_for(made)
         for number in range(2, 6):
             made.note(a_round(number))
         made.close()
@@ -213,7 +223,8 @@ def test_what_a_process_says_is_bounded_and_ends_with_its_last_words(
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
         made.note(a_round(2))
-        made.thread.submit(lambda: writer.child and writer.child.wait(SECONDS)).result()
+        made.jobs.put(lambda: writer.child and writer.child.wait(SECONDS))
+        wait_for(made)
         made.close()
     assert caplog.text.count("Y") == tracking.WORDS_BYTES_MAX - len(" the end\n")
     assert "Y the end" in caplog.text

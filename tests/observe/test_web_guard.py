@@ -159,13 +159,13 @@ async def test_a_browser_gets_a_cookie_for_the_token_and_an_address_without_it()
     async with site(token=TOKEN) as here:
         status, headers, body = await here.get("/", params={"token": TOKEN.decode()})
         assert (status, headers["Location"], body) == (303, "/", b"")
-        cookie = http.cookies.SimpleCookie(headers["Set-Cookie"])[COOKIE]
+        cookie = http.cookies.SimpleCookie(headers["Set-Cookie"])[name := COOKIE.format(here.port)]
         assert (cookie["httponly"], cookie["samesite"], cookie["path"], cookie["domain"]) == (True, "Lax", "/", "")
         assert TOKEN.decode() not in headers["Set-Cookie"], "other servers of this host see it too"
         for path in ("/", "/status", "/rounds"):
-            assert await shown(here, path, {"Cookie": f"{COOKIE}={cookie.value}"}) == 200
+            assert await shown(here, path, {"Cookie": f"{name}={cookie.value}"}) == 200
         for wrong in (TOKEN.decode(), cookie.value[:-1], ""):
-            assert await shown(here, "/status", {"Cookie": f"{COOKIE}={wrong}"}) == 401
+            assert await shown(here, "/status", {"Cookie": f"{name}={wrong}"}) == 401
         assert await shown(here, "/status", {"Authorization": f"Bearer {cookie.value}"}) == 401
         for path, given in (("/", "wrong"), ("/", ""), ("/status", TOKEN.decode()), ("/log", TOKEN.decode())):
             status, headers, _ = await here.get(path, params={"token": given})
@@ -195,16 +195,20 @@ async def test_where_no_token_is_asked_for_none_is_looked_at() -> None:
     async with site() as here:
         assert await shown(here, "/", {}) == 200
         assert (await here.get("/", params={"token": ""}))[0] == 200
-        assert await shown(here, "/status", {"Authorization": "Bearer x", "Cookie": f"{COOKIE}="}) == 200
+        assert (
+            await shown(here, "/status", {"Authorization": "Bearer x", "Cookie": f"{COOKIE.format(here.port)}="}) == 200
+        )
 
 
-async def test_the_cookies_of_two_tokens_differ() -> None:
-    told = set()
-    for token in (TOKEN, TOKEN + b"x"):
-        async with site(token=token) as here:
-            _, headers, _ = await here.get("/", params={"token": token.decode()})
-            told.add(http.cookies.SimpleCookie(headers["Set-Cookie"])[COOKIE].value)
-    assert len(told) == 2
+async def test_the_cookies_of_two_tokens_differ_and_one_page_leaves_those_of_another_port() -> None:
+    told = dict[str, str]()
+    async with site(token=TOKEN) as here, site(token=TOKEN + b"x") as there:
+        for each, token in ((here, TOKEN), (there, TOKEN + b"x")):
+            _, headers, _ = await each.get("/", params={"token": token.decode()})
+            told |= {name: one.value for name, one in http.cookies.SimpleCookie(headers["Set-Cookie"]).items()}
+        jar = "; ".join(f"{name}={value}" for name, value in told.items())  # a browser's, which knows no ports
+        assert len({*told.values()}) == 2
+        assert [await shown(each, "/status", {"Cookie": jar}) for each in (here, there)] == [200, 200]
 
 
 # ---------------------------------------------------------------------------------------------------

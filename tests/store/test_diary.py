@@ -5,11 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from p2ptrain.daemon import assembly
 from p2ptrain.errors import DataError
+from p2ptrain.node.persistence import Persistence
 from p2ptrain.store.diary import ENTRIES_MAX, Diary, Trained
+from tests.helpers.driver import a_dataset
+from tests.helpers.lone_node import lived
 
 
 def trained(number: int) -> Trained:
@@ -60,6 +65,21 @@ def test_it_does_not_grow_without_bound(path: Path) -> None:
     diary.note(trained(ENTRIES_MAX + 1))
     kept = list(range(ENTRIES_MAX // 2 + 2, ENTRIES_MAX + 2))  # what only the oldest checkpoints need makes way
     assert numbers(path) == [each.number for each in diary.entries] == kept
+
+
+def test_it_has_what_the_newest_checkpoint_needs_however_long_the_history_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def noted(*arguments: Any, **others: Any) -> Persistence:
+        told.append(arguments[2:4])
+        return Persistence(*arguments, **others)
+
+    monkeypatch.setattr(assembly, "Persistence", noted)
+    monkeypatch.setattr(assembly, "ENTRIES_MAX", 8)
+    lived(path.parent, a_dataset(path.parent / "set"), 2)
+    assert told == [(2, 4)], "the rounds between checkpoints, and those that may pass without one"
 
 
 def test_a_disk_that_is_full_leaves_what_was_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

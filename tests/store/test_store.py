@@ -19,9 +19,12 @@ from p2ptrain.core.messages import payload_digest
 from p2ptrain.digest import PIECE_BYTES
 from p2ptrain.errors import ConfigError, DataError
 from p2ptrain.files import DiskError
+from p2ptrain.store.checkpoints import Checkpoints
 from p2ptrain.store.lock import Lock
 from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.store import Store
+from tests.helpers.driver import a_dataset
+from tests.helpers.lone_node import lived
 from tests.helpers.store import ME, Power, folded, named_run, opened, some_records
 
 STALENESS = named_run().agreement.staleness_rounds_max
@@ -342,6 +345,34 @@ def test_a_payload_that_comes_after_its_round_was_decided_lasts_too(tmp_path: Pa
     with opened(tmp_path) as store:
         assert [name for name in store.journal.payloads() if store.payloads.get(name) is None] == []
         assert named(1) not in store.payloads
+
+
+@pytest.mark.usefixtures("_any_payload")
+def test_a_full_disk_is_pruned_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, records = some_records()
+    certified = next(record for record in records if isinstance(record, ev.Certified))
+    pruned: list[int] = []
+    with opened(tmp_path) as store:
+        store.payloads.put(named(1), content_of(1))
+        store.payloads.keep([named(1)])
+        store.write([certified])
+        held(store, [certified])
+        monkeypatch.setattr(store.checkpoints, "prune", lambda kept, *_: pruned.append(kept))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", fail_with(errno.ENOSPC))
+            with pytest.raises(DiskError, match="Free some space"):
+                store.prune()
+        assert named(1) not in store.payloads and pruned == [4]
+        store.prune()
+        assert store.payloads.fleeting(store.journal.payloads()) == []
+
+
+def test_a_start_prunes_since_fewer_checkpoints_may_be_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk no round is applied, after which a node does so otherwise."""
+    pruned: list[int] = []
+    monkeypatch.setattr(Checkpoints, "prune", lambda _, kept, *__: pruned.append(kept))
+    lived(tmp_path / "node", a_dataset(tmp_path / "set"), 1)
+    assert pruned == [4]
 
 
 def test_an_identity_that_has_spoken_and_lost_its_log_knows_it(tmp_path: Path) -> None:

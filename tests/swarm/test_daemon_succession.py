@@ -161,6 +161,7 @@ def test_what_a_run_has_saved_goes_when_the_next_has_a_certified_state_but_for_t
         last = until_over(first, new)
         first.until(lambda: len(saved(new)) <= 2 and not saved(old))
         assert saved(new)
+        assert not (first.directory / "runs" / old[:16] / "payloads").exists()
         audits = [audit(first.directory / "runs" / run[:16]) for run in (old, new)]
         assert audits[1].all_holds, audits[1].lines()
         (missing,) = [line for line in audits[0].lines() if line.startswith("NOT CHECKABLE")]
