@@ -109,8 +109,7 @@ class PayloadFormat:
 
     @property
     def sections(self) -> tuple[tuple[int, int], ...]:
-        """The number of fields per chunk and their width in bits, for upper, low, signs and magnitudes; or for the only
-        section of a dense payload."""
+        """The number of fields per chunk and their bits: of upper, low, signs and magnitudes; of all if it is dense."""
         if self.is_dense:
             return ((self.area, self.value_bits),)
         upper = (1, self.upper_bits) if self.ranked else (self.upper_bits, 1)

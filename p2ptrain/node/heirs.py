@@ -7,8 +7,7 @@ over with what the members have certified, whoever hands it on.
 
 What a run has saved goes once the next one has a certified state of its own: until then a node that is killed may have
 to begin it again. Of the run before the newest state stays, and the one that the successor began with, for an owner who
-wants to look at them or to begin another run from there, and the payloads from there on. Log and origins stay, for audits
-and for others."""
+wants to look at them or to begin another run from there, and the payloads from there on; log and origins stay."""
 
 from __future__ import annotations
 

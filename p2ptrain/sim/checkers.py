@@ -418,8 +418,7 @@ class Recovered(Checker):
         return all(self.ledger.promises(head.head) is Guarantee.EVERYTHING for head in self._heads(world).values())
 
     def _heads(self, world: SimWorld) -> dict[int, AgreedState]:
-        """Returns the states of honest nodes, except those that currently follow a branch of liars alone, or whose run
-        is over (succession.py)."""
+        """Returns the states of honest nodes, except on a branch of liars alone and where the run is over."""
         heads = {node.index: node.disk.state for node in world.honest}
         going = {index: head for index, head in heads.items() if head.head not in self.ledger.ended}
         return {index: head for index, head in going.items() if not are_liars(world, head.members)}

@@ -111,8 +111,7 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class ModelState:
-    """The state of the model on one machine: a chain of digests. Only the same manifest applied to the same state gives
-    the same state."""
+    """The state of the model on one machine, a chain of digests: only the same manifests give the same state."""
 
     round: int
     root: bytes

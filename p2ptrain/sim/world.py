@@ -217,8 +217,7 @@ class MadePayloads:
 
 
 class Goal:
-    """The round that every honest node has to apply, except nodes that are gone for good: the run's last one if members
-    have decided that it ends."""
+    """The round that every honest node has to apply, except those gone for good: the run's last one if it has one."""
 
     def __init__(self, scenario: Scenario, calendar: Calendar, nodes: Sequence[SimNode]) -> None:
         self.round = scenario.rounds

@@ -58,14 +58,15 @@ class BackupPlace:
     """A directory, or an object store that fsspec reaches, such as s3://bucket/run."""
 
     def __init__(self, text: str) -> None:
-        self.where, self.local = text.rstrip("/") or "/", None
+        self.where = text.rstrip("/") or "/"
+        self.local: Path | None = None
         try:
             with self.trouble():  # some are reached at once
                 self._system, self._root = import_module("fsspec.core").url_to_fs(self.where)
         except (ImportError, TypeError, ValueError) as error:
             fix = "pip install 'p2ptrain[backup]' and the package that fsspec takes for it, or name a directory"
             raise ConfigError(f"this address cannot be used here ({error})", source=text, fix=fix) from error
-        self.local: Path | None = Path(self._root) if "file" in self._system.protocol else None
+        self.local = Path(self._root) if "file" in self._system.protocol else None
         if self.local is not None and not nearest_existing(self.local).is_dir():
             raise ConfigError("not a directory", source=text, fix="Name another, or move it away")
 

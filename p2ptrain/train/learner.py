@@ -354,8 +354,7 @@ class Learner:
 
     @property
     def kept_rounds(self) -> tuple[int, ...]:
-        """The rounds whose contributions are neither forgotten nor restored; after `load`, some may never have been
-        announced."""
+        """The rounds whose contributions are neither forgotten nor restored; some may never have been announced."""
         return tuple(sorted(self.recipe.residual.kept))
 
     # -- A look at the agreed weights ---------------------------------------------------------------
