@@ -58,14 +58,15 @@ class BackupPlace:
     """A directory, or an object store that fsspec reaches, such as s3://bucket/run."""
 
     def __init__(self, text: str) -> None:
-        self.where, self.local = text.rstrip("/") or "/", None
+        self.where = text.rstrip("/") or "/"
+        self.local: Path | None = None
         try:
             with self.trouble():  # some are reached at once
                 self._system, self._root = import_module("fsspec.core").url_to_fs(self.where)
         except (ImportError, TypeError, ValueError) as error:
             fix = "pip install 'p2ptrain[backup]' and the package that fsspec takes for it, or name a directory"
             raise ConfigError(f"this address cannot be used here ({error})", source=text, fix=fix) from error
-        self.local: Path | None = Path(self._root) if "file" in self._system.protocol else None
+        self.local = Path(self._root) if "file" in self._system.protocol else None
         if self.local is not None and not nearest_existing(self.local).is_dir():
             raise ConfigError("not a directory", source=text, fix="Name another, or move it away")
 
@@ -84,7 +85,7 @@ class BackupPlace:
         return nullcontext() if self.local is None else Lock.of_directory(self.local)
 
     def check_room(self, size: int) -> None:
-        if self.local is not None and size > (free := shutil.disk_usage(self.local).free):
+        if self.local is not None and size > (free := shutil.disk_usage(nearest_existing(self.local)).free):
             what = f"a backup takes {size:,} bytes, and {free:,} are free there"
             raise DataError(what, path=self.local, fix="Make room, or keep fewer of them with --keep")
 
