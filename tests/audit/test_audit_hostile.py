@@ -218,7 +218,7 @@ def test_what_this_machine_has_no_memory_for_is_not_replayed(directory: Path, mo
 def test_a_state_that_changes_after_it_was_checked_is_not_replayed_from(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = audited.check_checkpoints
+    check = weights.check_checkpoints
 
     def changing(*arguments: Any) -> Any:
         states = check(*arguments)
@@ -229,7 +229,7 @@ def test_a_state_that_changes_after_it_was_checked_is_not_replayed_from(
             path.write_bytes(content)
         return states
 
-    monkeypatch.setattr(audited, "check_checkpoints", changing)
+    monkeypatch.setattr(weights, "check_checkpoints", changing)
     report = audited._audit(directory, Report(str(directory)))
     assert [finding.subject for finding in found(report, Grade.OPEN)] == ["replay"]
     assert "changed after it was checked" in found(report, Grade.OPEN)[0].what
