@@ -85,7 +85,7 @@ class BackupPlace:
         return nullcontext() if self.local is None else Lock.of_directory(self.local)
 
     def check_room(self, size: int) -> None:
-        if self.local is not None and size > (free := shutil.disk_usage(self.local).free):
+        if self.local is not None and size > (free := shutil.disk_usage(nearest_existing(self.local)).free):
             what = f"a backup takes {size:,} bytes, and {free:,} are free there"
             raise DataError(what, path=self.local, fix="Make room, or keep fewer of them with --keep")
 
