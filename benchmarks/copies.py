@@ -74,7 +74,7 @@ class Node:
         self.store = Store(place, run, self.base, key, place.parent / f"{place.name}.key")
         states, free = SavedStates(), TokenBucket(0)
         fetcher = Fetcher(self.transport, run_id, download=free, blame=lambda *each: None, rng=Random(0))  # noqa: S311  # chance that can be repeated
-        self.persistence = Persistence(self.store, states, 1_000, 1_000, needed=lambda: ())
+        self.persistence = Persistence(self.store, states, run.state, 1_000, 1_000, needed=lambda: ())
         library = ServedBlobs(run, self.store, states, data, fetcher)
         self.server = Server(
             self.transport, run_id, library.find, upload=free, blame=lambda *each: None, is_admitted=everyone

@@ -85,10 +85,11 @@ def test_liars_who_praise_one_another_count_for_longer_than_those_who_audit_as_o
 
 def test_the_cost_of_audits_is_a_share_of_all_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     load("audits").weigh(2)
-    nobody, three = capsys.readouterr().out.splitlines()
+    nobody, data, three, _ = capsys.readouterr().out.splitlines()
     assert nobody.startswith("0 liars of 10, ")
     assert three.startswith("3 liars of 10, ")
     assert re.search(r" [1-9]\d* audits, 0\.0\d+% of [\d.,]+ MB heard \(reports [1-9]", nobody)
+    assert re.search(r"data that auditors fetch, a sequence a piece: [1-9][\d.]* MiB a node and round", data)
 
 
 def test_the_checkpoint_benchmark_writes_and_copies_the_same_bytes(tmp_path: Path) -> None:
