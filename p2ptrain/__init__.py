@@ -6,8 +6,7 @@
             loss.backward()
             swarm.step(loss)
 
-`start` begins a run, `join` takes part in one; both return a `Swarm`. `P2ptrainError` is the base of all errors.
-"""
+`start` begins a run, `join` takes part in one; both return a `Swarm`. `P2ptrainError` is the base of all errors."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 torch and psutil see the whole machine. A node in a container with two of 64 cores would train with 63 threads that
 compete, and `p2ptrain doctor` in one with 4 of 256 GB would find that a large model fits. Linux keeps the limits in the
-control groups of the process, each of which is also limited by its parents (cgroups(7), versions 1 and 2).
-"""
+control groups of the process, each of which is also limited by its parents (cgroups(7), versions 1 and 2)."""
 
 from __future__ import annotations
 
@@ -98,7 +97,6 @@ def return_large_blocks() -> None:
     """Makes the C library return each freed block of 1 MiB or more to the system at once.
 
     By default glibc keeps blocks of up to 32 MiB, which fragments the heap. With this, training with checkpointing
-    takes half the memory and a quarter more time. Other C libraries have no such call.
-    """
+    takes half the memory and a quarter more time. Other C libraries have no such call."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)

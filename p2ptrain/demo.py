@@ -2,8 +2,7 @@
 
 Nothing is simulated: each node is a process with its own p2pd, directory and key, started with the commands that a
 person would type, and queried like `p2ptrain status`. The demo collects every root that a node reports for a round; all
-roots of a round must be the same. No node outlives the demo.
-"""
+roots of a round must be the same. No node outlives the demo."""
 
 from __future__ import annotations
 

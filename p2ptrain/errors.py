@@ -4,8 +4,7 @@ A peer broke the rules: `RemoteProtocolError`; it becomes evidence and the node 
 `ConfigError`, which names the key and the fix (exit status 2). Something outside failed: `DataError`, `DeviceError`,
 `MemoryShortError` and `TrainingError`, which say what was found and where; or this machine itself is broken:
 `HardwareError` (exit status 4). `UnusableError` and `TooLargeError` end every start alike until the owner has done what
-they say (exit status 5). Our own bug: `assert`, and the process ends.
-"""
+they say (exit status 5). Our own bug: `assert`, and the process ends."""
 
 from __future__ import annotations
 

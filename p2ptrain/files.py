@@ -9,8 +9,7 @@ a directory to another disk and left a link.
 
 `open_regular`, `read_regular` and `listed` are for files that may come from someone else: a pipe would block forever,
 a link could lead anywhere, opening a device could trigger it, and a file could be larger than memory. Audit, export and
-data sets use these, since they read directories of others.
-"""
+data sets use these, since they read directories of others."""
 
 from __future__ import annotations
 
@@ -163,8 +162,7 @@ def cut(path: Path, size: int) -> None:
 def forget(path: Path) -> None:
     """Removes a file or directory that only takes up space. Ignores errors; after a crash it may exist again.
 
-    A directory stays complete under its name until it is gone, because somebody else may be reading it.
-    """
+    A directory stays complete under its name until it is gone, because somebody else may be reading it."""
     try:
         if path.is_dir() and not path.is_symlink():
             if not path.name.endswith(PARTIAL_SUFFIX):
@@ -210,8 +208,7 @@ def open_regular(path: Path) -> BufferedReader:
     """Opens a regular file for reading. `DataError` if it is a link, a device or anything else.
 
     The check comes before opening, because opening a device can trigger it, and again afterwards, because the file may
-    have been swapped in between.
-    """
+    have been swapped in between."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     _check_regular(path, os.lstat(path))
     file = os.fdopen(os.open(path, flags), "rb")

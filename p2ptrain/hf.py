@@ -18,8 +18,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
 
     The Trainer keeps its data, optimizer and schedule. At the end of each round its model gets the agreed weights; what
     it saves are its own, and those that were agreed on are saved by `callback.swarm.save_pretrained(DIR)` during the
-    training. options: those of `p2ptrain.start` or `p2ptrain.join`
-    """
+    training. options: those of `p2ptrain.start` or `p2ptrain.join`"""
 
     def __init__(self, address: str = "", **options: Any) -> None:
         self.address, self.options = address, options

@@ -2,8 +2,7 @@
 
 The file has go-libp2p's format: a protobuf of the key's type (1, Ed25519) and 64 bytes, the seed and the public key.
 The libp2p id of such a key is a prefix of six bytes and the key itself, in base58: 12D3KooW... So the id is enough to
-verify its owner's signatures, and key and id can be computed from each other.
-"""
+verify its owner's signatures, and key and id can be computed from each other."""
 
 from __future__ import annotations
 
@@ -197,8 +196,7 @@ def _write_new(path: Path, content: bytes) -> None:
     """Writes a new file that survives a crash once this returns.
 
     It gets its name when it is complete: half a key would keep the node from ever starting again. A rename would
-    overwrite a key that another process has made meanwhile; a link does not.
-    """
+    overwrite a key that another process has made meanwhile; a link does not."""
     descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # readable only by us
     try:
         try:

@@ -7,8 +7,7 @@ event, as often as needed. The log holds no key, but the node's own signatures i
 
 A daemon's log goes on in other files when one is full, and the oldest are removed. A replay begins at the process's
 start if its first file is still there, whichever of its files is named, and goes on to the last. If it is gone, the
-rest is read and counted, but cannot be repeated.
-"""
+rest is read and counted, but cannot be repeated."""
 
 from __future__ import annotations
 

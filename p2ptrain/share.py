@@ -1,8 +1,7 @@
 """The share of a round's data that a node trains on: by its place, or by slots where members share by their capability.
 
 The agreed state counts the slots that all rounds have given out; a slot is the place of a sequence in the order of
-the pass (data/assignment.py). A node's slots follow those of the nodes before it in the order of their keys.
-"""
+the pass (data/assignment.py). A node's slots follow those of the nodes before it in the order of their keys."""
 
 from __future__ import annotations
 

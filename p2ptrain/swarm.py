@@ -2,8 +2,7 @@
 
 The node runs in a process of its own (p2ptrain/loop), so a script may think for ten minutes, stop at a breakpoint or
 evaluate: the others do not wait for it. `step` is called after each backward pass; at the end of a round it contributes
-how far the weights have moved, and puts the agreed weights into the model.
-"""
+how far the weights have moved, and puts the agreed weights into the model."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def start(
 
     run: what a run file says, or its path, such as {"name": "mine", "recipe": {"local_steps": 20}}; data: a directory
     that `p2ptrain data prepare` made, for `Swarm.batches`; directory: the node's own, by default that of the command
-    line; config: a node's settings file; listen: addresses, such as ["/ip4/0.0.0.0/tcp/4001"]
-    """
+    line; config: a node's settings file; listen: addresses, such as ["/ip4/0.0.0.0/tcp/4001"]"""
     begin = Begin(
         joins=False,
         run={} if run is None or isinstance(run, str | Path) else dict(run),
@@ -116,8 +114,7 @@ def join(  # noqa: PLR0913  # a node has many settings
 
     run: the id, if the node knows several, or how it begins; invitation: a text or file, if the run requires one;
     trust: join only a history with this head; data: this node's own, for `Swarm.batches` in a run with data.source =
-    "own"; the rest as in `start`
-    """
+    "own"; the rest as in `start`"""
     begin = Begin(
         joins=True,
         run={},
@@ -169,8 +166,7 @@ class Swarm:
     """This script's place in a run. It is a context manager: leaving the block leaves the run.
 
     round: the one that is being trained; run_id: the run's id; addresses: the node's, for `join` on other machines;
-    directory: the node's own, with its log
-    """
+    directory: the node's own, with its log"""
 
     def __init__(self, begin: Begin, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.model, self.optimizer = model, optimizer
@@ -210,8 +206,7 @@ class Swarm:
     def batches(self, rounds: int | None = None) -> Iterator[Tensor]:
         """Yields the run's own data, a step's sequences at a time, for this many rounds; for ever without.
 
-        Each is int64 [sequences, sequence_length + 1] on the model's device: inputs, and targets one further.
-        """
+        Each is int64 [sequences, sequence_length + 1] on the model's device: inputs, and targets one further."""
         last = None if rounds is None else self.round + rounds
         while last is None or self.round < last:
             self._begin_if_over()
@@ -225,8 +220,7 @@ class Swarm:
     def step(self, loss: Tensor | float) -> bool:
         """Ends a step: call it after the backward pass, or after your own optimizer's step if none was given.
 
-        At the end of a round it waits for the others, and puts what was agreed into the model; then it returns True.
-        """
+        At the end of a round it waits for the others, and puts what was agreed into the model; then it returns True."""
         self._calls += 1
         value = float(loss.detach() if hasattr(loss, "detach") else loss)
         if self._begin_if_over():

@@ -2,8 +2,7 @@
 
 What only one of them has is named here, or in `capacity` (control groups, glibc's malloc), `loop/channel` (shared
 memory), `doctor` (/proc) and `data/tokenizer_trial` (a program by itself); a test holds that list. The halves for
-macOS follow its manual pages: they are type-checked and tested with stand-ins, and have not run on a Mac.
-"""
+macOS follow its manual pages: they are type-checked and tested with stand-ins, and have not run on a Mac."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ UNKNOWN_TO_FULLFSYNC = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)  # a network'
 def fsync(descriptor: int) -> None:
     """Returns when an open file, or the names in an open directory, would survive a power cut.
 
-    macOS's fsync stops at the disk's own cache, which F_FULLFSYNC empties.
-    """
+    macOS's fsync stops at the disk's own cache, which F_FULLFSYNC empties."""
     if sys.platform == "darwin":
         try:
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)

@@ -10,5 +10,4 @@ again, as the members did.
 
 Its limits: the availabilities of decided rounds are not kept, so it cannot tell whether a quorum left out something
 that it should have taken (`core.manifest.contradiction` says how far it looks). And if a quorum has signed two
-histories, each of them verifies: compare a state root with somebody who should have the same one.
-"""
+histories, each of them verifies: compare a state root with somebody who should have the same one."""

@@ -4,8 +4,7 @@
 checked may be right, but there is nothing to compare it with.
 
 Somebody else may have chosen the names and texts in a directory, so `Report.note` escapes control characters and line
-breaks before they reach a terminal.
-"""
+breaks before they reach a terminal."""
 
 from __future__ import annotations
 

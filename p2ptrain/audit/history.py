@@ -3,8 +3,7 @@
 The write-ahead log holds certified steps, each with the agreed state that, so the node says, it led to. This module
 follows the steps again by the core's own rules (`follow`, `jump`) and compares the results with the log. Everything
 before the first kept step is proved as for a newcomer (core/history.py): the roster changes lead from genesis to a
-roster, and a certificate of that roster names the digest of the state.
-"""
+roster, and a certificate of that roster names the digest of the state."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ is checked against the roster to which the ones before it lead, as a newcomer do
 manifest names the agreed state before it, which goes along: the key's standing cannot be chosen as its rounds can.
 
 Every bit is covered by a signature, by a digest that one covers, or by the run's id, which the stranger has to know. A
-receipt proves what is in it, and not that nothing was left out of it.
-"""
+receipt proves what is in it, and not that nothing was left out of it."""
 
 from __future__ import annotations
 

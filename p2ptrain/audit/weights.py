@@ -2,8 +2,7 @@
 
 The replay starts with the weights of the oldest checkpoint for which all later payloads are present. It applies the
 payloads of each certified round after it (exact/aggregate.py), and compares the resulting state root with the one that
-later manifests certify, and with every other checkpoint on the way. A wrong bit changes the next certified root.
-"""
+later manifests certify, and with every other checkpoint on the way. A wrong bit changes the next certified root."""
 
 from __future__ import annotations
 

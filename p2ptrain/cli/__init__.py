@@ -6,8 +6,7 @@ that names the key or file and says how to fix it; exit statuses are in `exits`.
 
 `groups` lists the commands. `node` has those around a node (start, join, lend, leave, status, demo), `control` those
 that change a running one or its run (propose, agenda, assent), `config`, `data`, `invite`, `checkpoint`, `doctor` and
-`report` what their names say, `audit` has receipt too, `model` export, generate, evaluate, `simulation` also replay.
-"""
+`report` what their names say, `audit` has receipt too, `model` export, generate, evaluate, `simulation` also replay."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def top(
 ) -> None:
     """Train one model together over the internet.
 
-    There is no coordinator, no peer has to be trusted, and all replicas are bit-identical.
-    """
+    There is no coordinator, no peer has to be trusted, and all replicas are bit-identical."""
     if version:
         typer.echo(f"p2ptrain {__version__}")
         raise typer.Exit

@@ -33,8 +33,7 @@ def doctor(
     """Check whether a node can work on this machine.
 
     A node may be running meanwhile. With --bootstrap, that node is asked what its run needs, and where it sees this
-    machine. The exit status is 1 if a node cannot work here.
-    """
+    machine. The exit status is 1 if a node cannot work here."""
     node = home_of(config, data_dir, bootstrap, listen).config
     if measure and (bootstrap or data_dir or listen):
         what = "measures the device alone, without a network or a node's data"

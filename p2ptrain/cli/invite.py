@@ -31,8 +31,7 @@ def invite(
 
     A node that uses it with `join --invitation` is admitted, and the invitation can be given to as many as it has
     uses. It contains a secret key, so send it where only they can read it. The run's config must have this node's key
-    in admission.keys. The node may keep running; nothing is sent to anybody.
-    """
+    in admission.keys. The node may keep running; nothing is sent to anybody."""
     home = home_of(config, data_dir)
     meant = home.run(run)
     identity = Identity.load(home.identity_file)

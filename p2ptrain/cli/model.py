@@ -52,8 +52,7 @@ def export(
 ) -> None:
     """Export the model for Hugging Face transformers.
 
-    Writes its config, weights, tokenizer and model card.
-    """
+    Writes its config, weights, tokenizer and model card."""
     from p2ptrain.models.export import check_target
     from p2ptrain.models.export import export as write
 
@@ -82,8 +81,7 @@ def generate(  # noqa: PLR0913, PLR0917  # a command has many options
 ) -> None:
     """Continue TEXT with the trained model.
 
-    Uses the local daemon's model, or that of the newest certified checkpoint if no daemon is running.
-    """
+    Uses the local daemon's model, or that of the newest certified checkpoint if no daemon is running."""
     if prompt == STDIN:
         prompt = _text(sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1))
     request = SampleRequest(prompt, tokens, seed, temperature)
@@ -118,8 +116,7 @@ def evaluate(
 ) -> None:
     """Measure the model's held-out loss.
 
-    Takes the newest certified checkpoint of this node, or the one that is named.
-    """
+    Takes the newest certified checkpoint of this node, or the one that is named."""
     from p2ptrain.data.run_data import packing_of
     from p2ptrain.models.export import load_model
     from p2ptrain.node.saved import held_out_of
@@ -166,8 +163,7 @@ def _text(content: bytes) -> str:
 def _from_daemon(home: Home, run: str | None, request: SampleRequest) -> tuple[str | None, str]:
     """Returns the daemon's text, or None with the reason why a hanging daemon does not answer.
 
-    The reason is empty if no daemon is running, or if it takes part in another run.
-    """
+    The reason is empty if no daemon is running, or if it takes part in another run."""
     try:
         status = ask(home.directory, {"do": "status"})
         if not str(status["run_id"]).startswith(run or ""):

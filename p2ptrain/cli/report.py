@@ -29,8 +29,7 @@ def report(
 ) -> None:
     """Write an HTML page about a run of this node.
 
-    The page shows loss, times, contributors and configuration, and needs no other files.
-    """
+    The page shows loss, times, contributors and configuration, and needs no other files."""
     home = home_of(config, data_dir)
     from p2ptrain.observe.export import exported, read_recorded_run
 

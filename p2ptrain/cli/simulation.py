@@ -45,8 +45,7 @@ def simulate(
 ) -> None:
     """Simulate a swarm in virtual time.
 
-    Nodes fail and lie as the scenario says, and the guarantees of the protocol are checked throughout.
-    """
+    Nodes fail and lie as the scenario says, and the guarantees of the protocol are checked throughout."""
     if (file is None) == (swarm is None):
         raise typer.BadParameter("give either a scenario or --swarm", param_hint="FILE")
     if file is None:

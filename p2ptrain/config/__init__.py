@@ -9,8 +9,7 @@ Decimal numbers are kept as fractions, so that 0.1 means exactly one tenth every
 private one; `succession` is what a run's successor may have otherwise. `load` reads both from files, environment and
 options, `fields` has the types of their values, `text` writes them, and their errors, for people.
 
-`X as X` marks a name as part of this package, for type checkers.
-"""
+`X as X` marks a name as part of this package, for type checkers."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 For each model type that p2ptrain trains there is a list of keys with their types and ranges; every other key is refused
 by name. The accepted keys choose sizes and arithmetic, but no code, implementation, path or network, and an upper bound
-on the parameters is computed before a model is built. This module imports neither torch nor transformers.
-"""
+on the parameters is computed before a model is built. This module imports neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 They come from a TOML file. For containers, environment variables named P2PTRAIN_SECTION__KEY override the file: plain
 text, or lists separated by commas; an empty variable counts as unset.
 
-A path may begin with `~`, as in a shell; it is expanded here, and nowhere else.
-"""
+A path may begin with `~`, as in a shell; it is expanded here, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`[recipe]` of a run: how steps become a contribution, and contributions an update.
 
-All that is special about a recipe stands in its `RecipeSpec`.
-"""
+All that is special about a recipe stands in its `RecipeSpec`."""
 
 from __future__ import annotations
 

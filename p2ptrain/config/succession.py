@@ -5,8 +5,7 @@ A change is canonical JSON with the changed settings alone, by section, in the v
 successor's config is the run's with the change, the weights at its end, and where it comes from.
 
 A change to another protocol version is agreed on in form alone: members of releases that do not speak it have to find
-the same as all others. Whether it is possible is for those to judge who assent to it.
-"""
+the same as all others. Whether it is possible is for those to judge who assent to it."""
 
 from __future__ import annotations
 

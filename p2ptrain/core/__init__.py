@@ -24,5 +24,4 @@ hands events to its `participant`, which joins the parts below; they share a `co
 - Others: `admission` (who comes and goes), `reputation` (misbehaviour), `audits` (who counts, by what members measured)
   and `auditing` (what this node measures); for display `tally` (what became of
   contributions, and what members report).
-- To the outside: `view` is what may be seen of a node, `complaints` are its problems as data.
-"""
+- To the outside: `view` is what may be seen of a node, `complaints` are its problems as data."""

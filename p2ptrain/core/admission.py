@@ -11,8 +11,7 @@ At most two requests per author wait for a manifest, and joins may fill only par
 newcomers cannot keep out evidence and leaves. Each round begins with room for new joins, so that nobody keeps the
 others out; newcomers ask again later. Evidence is counted separately: otherwise a liar with two pending leaves could
 not be convicted, and a crowd that leaves would keep out all evidence. A join from before its author was last admitted
-or removed is not attested: a member that repeats it would bring back who has left, and use up an invitation.
-"""
+or removed is not attested: a member that repeats it would bring back who has left, and use up an invitation."""
 
 from __future__ import annotations
 

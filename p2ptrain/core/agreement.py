@@ -10,8 +10,7 @@ quorum has already prevoted prevotes nil at once rather than at the timeout, so 
 nil precommits ends the view at once, because nothing can be decided in it any more.
 
 This class only counts votes and says what to do next; the node signs, sends and interprets proposals. Messages outside
-the views that may still matter are not kept.
-"""
+the views that may still matter are not kept."""
 
 from __future__ import annotations
 

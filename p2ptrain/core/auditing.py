@@ -4,8 +4,7 @@ An audit is paid from a share of the training that this node does; one that all 
 comes on top. The node alone draws whom it audits, after the contributions are agreed on, so nobody else can foresee it.
 (A draw that others can check would have to come from something that nobody can choose: a manifest's digest depends on
 its proposer, and who has an Ed25519 key can sign one message in many ways.) The sequences that are read follow from the
-manifest, so that all who measure the same contribution read the same.
-"""
+manifest, so that all who measure the same contribution read the same."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ Passes also add to a credit, which fades with the audits. A seat in an open run 
 have in the median, for the time since its key was admitted: keys that share one machine's work share one machine's
 credit, and a pass of fewer steps adds as much less. Whoever had to be found working keeps its seat by work as well: its
 `work` grows by what it does and sinks by half of what members do in the median, and with none left the seat is gone.
-So who works for one key until it has a seat, and then for the next, loses the first.
-"""
+So who works for one key until it has a seat, and then for the next, loses the first."""
 
 from __future__ import annotations
 
@@ -159,7 +158,8 @@ def may_leave(state: AgreedState, key: bytes) -> bool:
     conduct = state.admitted[state.place[key]].conduct
     has_failed = conduct.failed and state.round <= conduct.failed + FAILED_ROUNDS
     is_judged = conduct.tier is Tier.SUSPENDED or has_failed or any(each.key == key for each in state.summons)
-    return not (is_judged or conduct.muted > state.round or 2 * conduct.doubt >= DOUBT or 2 * conduct.harm >= HARM)
+    is_doubted = 2 * conduct.harm >= HARM or (2 * conduct.doubt >= DOUBT and state.typical >= TYPICAL_LEAST)
+    return not (is_judged or is_doubted or conduct.muted > state.round)
 
 
 def may_report(state: AgreedState, measured: Measured) -> bool:
@@ -204,7 +204,9 @@ def has_lost_seat(state: AgreedState, entry: Admitted, run: RunConfig) -> bool:
 def work_after(before: int, steps: int, usual: int, run: RunConfig) -> int:
     """Returns what a member's work is after a round that took a contribution of so many of its steps (0: none), and of
     `usual` in the median of the members: it grows for who does more than half of that, and sinks for who does less."""
-    return max(0, min(before + 2 * steps - usual, KEPT_ROUNDS * run.recipe.local_steps))
+    whole = run.recipe.local_steps  # of which a round takes one from who does nothing, however few steps are usual
+    change = 2 * steps * whole // usual - whole if usual else 2 * steps
+    return max(0, min(before + change, KEPT_ROUNDS * whole))
 
 
 class _Bench:

@@ -9,8 +9,7 @@ Strangers, whose keys cost nothing, are asked only while no admitted key claims 
 does. A request leads to at most one follow-up, and a peer that was asked in vain is left alone (exponential backoff).
 
 Branches that lost to ours are remembered, so that we do not check them again and again. This rests on the verified
-beginning of the branch and on nobody's claim: a branch's id covers where it began, its members and all its history.
-"""
+beginning of the branch and on nobody's claim: a branch's id covers where it began, its members and all its history."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ afterwards, so that all nodes that know them choose alike, and nobody can win by
    signatures of a quorum of itself, so it cannot be inflated; and it is part of the branch's id, whereas the number of
    known signatures differs from node to node.
 3. On a tie, the lower branch id wins, provided that the fork lies within the kept rounds; otherwise the run is `split`,
-   and an operator has to choose.
-"""
+   and an operator has to choose."""
 
 from __future__ import annotations
 

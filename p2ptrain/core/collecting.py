@@ -7,8 +7,7 @@ been heard to trust a median, as long as until a quorum counts as lost: otherwis
 it had ready, would be alone in a round. Members that were waited for in vain are not expected in the next round.
 
 Nobody is waited for longer than it pays, with a seat or without: one that always comes just before the deadline would
-make every round a quarter longer, and brings one contribution. Only newcomers have their own second.
-"""
+make every round a quarter longer, and brings one contribution. Only newcomers have their own second."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Complaints: a node's problems as data, and the one table of the texts that people read.
 
 A complaint is a code with fields. Codes are stable: /status, /metrics and alerts use them, and nothing matches the
-texts. The core raises complaints about the protocol; the daemon raises those about its machine, disk and owner.
-"""
+texts. The core raises complaints about the protocol; the daemon raises those about its machine, disk and owner."""
 
 from __future__ import annotations
 

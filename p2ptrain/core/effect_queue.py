@@ -2,8 +2,7 @@
 
 Effects are carried out in order, and everything after a `Persist` waits until its record is on the disk. All records
 that wait when the disk becomes free go into one write. The daemon and the simulator both run this queue, so the
-simulator tests the order that production uses.
-"""
+simulator tests the order that production uses."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ that a daemon can log its events and `p2ptrain replay` can run them again. Effec
 everything after a `Persist` waits until its record is on the disk.
 
 The driver decodes messages and checks their signatures before it turns them into events, so that this work can run
-beside the core; a message that does not decode arrives as `MalformedReceived`.
-"""
+beside the core; a message that does not decode arrives as `MalformedReceived`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ verify it and compute the state after.
 
 A receiver that is too far behind for the entries that are kept gets a jump: the entries that changed the roster, each
 certified by the roster before it, and an agreed state, whose digest the first remaining entry names. Leaving out the
-entries in between hides nothing: a former roster cannot certify anything later without its quorum.
-"""
+entries in between hides nothing: a former roster cannot certify anything later without its quorum."""
 
 from __future__ import annotations
 

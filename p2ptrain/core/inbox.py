@@ -3,8 +3,7 @@
 Messages of the current branch and round go to the round. A few per author of the next round are held until it begins.
 A later round or another branch means that we have to catch up. A useless message costs its sender a token, and a sender
 without tokens is shunned: disconnected, and neither asked nor answered. Messages that count are never dropped for that:
-the protocol already bounds how many a member can send in a round.
-"""
+the protocol already bounds how many a member can send in a round."""
 
 from __future__ import annotations
 

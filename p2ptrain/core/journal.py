@@ -5,8 +5,7 @@ branches that it left, and the scores. The store writes the records and folds th
 a journal as its disk. So one module decides what survives a crash.
 
 The journal also tells whether a saved state of the trainer can be trusted: a checkpoint is written as soon as its round
-is applied, but its root is only certified by the manifest of a later round.
-"""
+is applied, but its root is only certified by the manifest of a later round."""
 
 from __future__ import annotations
 

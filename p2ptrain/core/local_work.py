@@ -8,8 +8,7 @@ round, and begins the next one together with the others.
 Certified rounds are applied in order, each once all its payloads are here. Every manifest carries the newest root that
 q - f members attest; a node with a different root for that round has computed something wrong. It stops contributing
 (`quarantine`), fetches the certified state from its peers, and goes on; a counter tells how often, because a machine on
-which this happens repeatedly is broken.
-"""
+which this happens repeatedly is broken."""
 
 from __future__ import annotations
 

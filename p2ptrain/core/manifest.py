@@ -6,8 +6,7 @@ proposer only chooses which q availabilities to name. So every node computes the
 only its digest. Everything that every honest member attests gets in, and nothing that no honest member attests.
 
 If two contributions of one author for one round are attested, the author has lied: neither is taken, and the author is
-banned. So are authors of payloads that q - f members refuse, and authors that evidence convicts.
-"""
+banned. So are authors of payloads that q - f members refuse, and authors that evidence convicts."""
 
 from __future__ import annotations
 

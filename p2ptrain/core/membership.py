@@ -8,8 +8,7 @@ announces that, and keeps voting until a manifest carries its leave, so that the
 goes: for `leave_seconds`, or two rounds, whichever is longer, because a leave that comes after the availabilities of
 one round is carried by the next. Then it takes in no later round, and ends when it has applied what its log has: others
 may be many rounds further by the time that it ends, and without their payloads no audit could replay its log.
-After the end of the run a node ends as well.
-"""
+After the end of the run a node ends as well."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ cover the signature: an author may be able to sign the same message in two ways,
 
 A `Certificate` has no author but a quorum's signatures, and `Evidence` holds two signed envelopes: anyone can verify
 either. Everything that a stranger can send goes through `decode`. Behind it, types guarantee that a message is well
-formed; whether it matters in the current round is for the core to decide.
-"""
+formed; whether it matters in the current round is for the core to decide."""
 
 from __future__ import annotations
 

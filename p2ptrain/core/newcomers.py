@@ -12,8 +12,7 @@ lasts as long as a newcomer needs, unless it contributes before. With a seat of 
 
 It costs rounds of a second or more nothing, and others little: a key is waited for only while it is connected, in the
 first rounds after its admission; and what all keys together may take is saved up as a share of the time, because keys
-cost nothing. Strangers are not waited for. Each member decides for itself how long to collect: it is not agreed.
-"""
+cost nothing. Strangers are not waited for. Each member decides for itself how long to collect: it is not agreed."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Most messages only increase a count, and the node advances when the count reache
 nothing that its parts count (`Participant.counted`) has changed and the deadline has not passed, it does nothing.
 
 A single deadline stands for all timers. Only time in which the node ran counts: a clock that jumps back is treated as
-having stood still, and so is one that jumps far beyond the deadline, because the machine slept or the clock was set.
-"""
+having stood still, and so is one that jumps far beyond the deadline, because the machine slept or the clock was set."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 An announcement is named by the first 16 bytes of its digest. For each admitted author the pool keeps its oldest round,
 which is the one that a manifest takes, and the newest ones up to a bound. It keeps at most two announcements per round,
 enough to prove a lie. The payloads themselves are with the driver; payloads.py records whether they are held, have the
-announced length, and were found good by the strict decoder.
-"""
+announced length, and were found good by the strict decoder."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The successor's config, and with it its id, names the last manifest of the run before, and that names the agreed state
 before it. So whoever knows the id checks everything that goes along, keys, seats, bans and what audits have found,
 without a signature (`first_state`). Whoever knows only the run before finds its successor by that run's certificates,
-which an origin has as well (`follows`).
-"""
+which an origin has as well (`follows`)."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 
 from p2ptrain.config import CONFIG_BYTES_MAX, RunConfig
 from p2ptrain.config.succession import successor_of
+from p2ptrain.core.audits import KEPT_ROUNDS, are_earned
 from p2ptrain.core.chain import Chain
 from p2ptrain.core.history import CHANGES_MAX, Beginning, Entry, Step, follow, jump
 from p2ptrain.core.manifest import contradiction
@@ -118,12 +118,14 @@ def check_branches(first: AgreedState, changes: tuple[Step, ...]) -> None:
 def begun(state: AgreedState, successor: RunConfig, root: bytes) -> AgreedState:
     """Returns the agreed state with which a successor begins, from the last one of the run before.
 
-    That run's contributions are none of this one, but their contents stay known, so that nobody sends them again."""
+    That run's contributions are none of this one, but their contents stay known, so that nobody sends them again; and
+    members' work is as much as can be: what was usual there need not be here."""
+    full = KEPT_ROUNDS * successor.recipe.local_steps if are_earned(successor) else 0
     return replace(
         state,
         branch=successor.id,
         head=successor.id,
-        admitted=tuple([replace(entry, absent=0) for entry in state.admitted]),
+        admitted=tuple([replace(each, absent=0, work=full * (each.key in state.members)) for each in state.admitted]),
         filled=(state.round,) * (successor.agreement.staleness_rounds_max + 1),
         root_round=state.round,
         root=root,

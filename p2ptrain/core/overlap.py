@@ -6,8 +6,7 @@ its own clock. Nothing of this has to be agreed: all members accept a contributi
 
 Exchange of a round lasts from the announcement of the last contribution that the round waited for until its update is
 applied: payloads that travel, votes, and applying. Waiting for a slower machine is not part of it, because a fast one
-that trains ahead of it gains nothing.
-"""
+that trains ahead of it gains nothing."""
 
 from __future__ import annotations
 

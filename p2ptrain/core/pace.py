@@ -7,8 +7,7 @@ takes as long as a round.
 
 The core measures the pace (arrivals.py) and tells it to the device once it is known (`Pace`), and again when the round
 is over; the device asks `takes_another` after each step. DiLoCo and its kin give slow workers fewer steps in the same
-way (Douillard et al. 2023, arXiv 2311.08105; Liu et al. 2024, arXiv 2401.09135), from a coordinator.
-"""
+way (Douillard et al. 2023, arXiv 2311.08105; Liu et al. 2024, arXiv 2401.09135), from a coordinator."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The participant: a node from its start on, with all its parts.
 
 `take` passes an event to the part that it concerns, and `go_on` lets the node advance as far as it can: a decided round
-leads to the next one, a certified round is applied, training begins.
-"""
+leads to the next one, a certified round is applied, training begins."""
 
 from __future__ import annotations
 

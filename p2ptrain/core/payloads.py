@@ -5,8 +5,7 @@ This module decides which payloads are wanted, which peers are asked, and when t
 
 An announcement claims a payload's length and author, and a liar may announce somebody else's payload, even with a
 false length. So each author's claim is fetched separately, and none of them blocks the right one. The digest covers
-length, author and content: for a payload that is here they are known, and announcements with others are bad.
-"""
+length, author and content: for a payload that is here they are known, and announcements with others are bad."""
 
 from __future__ import annotations
 

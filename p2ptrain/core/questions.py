@@ -3,8 +3,7 @@
 Each message is requested from one peer at a time, and from the next one if no answer comes. If many peers may have it,
 some are drawn at random after the first, and peers that were asked in vain are replaced: otherwise the peers that vote
 first, or have the lowest keys, could all be liars. The answer is a message like any other, but what a proposal needs is
-exempt from the bounds that keep strangers out: an honest member attests it. Anyone can name what none needs.
-"""
+exempt from the bounds that keep strangers out: an honest member attests it. Anyone can name what none needs."""
 
 from __future__ import annotations
 

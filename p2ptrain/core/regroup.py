@@ -8,8 +8,7 @@ quorum of itself begins a new branch. With this rule alone, a single liar could 
 healthy swarm; so a set that we have not signed binds us only if an honest member must have lost it (`may_follow`).
 
 The settle time is longer than it takes until the last member notices the stall; otherwise sets would differ. A
-failed attempt is followed by another after twice the time, up to a cap.
-"""
+failed attempt is followed by another after twice the time, up to a cap."""
 
 from __future__ import annotations
 

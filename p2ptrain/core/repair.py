@@ -3,8 +3,7 @@
 From time to time, and whenever it waits for votes, a node sends a few peers a `Hello`: its branch, round and view, and
 which members' messages it holds. A peer in the same round sends the missing messages on a stream; a peer that is ahead
 answers with its own position, so that the node asks for history. Answers are limited per peer, in number and in bytes,
-so that nobody can make us send forever.
-"""
+so that nobody can make us send forever."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ members refuse also gets its author banned, without evidence: see manifest.py.)
 
 Our own observations (late, silent, unfetchable, malformed, flooding) add up to a score that decays, with a counter for
 each reason. The score decides which peers we prefer, dial and keep away; it never decides which contributions are
-averaged, because no two nodes observe the same.
-"""
+averaged, because no two nodes observe the same."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ fewer, no liar is tolerated and a majority decides: such a roster is `crash-only
 attested by at least one honest member, and anything that every honest member attests is attested by q - f of any q.
 
 Members propose in the order of BLAKE3(run, branch, round, key). A member can influence only its key, which it chose
-before it knew the round.
-"""
+before it knew the round."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Collecting ends when every contribution worth waiting for is held, at a deadline that follows the members' own pace
 (arrivals.py), or when q - f members have stopped collecting. Then each member publishes once which contributions it
 holds. The manifest is a function of q such availabilities (manifest.py), and agreement.py decides which q. Messages
-that a proposal names and we lack are requested, first from its proposer, then from members that prevoted it.
-"""
+that a proposal names and we lack are requested, first from its proposer, then from members that prevoted it."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ whether this node's contribution was in time, and if it was announced after all 
 its line. So the size follows that, as a congestion window follows acknowledgements (Jacobson 1988): it begins with the
 smallest, grows after a round in time, and shrinks after two that were missed within a few, or one right after it
 grew. A size that fails right after it was tried is tried again after more rounds each time: a line that carries less
-does not lose a contribution every few rounds, and one that has become faster is found out.
-"""
+does not lose a contribution every few rounds, and one that has become faster is found out."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ certificate also proves the state. Everything here is a function of the state an
 
 A contribution is taken at most once: the window remembers (author, round) for as long as a contribution of that round
 could be taken. Its base may be at most `staleness_rounds_max` non-empty manifests old, and is never later than its
-round, so older entries can be dropped.
-"""
+round, so older entries can be dropped."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ nobody keeps others from moving; a motion lapses with its round, or when its aut
 later counts, in whatever order it arrives.
 
 Once the last round is there, manifests take no contribution any more, until the root after it is certified: then the
-run is over (origin.py says how the next begins).
-"""
+run is over (origin.py says how the next begins)."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ training loss. Every `eval.every_rounds` rounds, three members are drawn by the 
 measures the held-out loss of the weights after that round before it trains, and its announcement from that base says
 it. The median is shown once all three have spoken: one liar among them cannot move it beyond what the other two have
 said. If one never does, the lower of two is shown when the next measurement begins. The training loss of a round is the
-median of its steps, for the same reason.
-"""
+median of its steps, for the same reason."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ Peers keep `history_rounds` rounds: an older head is not found, and a newer one 
 
 No peer can hold a node in this state for long. A peer with more history has to fill its answers. A slow peer gives way
 to others and gets more time on its next turn, so that a slow but honest peer finishes eventually. The next peer is
-drawn at random: with any ranking, liars that just keep to the limits could stay ahead of an honest peer forever.
-"""
+drawn at random: with any ranking, liars that just keep to the limits could stay ahead of an honest peer forever."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A message that may be sent only once goes to the disk before it goes out, so that a node that is killed in between
 sends the same again and nothing else. A node that no longer knows what it has sent, or that returns to a branch that it
-left long ago, stays silent in the rounds in which it may have spoken.
-"""
+left long ago, stays silent in the rounds in which it may have spoken."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Strict decoding of data from peers: accepts only the canonical encoding.
 
 msgpack can encode the same value in several ways, and msgspec accepts some that it never produces: so a decoded value
-is encoded again and compared. Hostile data may also nest very deeply, or contain invalid text.
-"""
+is encoded again and compared. Hostile data may also nest very deeply, or contain invalid text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Starts a run, joins one, or lists the runs that the bootstrap nodes know.
 
 To start or join: lock the directory; load the identity; start p2pd; get the run's config (from a file, the disk or a
-peer) and its data; then build the node and run it (`life`) until it has left or is stopped.
-"""
+peer) and its data; then build the node and run it (`life`) until it has left or is stopped."""
 
 from __future__ import annotations
 

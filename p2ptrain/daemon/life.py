@@ -1,8 +1,7 @@
 """The daemon: one node of one run with its status, HTTP and trackers, from the first event to the last checkpoint.
 
 One TaskGroup holds every task. The first SIGINT or SIGTERM asks the core to leave the run, the second ends the daemon
-at once. A crash of any task ends it with an error; the next start continues from what was saved.
-"""
+at once. A crash of any task ends it with an error; the next start continues from what was saved."""
 
 from __future__ import annotations
 

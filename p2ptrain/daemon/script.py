@@ -3,8 +3,7 @@
     python -m p2ptrain.daemon.script SOCKET MEMORY
 
 It is a daemon as any other but for its worker. It ends when the script does: whoever holds the other end of the socket
-need not say goodbye. What it logs goes where its standard error does.
-"""
+need not say goodbye. What it logs goes where its standard error does."""
 
 from __future__ import annotations
 

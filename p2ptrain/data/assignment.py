@@ -21,8 +21,7 @@ two steps on average. The round function is splitmix64's finaliser (Steele et al
 cipher.
 
 Everything is 64-bit integer arithmetic, the same on every machine. It is part of the protocol: a different
-permutation is a different version.
-"""
+permutation is a different version."""
 
 from __future__ import annotations
 

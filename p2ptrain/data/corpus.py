@@ -12,8 +12,7 @@ else. Line ends are left as they are; a byte order mark at the start of a file i
 
 The embedded corpus needs no download: it is the language reference and the standard library's sources, which
 come with every Python. They differ between Python versions, so two machines may well make two different data
-sets from it; a run names the one that its creator made.
-"""
+sets from it; a run names the one that its creator made."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ them. In a data set with a loss mask they are signed, and a token that is not to
 
 A sequence of length L at position i is the tokens from i*L to i*L + L, both included: L inputs and, shifted by one, L
 targets. Neighbours share one token, the last target of one and the first input of the next, so that every token but the
-first is a target exactly once in a pass.
-"""
+first is a target exactly once in a pass."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 They are in a directory of their own, so that files which the owner has put into the data set are never removed. Their
 order survives a restart in the files' modification times, which are set whenever a piece is needed. Access times are
-unreliable, since most systems do not update them (relatime).
-"""
+unreliable, since most systems do not update them (relatime)."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ With `model.objective = "masked"` a sequence is two rows, its inputs and its tar
 token and 10 % as they are. A token that ends a document is never learned. The draws come from BLAKE3 and are compared
 as integers, so that they are the same on every machine. They depend on the run's seed, the round and the sequence's
 place in the data, and on nothing else: who repeats a round learns the same. In held-out data they depend on the place
-alone, so that losses of different rounds and runs compare.
-"""
+alone, so that losses of different rounds and runs compare."""
 
 from __future__ import annotations
 

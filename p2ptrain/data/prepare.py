@@ -8,8 +8,7 @@ The text is read once, in bounded memory, and tokenized in several processes, an
 tokenizers library works on all cores by itself, but its results come back to Python token by token, which takes as long
 as making them.) The tokenizer's file is stored with them, so that a run needs nothing else. The manifest is written
 last, under a temporary name, fsynced and renamed, so that the leftovers of an interrupted call do not open as a data
-set. Repeating the call resumes and makes the same data set; a different call removes the leftovers.
-"""
+set. Repeating the call resumes and makes the same data set; a different call removes the leftovers."""
 
 from __future__ import annotations
 

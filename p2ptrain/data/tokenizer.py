@@ -10,8 +10,7 @@ that special tokens are parsed in chats, where the template writes them. Dropout
 each encoding different, so a file that asks for it is refused.
 
 The library is written in Rust, and some files make it panic, while loading or on a text. The panic is an error that is
-not an `Exception` and would end a daemon: here it becomes a `DataError` about the file.
-"""
+not an `Exception` and would end a daemon: here it becomes a `DataError` about the file."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A run's file comes from strangers. A chain of replacements that double the text is 2 KB long and takes all memory, and a
 regular expression with nested repetitions takes forever. So components and regular expressions have to be on lists
 taken from well-known tokenizers, and the growth of a text is computed from the file. `try_out` then loads a file and
-encodes with it in a process of its own, with limits on memory and time.
-"""
+encodes with it in a process of its own, with limits on memory and time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A child process that loads a tokenizer from stdin and encodes a text, within limits of memory and time.
 
 It is a separate program that imports nothing from p2ptrain; its only result is its exit status. The process of a chat
-template (chats.py) has the same limits.
-"""
+template (chats.py) has the same limits."""
 
 from __future__ import annotations
 

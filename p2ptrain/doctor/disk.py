@@ -62,8 +62,7 @@ def check_key(path: Path) -> Diagnosis:
 def holder_of(path: Path, locks: Path = LOCKS) -> int | None:
     """Returns the process that holds this file's lock, from /proc/locks; None if none does, 0 if it is invisible here.
 
-    Taking the lock would also give the answer, but could keep a node from starting at that moment.
-    """
+    Taking the lock would also give the answer, but could keep a node from starting at that moment."""
     try:
         file = path.stat()
         lines = locks.read_text().splitlines()

@@ -36,8 +36,7 @@ NETWORK_SECONDS = 90.0  # time to start p2pd and ask peers in parallel
 def examine(config: NodeConfig, config_file: Path | None, is_asked_outside: bool) -> Iterator[Diagnosis]:
     """Runs all checks and yields each diagnosis as it is made.
 
-    Raises ConfigError before the first one if an address is invalid.
-    """
+    Raises ConfigError before the first one if an address is invalid."""
     check_addresses(config.network)
     yield Diagnosis("config", "good", f"{config_file}: valid" if config_file else "no file; the defaults apply")
     here = Examination(config, is_asked_outside)

@@ -1,8 +1,7 @@
 """Checks with their deadlines, and diagnoses: the result, its level, and what to do.
 
 A check that touches a driver, a disk or a mount may never return. So each check runs in a thread of its own, which is
-abandoned at its deadline and does not keep the process from exiting.
-"""
+abandoned at its deadline and does not keep the process from exiting."""
 
 from __future__ import annotations
 

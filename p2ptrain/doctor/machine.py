@@ -1,8 +1,7 @@
 """The machine: Python and torch, the device and its driver, memory, open files, p2pd, and Windows beneath WSL2.
 
 The checks take the facts as arguments, so that tests can run them with other machines' hardware. Those of WSL2 have not
-been tried on Windows; they follow its documentation.
-"""
+been tried on Windows; they follow its documentation."""
 
 from __future__ import annotations
 

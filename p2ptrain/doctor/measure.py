@@ -1,8 +1,7 @@
 """Measures what a node could do on this machine, in about a minute: `p2ptrain doctor --measure`.
 
 Which models fit is the estimate that a start makes (train/memory.py). Measured are the device by itself, and whole
-rounds of a model that fits, by a node's learner and replica: the steps, and what the swarm adds, except the network.
-"""
+rounds of a model that fits, by a node's learner and replica: the steps, and what the swarm adds, except the network."""
 
 from __future__ import annotations
 

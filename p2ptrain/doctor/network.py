@@ -2,8 +2,7 @@
 
 Peers are asked under a temporary identity, through a separate p2pd, so that a running daemon is not disturbed. Whether
 others can dial this machine is left to libp2p (AutoNAT) in the daemon's first minutes. We do not ask peers to dial us
-back, because a peer that dials any given address could be used as a weapon.
-"""
+back, because a peer that dials any given address could be used as a weapon."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ ASK_SECONDS = 20.0  # time for all questions to one peer
 def check_listen(listen: tuple[str, ...], is_running: bool, *, gives_way: bool = False) -> list[Diagnosis]:
     """Checks that the ports to listen on are free, or in use by the running node.
 
-    gives_way: whether a start would take another port instead of a taken one
-    """
+    gives_way: whether a start would take another port instead of a taken one"""
     if not listen:
         fix = "Add an address to network.listen if others should be able to connect to this node"
         return [Diagnosis("ports", "warning", "it listens on no address: others cannot connect to it", fix)]

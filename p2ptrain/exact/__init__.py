@@ -9,5 +9,4 @@ NumPy. On a card `kernels` does what is exact here, and what leads to a payload.
 
 Any change here must give the same bits on every machine, with any number of threads and in any order of
 contributions. The golden roots (tests/golden/) prove it on each machine that runs the tests; a run keeps the arithmetic
-it began with, so a change of bits is a new protocol version.
-"""
+it began with, so a change of bits is a new protocol version."""

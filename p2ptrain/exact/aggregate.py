@@ -17,8 +17,7 @@ included, and mu rounded to fp32:
 
     s = m + u;  t = mu * s;  w = w - (u + t with Nesterov, s without);  m = t
 
-Delayed Nesterov (Liu et al. 2024, arXiv 2401.09135) does this in some rounds only; in the others m = s;  w = w - u.
-"""
+Delayed Nesterov (Liu et al. 2024, arXiv 2401.09135) does this in some rounds only; in the others m = s;  w = w - u."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ def apply_payloads(
     the places of those that count, the scales by which they were counted, if they have any, and the update's norm.
 
     payloads: in any order, or with a rule in that of their authors' keys, which settles ties
-    momenta: one for each parameter, if the recipe has a momentum
-    """
+    momenta: one for each parameter, if the recipe has a momentum"""
     device = parameters[0].device
     places, counted = by_rule(Offered.of(layout, recipe, payloads, unpacked, terms.reach), device)
     if (norm := _on_card(layout, recipe, counted, terms, parameters, momenta)) is not None:
@@ -156,8 +154,7 @@ def apply_votes(
 ) -> float:
     """Applies one outer step to the fp32 master weights, in place. Without contributions nothing changes.
 
-    Returns about the norm of the update, before momentum and weight decay, for people. All machines return the same.
-    """
+    Returns about the norm of the update, before momentum and weight decay, for people. All machines return the same."""
     assert bool(momenta) == bool(recipe.momentum), "a momentum is part of the state of just those runs that have one"
     if not votes.contributions:
         return 0.0
@@ -259,8 +256,7 @@ def _with_momentum(
 def apply_own(layout: Layout, indices: Tensor, values: Tensor, share: float, parameters: Sequence[Tensor]) -> None:
     """Decodes a contribution as if it were alone and fully counted, and subtracts `share` of it from the weights.
 
-    indices, values: [chunks, k], int16 and fp32
-    """
+    indices, values: [chunks, k], int16 and fp32"""
 
     def spread(chunks: slice) -> Tensor:
         chosen = indices[chunks].long()
@@ -307,8 +303,7 @@ def steps_of(
 ) -> list[float]:
     """Returns for each group the factor between the inverse transform's integers and the update; 0.0 if none are left.
 
-    squares: the sum of a group's squared votes
-    """
+    squares: the sum of a group's squared votes"""
     rate = exact_float(learning_rate)
     if recipe.outer == "sign":
         return [rounded_fp32(learning_rate)] * len(layout.groups)
@@ -336,8 +331,7 @@ def norm_of(
 ) -> float:
     """Returns about the norm of an update: the votes' own, since the transform keeps norms, from some of the chunks.
 
-    squares: the sums of the squared votes of the measured chunks, whole numbers: exact in any order below 2**53
-    """
+    squares: the sums of the squared votes of the measured chunks, whole numbers: exact in any order below 2**53"""
     groups = layout.groups
     if recipe.outer != "mean":  # the weights move by the rate, each of them or in the root of the mean square
         moved = sum(each.rows * each.columns for step, each in zip(steps, groups, strict=True) if step)

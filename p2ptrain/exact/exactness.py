@@ -29,8 +29,7 @@ def check_exactness(recipe: RecipeConfig, device: torch.device) -> None:
     """Refuses a device or library whose arithmetic on the exact path does not follow IEEE 754.
 
     Matrix products may be configured to use TF32 or bf16 internally, or a processor to flush subnormals to zero;
-    replicas would drift apart without a visible reason. Checking a few known answers takes a millisecond.
-    """
+    replicas would drift apart without a visible reason. Checking a few known answers takes a millisecond."""
     if device.type not in ("cpu", "cuda"):
         what = f"{device} is not known to compute exactly: {device.type} lacks fp64, or was not tried"
         raise DeviceError(what, fix=ELSEWHERE)

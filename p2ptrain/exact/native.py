@@ -1,8 +1,7 @@
 """Unpacking and counting in C (native.c): the same results as NumPy's, several times as fast.
 
 The build of the package compiles it where there is a compiler (deploy/build_native.py); elsewhere NumPy does the work.
-It releases the interpreter lock while it runs.
-"""
+It releases the interpreter lock while it runs."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ WRONG_RANK, WRONG_ONES, NOT_RISING = 1, 2, 3
 class Form(ctypes.Structure):
     """How many chunks there are, the bytes of each section, and the widths of a chunk's fields.
 
-    strings: how many bucket strings there are, if they are stored as ranks, else 0
-    """
+    strings: how many bucket strings there are, if they are stored as ranks, else 0"""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("chunks", "upper", "low", "signs", "magnitudes")),
@@ -77,8 +75,7 @@ def count(
 ) -> None:
     """Adds the votes of some contributions to the sums: their values times 2**shift, rounded, and cut at `most`.
 
-    sums: [chunks * area] int16 or int32; shifts: [chunks] of each; empty: the values are votes
-    """
+    sums: [chunks * area] int16 or int32; shifts: [chunks] of each; empty: the values are votes"""
     native, count = library(), len(indices)
     assert native is not None
     halvings = [np.clip(each, -SHIFT_MAX, SHIFT_MAX).astype(np.int8) for each in shifts]

@@ -9,8 +9,7 @@ its fragment, and zeros at the end make it as long as all others of its k, so th
 there are in advance. A payload for a different fragment than its round's counts as zeros.
 
 In a region (`world.run`), a payload ends with its author's view of the world's run (`Tail`). The update does not depend
-on it; the region's nodes use it to keep track of the world (p2ptrain/region/shift.py).
-"""
+on it; the region's nodes use it to keep track of the world (p2ptrain/region/shift.py)."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ class _Read(NamedTuple):
 class Outer:
     """A run's layout, payloads and outer step.
 
-    rounds_late: how old a contribution may be; covered: how many more rounds of movement it may hold
-    """
+    rounds_late: how old a contribution may be; covered: how many more rounds of movement it may hold"""
 
     def __init__(
         self, recipe: RecipeConfig, shapes: Sequence[Sequence[int]], rounds_late: int = 0, covered: int = 0
@@ -191,8 +189,7 @@ class Outer:
     ) -> Counted:
         """Applies payloads that `unpack` has accepted to the state, in place; `round_number` counts from 0.
 
-        payloads: in any order, or with a rule in that of their authors' keys
-        """
+        payloads: in any order, or with a rule in that of their authors' keys"""
         counted, terms = self._counted(round_number, payloads)
         weights, momenta = state[: self.parameters], state[self.parameters :]
         places, scales, norm = apply_payloads(

@@ -6,8 +6,7 @@
     adopt   replaces the state by one that others have
 
 It takes no step and knows no residual: whoever trains copies its weights. One thread changes it, and holds `lock` while
-it does; so does whoever reads more than one thing of it. Payloads may be checked in any thread.
-"""
+it does; so does whoever reads more than one thing of it. Payloads may be checked in any thread."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ NamedShapes = Sequence[tuple[str, Sequence[int]]]
 class Replica:
     """The weights of a run, and its outer momentum if there is one; zeros until `adopt` or `restore`.
 
-    named_shapes: of the weights, in the model's order
-    """
+    named_shapes: of the weights, in the model's order"""
 
     def __init__(self, run: RunConfig, named_shapes: NamedShapes, device: torch.device = CPU) -> None:
         self.run = run

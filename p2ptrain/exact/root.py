@@ -5,8 +5,7 @@ Merkle root over pieces of 1 MiB (see `digest`). Hashing a large state would del
 round too long, so above `full_root_bytes_max` most roots cover a sample of pieces, drawn by the digest of the
 round's manifest: the sample is unknown until the round is decided, and a replica that differs in a share s of
 its pieces passes n samples with probability (1 - s)**n. Every `full_root_rounds` the root covers all pieces, and
-only such roots are used for catching up.
-"""
+only such roots are used for catching up."""
 
 from __future__ import annotations
 

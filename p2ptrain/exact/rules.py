@@ -16,8 +16,7 @@ By default all contributions count, each bounded by its scale (exact/scales.py).
 They compare votes: integers in common units, cut as they would be counted. Products of two contributions are integers,
 distances and cosines follow from these exactly, and of equals the one whose author has the lower key comes first. The
 transform keeps norms, so coefficients are as good as weights. Chosen contributions are then counted as if there were no
-others, but weigh no more than they would have. A round with fewer than the rule's theory asks for moves nothing.
-"""
+others, but weigh no more than they would have. A round with fewer than the rule's theory asks for moves nothing."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ BLOCK_VOTES = 2**22
 class Offered:
     """The contributions of a round, in the order of their authors' keys, and the scales by which they are counted.
 
-    reach: bounds the scales; unpacked: those that need not be unpacked again
-    """
+    reach: bounds the scales; unpacked: those that need not be unpacked again"""
 
     layout: Layout
     recipe: RecipeConfig
@@ -74,8 +72,7 @@ class Offered:
     def only(self, numbers: Sequence[int]) -> Self:
         """Returns some of the contributions, as if there were no others.
 
-        The measure of all bounds theirs: otherwise liars could set it, who are more of these than they were of all.
-        """
+        The measure of all bounds theirs: otherwise liars could set it, who are more of these than they were of all."""
         payloads = [self.payloads[number] for number in numbers]
         sizes = [self.sizes[number] for number in numbers if self.sizes]
         scales = Scales.of(sizes, self.layout, self.recipe, self.reach, self.sizes) if sizes else None

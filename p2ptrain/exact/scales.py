@@ -18,8 +18,7 @@ the work in it. That needs no claim, and a lie counts for one contribution at mo
 
 All of it is exact: sizes are integers times powers of two, halving moves a scale, and the votes are integers in units
 of 2**unit, which lies `room_bits` below the measure's root mean square. Values below half a unit count as zero, and a
-single vote never counts more than `vote_max`.
-"""
+single vote never counts more than `vote_max`."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ class Scales:
         """Works out the scales of a round from the sizes of its contributions, in their order.
 
         reach: bounds the measure by that of movements with a root mean square of 2**reach; everyone: the sizes of which
-        these were chosen, whose measure is a bound as well
-        """
+        these were chosen, whose measure is a bound as well"""
         exponents = np.stack([each.exponents for each in sizes]).astype(np.int64)
         squares = np.stack([each.squares for each in sizes])
         weights = np.ldexp(squares, 2 * exponents)
@@ -122,8 +120,7 @@ class Scales:
     def votes(self, number: int, values: Values, first_chunk: int = 0) -> Votes:  # [chunks, k]
         """Returns a contribution's integers in the common units, rounded half away from zero.
 
-        values: of all chunks, or of some from `first_chunk` on
-        """
+        values: of all chunks, or of some from `first_chunk` on"""
         group = np.searchsorted(np.cumsum(self.chunks), first_chunk + np.arange(len(values)), side="right")
         shifts = self.shifts_of_groups(number)[group][:, None]
         # A group of few non-zero values has a low root mean square, so these values are shifted far to the left.

@@ -15,8 +15,7 @@ All rise linearly over `warmup_rounds`, as (round + 1) / warmup_rounds so that r
 From `rounds` on, the rate stays at its final value.
 
 With recipe `local` the schedule shapes the rate of the local steps, which no other node sees; their movement is
-applied at a constant rate, as in DiLoCo.
-"""
+applied at a constant rate, as in DiLoCo."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Terms:
 def terms_of(recipe: RecipeConfig, round_number: int, rounds_late: int, covered: int = 0) -> Terms:
     """Returns the terms of `round_number`, counted from 0.
 
-    rounds_late: how old a contribution may be; covered: how many more rounds of movement it may hold
-    """
+    rounds_late: how old a contribution may be; covered: how many more rounds of movement it may hold"""
     return Terms(
         learning_rate(recipe, round_number),
         reach(recipe, round_number, rounds_late, covered),
@@ -65,8 +63,7 @@ def reach(recipe: RecipeConfig, round_number: int, rounds_late: int, covered: in
     Each step moves a weight by its full rate, in every round that a contribution may cover: late rounds, one round for
     each fragment, and in a region the rounds of the world's round.
 
-    The root mean square of honest contributions was measured at a fifth of that, and at 2.6 times it at most (log/).
-    """
+    The root mean square of honest contributions was measured at a fifth of that, and at 2.6 times it at most (log/)."""
     if recipe.spec.kind != "local" or not recipe.inner_learning_rate:
         return None
     rounds = recipe.fragments + covered
@@ -93,6 +90,5 @@ def exact_float(fraction: Fraction) -> float:
     """Returns the float64 nearest to a fraction, ties to even: the same value on every machine.
 
     Python divides two ints of any size with a single, correct rounding. float(n) / float(d) rounds three
-    times once n or d passes 2**53, which a schedule's products soon do, and is then off by an ulp at times.
-    """
+    times once n or d passes 2**53, which a schedule's products soon do, and is then off by an ulp at times."""
     return fraction.numerator / fraction.denominator

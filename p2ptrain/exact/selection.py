@@ -3,8 +3,7 @@
 The k largest coefficients of a chunk are in the k groups with the largest maxima. So the k-th largest
 group maximum is a threshold that keeps all k and, with groups of eight, few others; only these are
 compared. On a CPU, reading everything once and partitioning an eighth is four times as fast as
-partitioning everything. Ties may be broken either way, because the choice is not part of the protocol.
-"""
+partitioning everything. Ties may be broken either way, because the choice is not part of the protocol."""
 
 from __future__ import annotations
 

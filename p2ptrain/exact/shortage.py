@@ -41,8 +41,7 @@ def where_it_fits(work: Callable[[torch.device], T], device: torch.device) -> T:
     """Runs `work` on `device`, or on the CPU if the device has no memory left.
 
     So if a game takes the GPU's memory, the round becomes slower, but the node stays in it. `work` must leave
-    everything unchanged if it fails. On the exact path both devices give the same bits.
-    """
+    everything unchanged if it fails. On the exact path both devices give the same bits."""
     try:
         return work(device)
     except (RuntimeError, MemoryError) as error:

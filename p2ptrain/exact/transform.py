@@ -19,8 +19,7 @@ uncompressed. Vectors, and matrices that padding would more than double, are lai
 chunks. Chunks are numbered group by group, left to right and top to bottom, as in the payload.
 
 Without a transform a chunk is a stretch of a tensor, and its values are those of the weights. A run may also update one
-part of the model after the other: `fragments` are layouts that share out the groups, with about as many chunks each.
-"""
+part of the model after the other: `fragments` are layouts that share out the groups, with about as many chunks each."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ class Strip:
 class Layout:
     """Maps parameters to chunks; it follows from the parameters' shapes alone.
 
-    is_transformed: whether a chunk's values are coefficients of its DCT, rather than weights
-    """
+    is_transformed: whether a chunk's values are coefficients of its DCT, rather than weights"""
 
     def __init__(self, shapes: Sequence[Sequence[int]], chunk: int, *, is_transformed: bool = True) -> None:
         self.shapes = tuple(tuple(shape) for shape in shapes)
@@ -177,8 +175,7 @@ class Layout:
     def decoded(self, votes: Tensor, votes_bound: int) -> Tensor:  # [i, n, j] fp64
         """Returns the exact inverse transform of votes [n, area], or these if there is no transform, before `scale`.
 
-        votes_bound: limit of any chunk's sum of |votes|
-        """
+        votes_bound: limit of any chunk's sum of |votes|"""
         if not self.is_transformed:
             return untransformed(votes, self.chunk)
         return inverse(votes, self.chunk, first_stage_dtype(votes_bound, votes.device))
@@ -206,8 +203,7 @@ class Layout:
     def matrix(self, tensors: Sequence[Tensor], group: Group) -> Tensor:  # [rows, columns]
         """Returns the group's matrix: a view of its only tensor, or a copy of its vectors laid end to end.
 
-        The copy is small and in main memory, where it fits: nothing may fail between two groups.
-        """
+        The copy is small and in main memory, where it fits: nothing may fail between two groups."""
         if len(group.members) == 1 and group.columns * group.rows == tensors[group.members[0]].numel():
             return tensors[group.members[0]].reshape(group.rows, group.columns)
         flat = torch.cat([tensors[index].reshape(-1).cpu() for index in group.members])
@@ -250,8 +246,7 @@ class Layout:
     def accumulate(self, tensors: Sequence[Tensor], residual: Tensor, keep: float) -> None:
         """residual = keep * residual + DCT(tensors), chunk by chunk; approximate. Without a transform: + tensors.
 
-        tensors: gradients, or other tensors of the parameters' shapes; residual: [chunks, area] fp32 or bf16
-        """
+        tensors: gradients, or other tensors of the parameters' shapes; residual: [chunks, area] fp32 or bf16"""
         c = self.chunk
         for group in self.groups:
             matrix = self.matrix(tensors, group)
@@ -297,8 +292,7 @@ def fragment_of(number: int, fragments: int) -> int:
 def first_stage_dtype(votes_bound: int, device: torch.device) -> torch.dtype:
     """Returns fp32, which is twice as fast, if the inverse's first product is exact in it; otherwise fp64.
 
-    votes_bound: limit of any chunk's sum of |votes|
-    """
+    votes_bound: limit of any chunk's sum of |votes|"""
     assert votes_bound * BASIS_PEAK**2 < EXACT_MAX, "the config's bound keeps votes in the exact range"
     exact = votes_bound * BASIS_PEAK < FP32_EXACT_MAX
     return torch.float32 if exact and device.type == "cpu" and _fp32_products_are_plain() else torch.float64

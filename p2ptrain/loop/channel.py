@@ -4,8 +4,7 @@ weights in shared memory.
 Each request has a number, and its answers repeat it, so that an answer that was interrupted is not taken for another's.
 The memory begins with what both look at all the time, as three doubles: the round that the pace is for, and when the
 others usually contribute to it and no longer wait, by the monotonic clock that both processes see. A fourth is when the
-script took its last step. Then come the weights that a round began from, and how far its steps have moved them.
-"""
+script took its last step. Then come the weights that a round began from, and how far its steps have moved them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 When the core asks for a training, the script's next request is answered with its round, and the weights are put into
 the memory that both share; when its steps are over, the node makes the contribution. A script that is elsewhere for ten
-minutes comes too late with it: it then returns to the residual, as any late contribution does.
-"""
+minutes comes too late with it: it then returns to the residual, as any late contribution does."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ Only A and B are the agreed state. The model's own weights are the base: a safet
 writes and all others fetch once. It is named by the Merkle root over its pieces, so that each piece can be checked as
 it arrives. The same weights make the same file everywhere: tensors sorted by name, each in the smallest exact type.
 
-Names are those of the peft library, which reads what `p2ptrain export --adapter` writes.
-"""
+Names are those of the peft library, which reads what `p2ptrain export --adapter` writes."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ It computes what Hugging Face's Llama computes, with the same names below `model
 checkpoint means adding or removing that prefix. That is why modules carry Llama's names rather than ours.
 
 All parameters are fp32. `named_parameters()` yields them in the order in which the modules are created
-below, which is the order of the state root: moving a line in an `__init__` changes the protocol.
-"""
+below, which is the order of the state root: moving a line in an `__init__` changes the protocol."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def rotary_tables(length: int, head_dim: int, theta: int, device: torch.device) 
     """Returns cosine and sine of every position's angles, each [length, head_dim / 2] fp32.
 
     They are computed in every forward pass, once for all layers: this takes microseconds, fits any length,
-    and a model moved off the meta device cannot be left with garbage tables.
-    """
+    and a model moved off the meta device cannot be left with garbage tables."""
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim  # [head_dim / 2]
     positions = torch.arange(length, device=device, dtype=torch.float32)  # [length]
     angles = torch.outer(positions, 1.0 / theta**exponents)  # [length, head_dim / 2]
@@ -156,8 +154,7 @@ def only_learned(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 class Model(nn.Module):
     """A model that a run can train: a module with a loss.
 
-    A plug-in's model is constructed with (config, settings), where `settings` is an instance of its `Settings`.
-    """
+    A plug-in's model is constructed with (config, settings), where `settings` is an instance of its `Settings`."""
 
     context = 0  # how many tokens it can read in order to continue a text; 0: it cannot
     draws = False  # whether a training pass draws random numbers (dropout)
@@ -170,15 +167,13 @@ class Model(nn.Module):
         """Returns the mean loss of the targets that are not negative, or 0 if there are none.
 
         inputs, targets: [batch, length] int64; positions: the inputs' places in their documents, each of which attends
-        only to itself; None: documents are not kept apart (data/packing.py)
-        """
+        only to itself; None: documents are not kept apart (data/packing.py)"""
         raise NotImplementedError
 
     def initialise(self, seed: int) -> None:
         """Fills the model with its first weights: the same for the same seed on the same machine.
 
-        A plug-in need not override this: its constructor may draw them from torch's generator, which has that seed.
-        """
+        A plug-in need not override this: its constructor may draw them from torch's generator, which has that seed."""
 
     def compile_layers(self) -> None:
         """Compiles the model with torch.compile."""
@@ -206,8 +201,7 @@ class Model(nn.Module):
 class Transformer(Model):
     """The built-in model; its matrices are zero until `initialise` or a checkpoint fills them.
 
-    checkpointing: a layer keeps only its input for the backward pass, and is recomputed there (arXiv 1604.06174).
-    """
+    checkpointing: a layer keeps only its input for the backward pass, and is recomputed there (arXiv 1604.06174)."""
 
     def __init__(self, config: ModelConfig, *, checkpointing: bool = False) -> None:
         super().__init__()
@@ -258,8 +252,7 @@ def initialise(model: Transformer, seed: int) -> None:
 
     Matrices that write to the residual stream start smaller, by sqrt(writers), so that the stream does not
     grow with depth (GPT-2). Numbers are drawn on the CPU, so that the model's device does not matter; other
-    machines may still draw different ones, which is why a run's creator makes the first weights for everyone.
-    """
+    machines may still draw different ones, which is why a run's creator makes the first weights for everyone."""
     generator = torch.Generator("cpu").manual_seed(seed)
     writers = 2 * model.config.layers
     for name, parameter in model.named_parameters():

@@ -14,8 +14,7 @@ Adapters alone are adapter_config.json and adapter_model.safetensors, with the r
 
 The built-in model computes what Llama computes and has the same parameter names (model.py), and a model of transformers
 keeps its own, so nothing is converted: weights are copied from file to file, a piece at a time, and checked on the way.
-The output depends only on the run and the state, but for the last bits of merged weights and the card's members.
-"""
+The output depends only on the run and the state, but for the last bits of merged weights and the card's members."""
 
 from __future__ import annotations
 
@@ -320,8 +319,7 @@ def bytes_tokenizer(*, has_mask: bool = False) -> bytes:
 
     Its model has no merges, and its tokens are GPT-2's characters for bytes: printable bytes stand for themselves, and
     the others are mapped to characters above the first 256. (Bytes written as <0x41> would not work: that decoder
-    drops a whole run of bytes if one of them is not UTF-8.)
-    """
+    drops a whole run of bytes if one of them is not UTF-8.)"""
     from tokenizers import Tokenizer as LibraryTokenizer  # noqa: PLC0415  # as above
     from tokenizers import decoders, models, pre_tokenizers  # noqa: PLC0415
 

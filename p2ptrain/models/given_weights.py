@@ -1,8 +1,7 @@
 """Reads first weights that the owner has: a Hugging Face directory, a safetensors file, or a run's checkpoint.
 
 Tensors are matched by name, with or without the prefix that transformers gives a model's body; a second copy of a tied
-matrix is ignored. They become fp32. Tensors that do not fit are named. A pickle is refused: reading it runs code.
-"""
+matrix is ignored. They become fp32. Tensors that do not fit are named. A pickle is refused: reading it runs code."""
 
 from __future__ import annotations
 

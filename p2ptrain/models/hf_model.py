@@ -6,8 +6,7 @@ code and the network are never used. Weights come from elsewhere (begin.py, or t
 
 The loss is the mean cross entropy that transformers computes. Where logits are one product of the hidden states and
 the output matrix it is computed a block of tokens at a time (`FusedLoss`), so that a large vocabulary takes no more
-memory than the built-in model's.
-"""
+memory than the built-in model's."""
 
 from __future__ import annotations
 

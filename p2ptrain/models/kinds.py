@@ -3,8 +3,7 @@
 A model is a torch module with a loss over token sequences (`Model` in built_in.py): the built-in one, one of
 transformers, or a plug-in's. The agreed state is the list of its trained parameters in the order of `named_parameters`,
 which yields tied ones once. A run of any kind but the built-in one names the digest of that list, so that nodes whose
-library versions disagree about it get an error.
-"""
+library versions disagree about it get an error."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def build(
 ) -> Model:
     """Makes the model; its weights are arbitrary until they are initialised or loaded, except those of a `base`.
 
-    seed: for the random numbers of a plug-in's constructor; those of other code do not change
-    """
+    seed: for the random numbers of a plug-in's constructor; those of other code do not change"""
     model = _build(config, checkpointing, seed)
     if not adapt.is_on:
         return model

@@ -1,8 +1,7 @@
 """The loss of a model that predicts tokens: cross entropy, with the output matrix, a block of tokens at a time.
 
 A block's gradient follows directly from its logits (softmax minus one at the target), so the logits are computed only
-once, yet need not be kept for the backward pass. The idea is Liger Kernel's (arXiv 2410.10989).
-"""
+once, yet need not be kept for the backward pass. The idea is Liger Kernel's (arXiv 2410.10989)."""
 
 from __future__ import annotations
 
@@ -75,8 +74,7 @@ def _in_torch(
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum of a block's losses, and its logits' gradient of the mean over `count` tokens, [rows, vocab].
 
-    inputs: [rows, dim]; weight: [vocab, dim] of the same type; targets: [rows]
-    """
+    inputs: [rows, dim]; weight: [vocab, dim] of the same type; targets: [rows]"""
     wanted = targets[:, None]
     logits = (inputs @ weight.T).float()  # bf16 cannot hold a sum of exponentials
     norms = logits.logsumexp(dim=1, keepdim=True)
@@ -109,7 +107,6 @@ def program() -> Any:
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Returns the mean cross entropy of linear(hidden, weight).
 
-    hidden: [tokens, dim]; weight: [vocab, dim] fp32; targets: [tokens] int64
-    """
+    hidden: [tokens, dim]; weight: [vocab, dim] fp32; targets: [tokens] int64"""
     loss: Tensor = FusedLoss.apply(hidden, weight, targets, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return loss

@@ -1,8 +1,7 @@
 """The program that a card runs between the two products of the loss: a row of logits becomes its gradient in place.
 
 Beside loss.py, which does the same in torch. A row is read once for its norm, and once for the gradient that is
-written over it: in bf16 that is a quarter of what torch moves.
-"""
+written over it: in bf16 that is a quarter of what torch moves."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (as Triton reads it)
@@ -19,8 +18,7 @@ LEAST = tl.constexpr(-3.0e38)  # below all logits but infinite ones, from which 
 def cross_entropy(logits, targets, losses, vocabulary, scale, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     """logits [rows, vocabulary] -> losses [rows]; and over the logits, `scale` of their gradient.
 
-    A loss is not finite if a logit is nan or infinite, or the target is no token.
-    """
+    A loss is not finite if a logit is nan or infinite, or the target is no token."""
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * vocabulary
     target = tl.load(targets + row)

@@ -4,8 +4,7 @@ A run comes from strangers, so nothing is imported just because a run names it. 
 version. Only if the owner has allowed exactly these (`[plugins] allow`) is the package looked up among the installed
 ones, its version compared, and the entry point with the package's name loaded: a subclass of `Model` in the group
 `p2ptrain.models`, or a class that follows `Recipe` in `p2ptrain.recipes`. It is constructed with the run's settings,
-which its own `Settings` (a `Section`) reads. An error inside it becomes one line that names the plug-in.
-"""
+which its own `Settings` (a `Section`) reads. An error inside it becomes one line that names the plug-in."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Samples text from a model, to show what it has learned; it is not meant for serving.
 
 For every token the model runs over all tokens before it, without a cache: seconds for a few hundred tokens of a small
-model. The text begins as documents do in training, after the end of another one, and ends where the model ends it.
-"""
+model. The text begins as documents do in training, after the end of another one, and ends where the model ends it."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def sample(
 ) -> str:
     """Returns the prompt and its continuation: the same request gives the same text on the same device.
 
-    `on_token` is called before each token is sampled; an exception from it ends the sampling.
-    """
+    `on_token` is called before each token is sampled; an exception from it ends the sampling."""
     import torch  # noqa: PLC0415  # two seconds, which errors need not wait for
 
     check(request)

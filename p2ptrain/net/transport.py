@@ -64,8 +64,7 @@ class Stream(Protocol):
         """Reads over the next frame, of which only a part is in memory at a time."""
 
     async def receive(self, bytes_max: int) -> bytes:
-        """Returns the next frame. RemoteProtocolError if it is longer than `bytes_max`, TransportError if the stream
-        is gone or was closed by the peer."""
+        """Returns the next frame; RemoteProtocolError if it is too long, TransportError if the stream is gone."""
 
     async def close(self) -> None:
         """Closes the stream after delivering everything that was sent."""

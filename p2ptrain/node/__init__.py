@@ -10,5 +10,4 @@
   `audits` measures the contributions of others.
 - The owner and the machine: `control` is the socket for commands, `owner` carries them out, `agenda` follows what
   members want the run to become, `heirs` goes over to it; `limits`, `clock` and `gpu_use` watch the machine, `notify`
-  speaks to systemd.
-"""
+  speaks to systemd."""

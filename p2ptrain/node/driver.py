@@ -3,8 +3,7 @@
 The effect queue (core/effect_queue.py) decides in which order effects are carried out and which of them wait for the
 disk. Long work (training, applying, fetching) runs in a task, and comes back as an event. No round is decided here.
 
-The queue of events, and what peers put into it, is in intake.py. Contributions are fetched here, and checked before the
-core hears that they are here."""
+The queue of events, and what peers put into it, is in intake.py. Contributions are fetched and checked here."""
 
 from __future__ import annotations
 

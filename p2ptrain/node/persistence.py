@@ -108,8 +108,7 @@ class Persistence:
             return None
 
     async def let_go(self, manifest: Manifest) -> None:
-        """After a round was applied, writes out those of its payloads that arrived late; every few rounds, prunes the
-        store, even if the disk is full."""
+        """After a round was applied, writes its late payloads; every few rounds, prunes, even if the disk is full."""
         try:
             if late := self.store.payloads.fleeting(taken.payload for taken in manifest.taken):
                 await self.on_disk(self.store.payloads.keep, late)
@@ -161,12 +160,14 @@ class Persistence:
         A checkpoint that is due while another is being written is skipped: there is memory for one copy only. But if a
         restart would soon find none within the kept history, training waits until one is saved."""
         is_large = worker.replica.state_bytes > self._state.full_root_bytes_max  # its root seldom covers all of it
-        is_whole = is_large and not number % self._state.full_root_rounds
+        to_whole = -number % self._state.full_root_rounds if is_large else self._checkpoint_rounds
+        # Shortly before a whole root none is written that might keep the disk busy then.
+        is_due = not (to_whole if to_whole < self._checkpoint_rounds else number % self._checkpoint_rounds)
         if not self._holding and number - self._saved_round >= LAST_CHANCE * self._history_rounds:
             with self.training_waits():
                 while not worker.is_stopping and await self.save(worker, standings) is None:  # noqa: ASYNC110
                     await asyncio.sleep(DISK_SECONDS)
-        elif (is_whole or not number % self._checkpoint_rounds) and not self._turn.locked():
+        elif is_due and not self._turn.locked():
             await self.save(worker, standings)
 
     @contextmanager

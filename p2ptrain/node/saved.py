@@ -284,8 +284,7 @@ def keep_tokenizer(home: Home, run: RunConfig, data: TokenDataset) -> None:
 
 
 def beside(home: Home, run: RunConfig) -> dict[str, bytes]:
-    """Returns the files to export beside a checkpoint so that it can be read elsewhere: config and tokenizer. A lost
-    tokenizer is left out with a warning."""
+    """Returns the files to export beside a checkpoint: config and tokenizer, a lost one left out with a warning."""
     files = {RUN_NAME: run.canonical()}
     if run.tokenizer.kind == "json":
         try:

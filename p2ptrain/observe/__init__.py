@@ -4,5 +4,4 @@
 counters, `rounds` from the records. `attention` says what to look at first, and when a training goes wrong.
 
 It is shown by HTTP (`app`, `http`, `guard`, the dashboard in `assets/`), `tracking` (TensorBoard, and W&B by way of
-`wandb_child`) and `export` (one HTML file). `logs` is the daemon's log, `progress` that of a command at work.
-"""
+`wandb_child`) and `export` (one HTML file). `logs` is the daemon's log, `progress` that of a command at work."""

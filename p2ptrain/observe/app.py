@@ -2,8 +2,7 @@
 
 Everything is read on request. Label values of metrics come from lists in the code, never from a peer, so that no peer
 can create time series at will. Counters restart with the process, as Prometheus expects, except for energy, which is
-counted over all starts. A counter never decreases while the node runs; values that do are gauges.
-"""
+counted over all starts. A counter never decreases while the node runs; values that do are gauges."""
 
 from __future__ import annotations
 

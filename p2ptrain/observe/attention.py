@@ -6,8 +6,7 @@ home lines raise nothing. Speeds are what nodes claim.
 A training that goes wrong shows as a spike in the records of the last rounds: the swarm's loss, the norm of the agreed
 update and that of this node's gradients, which a step clips, are compared with those of the rounds before, by medians
 and by how far these usually lie apart, so that one liar's claim moves nothing and a loss that is noisy by nature is
-none. The complaint names the motion that would undo it. Nothing is rolled back by itself: members decide.
-"""
+none. The complaint names the motion that would undo it. Nothing is rolled back by itself: members decide."""
 
 from __future__ import annotations
 

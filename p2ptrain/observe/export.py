@@ -1,8 +1,7 @@
 """Exports a run, as one node has recorded it, as a single HTML file: the dashboard's page with the data embedded.
 
 The live parts of the page are cut out and replaced by what is on disk besides the rounds. The rounds, styles, scripts
-and the chart library are embedded; the page merges the rounds to a few hundred points, as it does beside a node.
-"""
+and the chart library are embedded; the page merges the rounds to a few hundred points, as it does beside a node."""
 
 from __future__ import annotations
 
@@ -51,9 +50,7 @@ class RecordedRun:
 
 
 def read_recorded_run(run: RunConfig, directory: Path) -> RecordedRun:
-    """Reads a run's data without locking or changing anything, so its node may keep running.
-
-    DataError if no round is recorded."""
+    """Reads a run's data, also while its node runs, and changes nothing. DataError if no round is recorded."""
     rounds = recorded(directory, ROUNDS_MAX)
     if not rounds:
         raise DataError(f"{directory}: no round is recorded: none was applied yet, or the records were lost")

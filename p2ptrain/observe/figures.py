@@ -2,8 +2,7 @@
 
 A field of the schema (schema.py) is annotated with its figure: its title, unit and metric. /metrics, trackers, the
 terminal, the dashboard and the exported page go through all figures. Some of these place certain figures by hand, and
-list or chart the others. So a new field with a figure shows up everywhere without further work.
-"""
+list or chart the others. So a new field with a figure shows up everywhere without further work."""
 
 from __future__ import annotations
 

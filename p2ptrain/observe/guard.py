@@ -5,8 +5,7 @@ rebinding; Jackson et al. 2007). So a request must name one of our hosts. Beyond
 token: in a header or, for the dashboard, in a cookie set by `/?token=...`. The cookie is derived from the token,
 because a browser sends it to whatever else listens on this host. The server is read-only and never sends the CORS
 headers that would let other sites read the answers; what else a browser asks for another site is refused, since it
-takes connections, except to open the dashboard by a link. Browsers tell (Origin; Fetch Metadata, W3C).
-"""
+takes connections, except to open the dashboard by a link. Browsers tell (Origin; Fetch Metadata, W3C)."""
 
 from __future__ import annotations
 

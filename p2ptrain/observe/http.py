@@ -6,8 +6,7 @@ aiohttp parses and answers requests; this module adds what it lacks. A connectio
 after the answer, or when its time is over. When there are too many, the one that has been without a request longest is
 closed. A thousand clients that send nothing (slow loris) therefore cost nobody an answer, because a request that has
 arrived is never dropped for another. When the server ends, no connection survives: neither one that was just accepted
-nor one whose client does not read.
-"""
+nor one whose client does not read."""
 
 from __future__ import annotations
 

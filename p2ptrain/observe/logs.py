@@ -1,8 +1,7 @@
 """The daemon's log: text on a terminal, JSON lines elsewhere.
 
 A thread writes the lines, because the reader of stderr may stall (a pager, Ctrl-S, a log shipper that hangs) and block
-the write, which must not block the node. Lines that do not fit in the queue meanwhile are dropped and counted.
-"""
+the write, which must not block the node. Lines that do not fit in the queue meanwhile are dropped and counted."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ Records are written in batches every five seconds, peers' counts once a minute; 
 the disk takes none, and a kill loses the last few.
 
 The core's tallies of peers restart with the process, and for peers that it has forgotten meanwhile; here the
-differences are added up, over all starts of this node.
-"""
+differences are added up, over all starts of this node."""
 
 from __future__ import annotations
 

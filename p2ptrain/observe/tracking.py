@@ -6,8 +6,7 @@ a warning is logged. The node's own records (rounds.py) are unaffected: `p2ptrai
 Of the tensorboard package only its framing of events is used, not its writer, which has its own thread and ends for
 good on a disk error. The wandb package runs in a child process (wandb_child.py). Its run is written to a directory,
 from which `wandb sync` can upload it; it is uploaded at once only if the environment has WANDB_API_KEY. Each start of
-the node creates a W&B run, all in one project.
-"""
+the node creates a W&B run, all in one project."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 It is a separate program that imports nothing of p2ptrain, because the wandb package brings threads, a service process
 and exit hooks, which do not belong in a node. It ends when its stdin closes, however the node ended, and wandb's
-service ends with it. It reports nothing about the machine, its programs or its files: only figures, name and id.
-"""
+service ends with it. It reports nothing about the machine, its programs or its files: only figures, name and id."""
 
 from __future__ import annotations
 

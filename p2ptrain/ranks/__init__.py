@@ -8,5 +8,4 @@ messages between node and ranks and the memory that both map. `machines`: how th
 
 The node stays one replica, one identity and one contribution: its learner keeps residual and saved state, and only
 steps are taken here. So neither payload, root nor what is saved depends on the number of ranks, and a rank that dies
-takes nothing along but the round that was being trained. The node itself never imports torch.distributed.
-"""
+takes nothing along but the round that was being trained. The node itself never imports torch.distributed."""

@@ -3,8 +3,7 @@
     python -m p2ptrain.ranks.agent DIRECTORY RANKS
 
 It lives as long as its standard input, which the node holds. All meet by files in the directory, which this user alone
-may enter; nothing listens for strangers. It starts no rank again: the node decides with how many.
-"""
+may enter; nothing listens for strangers. It starts no rank again: the node decides with how many."""
 
 from __future__ import annotations
 

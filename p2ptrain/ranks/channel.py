@@ -5,8 +5,7 @@ The socket lies in a directory that this user alone may enter; that of a rank on
 
 The memory holds what a round goes on from and what it comes to: the live weights, and the inner optimizer's state or,
 in a recipe without one, the gradient. Both sides copy from and to it: so what the node has is changed only once its
-ranks have done all of their steps, and is whole when one of them dies while it writes.
-"""
+ranks have done all of their steps, and is whole when one of them dies while it writes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Chooses the devices of a node: one process takes the steps on each, or the node itself where there is one.
 
-Ranks of one group are alike: in each step all wait for the slowest.
-"""
+Ranks of one group are alike: in each step all wait for the slowest."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ log = logging.getLogger("p2ptrain.ranks")
 def devices_of(run: RunConfig, config: NodeConfig) -> list[str]:
     """Returns the devices that take this run's steps, by what the owner has set; left open, the first card.
 
-    Apple's are a rank's alone, for they lack the fp64 of a round's sums. Raises ConfigError or DeviceError.
-    """
+    Apple's are a rank's alone, for they lack the fp64 of a round's sums. Raises ConfigError or DeviceError."""
     device, devices = config.device, own_devices(config.device)
     if devices == ["cpu"] and device.name == "auto" and torch.backends.mps.is_available():
         try:

@@ -5,8 +5,7 @@ begin, that round's training is lost and a new group is started at once: with on
 that a round depends on is the learner's, and changed by `bring_back` alone.
 
 With other machines of the same owner, a group is started when all have come, or after a while with those that have;
-one that comes later takes part from the next round on.
-"""
+one that comes later takes part from the next round on."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ All ranks have the same weights and the same state of the inner optimizer. In a 
 own sequences; they are added, weighted by the tokens that are learned, so that the sum is the gradient of the mean over
 the whole step. Clipping and the inner step are then the same on all. A rank that cannot compute its part says so to the
 others before they add: all drop the step together, and are ready for the next round. With `device.shard` each rank has
-a part of the weights (sharded.py).
-"""
+a part of the weights (sharded.py)."""
 
 from __future__ import annotations
 

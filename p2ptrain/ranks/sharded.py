@@ -10,8 +10,7 @@ AdamW takes each number by itself. Muon needs whole matrices: they are dealt to 
 rows of the momentum, orthogonalise them, and send them back.
 
 All ranks gather in each pass, also one that has no sequences left: its pass counts nothing. So a rank that fails within
-a pass leaves all others waiting, and the node starts them again.
-"""
+a pass leaves all others waiting, and the node starts them again."""
 
 from __future__ import annotations
 

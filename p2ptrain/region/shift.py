@@ -16,8 +16,7 @@ the region's agreed rounds and the world's weights alone.
 
 A node that has not seen the last rounds, as after a restart, does not know R, and shifts by nothing until the region
 contributes again. If nobody knows it, as in a region that begins, all start from W itself. So does a region that is
-further from R than its steps can have moved it.
-"""
+further from R than its steps can have moved it."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class World:
 class Region:
     """Tracks a region and the world for one node. All but `hear`, `follow` and `lose` want the replica locked.
 
-    round_reach: how far the steps of a round can move a weight
-    """
+    round_reach: how far the steps of a round can move a weight"""
 
     def __init__(self, me: bytes, rounds: int, round_reach: float) -> None:
         self.me, self.rounds = me, rounds

@@ -3,8 +3,7 @@ link to its world node: a second node, in a process of its own as a script's is,
 
 The world node votes, checks and applies as all of that run's do, whoever contributes for the region. This side hears
 from it what the world has agreed on, and has it contribute the region's movement when it is this node's turn. While it
-cannot take part there, the region goes on by itself.
-"""
+cannot take part there, the region goes on by itself."""
 
 from __future__ import annotations
 

@@ -10,5 +10,4 @@ Groce et al. 2012), and checkers watch the invariants.
 - The `world` that all of them see, with what is measured: `network` over a `topology`, `faults`.
 - Lies: `liars` names them all, `rewriting` makes a liar of an honest node; `round_lies`, `branch_lies`, `noise`.
 - What is checked: `watch` shows `checkers` what honest nodes do, with a `ledger` of rosters and decisions; `succession`
-  is what owners do, and whether a run ends as its manifests say.
-"""
+  is what owners do, and whether a run ends as its manifests say."""

@@ -1,8 +1,7 @@
 """The calendar: virtual time, and one heap of everything that is scheduled to happen.
 
 A published message is one entry, however many nodes it reaches: it walks a list of arrivals, one at a time, and all
-receivers share one event. Together with the shared decoder (world.py) this makes millions of deliveries a minute.
-"""
+receivers share one event. Together with the shared decoder (world.py) this makes millions of deliveries a minute."""
 
 from __future__ import annotations
 

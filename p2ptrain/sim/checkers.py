@@ -2,8 +2,7 @@
 
 They see the effects of nodes and the messages that nodes have sent; watch.py decides which events they are shown. Each
 does little work for an event, and none for most of them; what they demand of a round depends on how many of its
-members lie (ledger.py).
-"""
+members lie (ledger.py)."""
 
 from __future__ import annotations
 

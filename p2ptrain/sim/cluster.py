@@ -1,8 +1,7 @@
 """The cluster: many nodes of the production core under one virtual clock, and the executor of their effects.
 
 The effect queue decides the order of effects and what waits for the disk, here as in the daemon (core/effect_queue.py).
-Effects that take their time are in devices.py.
-"""
+Effects that take their time are in devices.py."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ class Executor:
     def _forget_old(self, number: int) -> None:
         """Forgets, now and then, all rounds that no node can return to: a long simulation needs bounded memory.
 
-        That is a history before the oldest that any disk holds; and processes that have ended, which are cycles.
-        """
+        That is a history before the oldest that any disk holds; and processes that have ended, which are cycles."""
         if number < self._forgets_at:
             return
         self._forgets_at = number + FORGET_ROUNDS

@@ -1,7 +1,6 @@
 """Faults: schedules the faults of a scenario.
 
-Each fault is a few actions in the calendar. After the last one ends, the swarm has to recover by itself.
-"""
+Each fault is a few actions in the calendar. After the last one ends, the swarm has to recover by itself."""
 
 from __future__ import annotations
 

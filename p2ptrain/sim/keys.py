@@ -2,8 +2,7 @@
 
 Ed25519 takes a hundred times as long. A signature here is the keyed BLAKE3 of what is signed; its key is derived from
 the author's public key, so anyone can verify it by computing it again. A liar could forge it the same way, so it is
-given its own signer and nothing else, and what it makes up without one does not verify.
-"""
+given its own signer and nothing else, and what it makes up without one does not verify."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Quorums, rosters and signed bytes are computed here again, so that the checkers (checkers.py) share no judgement
 with the core that they check. What is promised depends on how many members lie. As long as no roster had more than f
 liars, everything holds. With more, while any two quorums still share an honest member, honest nodes decide alike, but
-nothing else holds. With still more, anything goes.
-"""
+nothing else holds. With still more, anything goes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The liars: those that lie together, and the class of every lie that a scenario names.
 
 With up to f liars in a roster, no lie may make honest nodes apply different manifests or stop them for good. With more,
-nothing is promised. Colluders share a plan, kept by the first of them, and each signs with its own key only.
-"""
+nothing is promised. Colluders share a plan, kept by the first of them, and each signs with its own key only."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ class ProposesAnew(Forks):
 
     We send everyone a prevote for an honest member's proposal, and only a few the precommit: those may decide, the
     others may not. Our own proposals are for the smallest manifest there is, and all of us vote for it. Our
-    contributions reach one other member besides those few, so that there is a smaller manifest.
-    """
+    contributions reach one other member besides those few, so that there is a smaller manifest."""
 
     def say(self, core: Participant, received: Received) -> list[Said]:
         self._join()

@@ -1,7 +1,6 @@
 """A simulated machine: one node of the core with its clock, disk and device.
 
-`disk` and `held_payloads` survive a SIGKILL; the rest belongs to one life of the process.
-"""
+`disk` and `held_payloads` survive a SIGKILL; the rest belongs to one life of the process."""
 
 from __future__ import annotations
 

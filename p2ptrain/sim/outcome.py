@@ -1,8 +1,7 @@
 """The outcome of a simulation: runs a scenario, compares the result with its expectations, and tells it to a person.
 
 The checkers watch the invariants (one history, equal roots, no honest node banned); this module checks the goal and
-the scenario's own `expect`.
-"""
+the scenario's own `expect`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The honest core inside is what makes a liar dangerous: it keeps up with the run, holds payloads, knows whose turn it
 is. Its messages are then doubled, altered, held back or sent to some only. A liar has its own signing key and no
-other, may know everything (the simulation included), and may agree with other liars on what to do.
-"""
+other, may know everything (the simulation included), and may agree with other liars on what to do."""
 
 from __future__ import annotations
 

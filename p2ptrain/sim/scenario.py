@@ -4,8 +4,7 @@ A scenario has a sentence that says what it shows, a swarm, a network, faults an
 It is written as TOML and read strictly, so that a typo is an error and not a fault that never happened. Times are
 virtual seconds since the start. Nodes are numbered from 0; those that join later get the next numbers. A key
 for nodes takes a list (`[0, 3]`) or text: "0-10", "0-3 7", "all", or "f", the last f of the founders.
-`links.line` names one of LINES, whose values hold where `links` gives none.
-"""
+`links.line` names one of LINES, whose values hold where `links` gives none."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class Links(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 class Line:
     """A node's line to all others, which have the same: `links.line` of a scenario, and the benchmarks with daemons.
 
-    Values are what one may expect of such a line, not the best that is sold; all are guesses.
-    """
+    Values are what one may expect of such a line, not the best that is sold; all are guesses."""
 
     down_megabits: float  # a second
     up_megabits: float

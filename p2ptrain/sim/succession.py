@@ -2,8 +2,7 @@
 
 Owners follow a standing rule: after a while they assent to the motion that most assent to, sometimes to none; a
 roll-back they check against the roots that they know. The checker counts motions and assents again, from manifests
-alone, and shares no judgement with the core (core/succession.py).
-"""
+alone, and shares no judgement with the core (core/succession.py)."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ is what the protocol promises to tolerate. If a roster arises in which more than
 only a single history is required from then on, because nothing else was promised. If two quorums of that roster need
 not share a member without fault, not even that is promised, and the run ends without a verdict: with 3f + 1 members,
 or one, or three, this takes one faulty member beyond f, otherwise two or three. A failing scenario is shrunk: faults
-are dropped, the run is shortened and nodes are removed, as long as it still fails.
-"""
+are dropped, the run is shortened and nodes are removed, as long as it still fails."""
 
 from __future__ import annotations
 

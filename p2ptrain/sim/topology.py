@@ -1,8 +1,7 @@
 """The topology: who is connected to whom, and when nodes notice that a peer has come or gone.
 
 Messages reach everyone over links of their own; connections are what the core is told about. A connection exists while
-both processes run and are awake and the link is open at least one way; either change is noticed only after a while.
-"""
+both processes run and are awake and the link is open at least one way; either change is noticed only after a while."""
 
 from __future__ import annotations
 

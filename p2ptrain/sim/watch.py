@@ -1,8 +1,7 @@
 """The watch: shows the checkers what honest nodes do and say, and shows observers everything.
 
 Most messages only go into a node and have no effect; of these the checkers see a sample. In a large swarm they see, of
-the rest, only what decides or applies a round.
-"""
+the rest, only what decides or applies a round."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ class Watch:
 
         Liars are faulty, and so is a node that has lost its memory: it stays silent for the rounds in which it may have
         spoken. A roster of liars alone does not come into force, and a node that follows one has to be brought back;
-        but if a quorum was lost before, there may have been nothing better to follow.
-        """
+        but if a quorum was lost before, there may have been nothing better to follow."""
         if not was_lost and are_liars(world, state.members):
             return
         members, roster = [world.node_of(key) for key in state.members], state.roster

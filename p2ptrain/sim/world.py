@@ -3,8 +3,7 @@
 All that is drawn comes from generators seeded by the scenario's seed and a name, so that the same seed gives the same
 run on every machine. A message is decoded and verified once for everyone, and one event serves all its receivers
 (calendar.py): that makes millions of deliveries a minute possible. Messages and bytes are counted before gossip's own
-duplication: a published message counts once for its sender and once for every receiver.
-"""
+duplication: a published message counts once for its sender and once for every receiver."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ readers pass over and the next copy removes. It has the digests of the state and
 Folders are numbered in the order in which they were made; the newest stay, and of the older ones every tenth.
 
 Nothing of the node itself is in a backup, no key, message or residual, so that no node goes on from one: restored, it
-could contradict what it has said since.
-"""
+could contradict what it has said since."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@
 A directory gets its name once all its files are on the disk. Its number gives the order in which checkpoints were made:
 a branch that lost may have had higher rounds than the one that won. A checkpoint that is damaged or not on the saved
 history is skipped in favour of an older one. So is one whose root the log refutes: this node had computed a wrong state
-and was killed before it was corrected.
-"""
+and was killed before it was corrected."""
 
 from __future__ import annotations
 

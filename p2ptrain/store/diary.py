@@ -7,8 +7,7 @@ bits on the same machine; the payload's digest shows whether it did. The agreed 
 training that was not announced is not repeated.
 
 Each training is one line, synced. Trainings after a damaged line are not repeated: then a part of the last
-contributions is sent twice, and nothing else is lost.
-"""
+contributions is sent twice, and nothing else is lost."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A lock that ends with its process: only one node uses a directory, and only one process uses an identity.
 
 Two processes with one key would contradict each other in public. flock is released however the process ends. The lock
-file is never removed, because then two processes could each lock a different file of the same name.
-"""
+file is never removed, because then two processes could each lock a different file of the same name."""
 
 from __future__ import annotations
 

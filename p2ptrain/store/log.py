@@ -4,8 +4,7 @@ Records are appended with one write and one sync per batch. When a segment (segm
 begins with a snapshot of the journal; it is complete before it gets its name. Since each segment begins with a
 snapshot, only the newest is read, and older ones are removed.
 
-A power cut can tear only the end of the newest segment, whose records were not sent to anyone: it is cut off.
-"""
+A power cut can tear only the end of the newest segment, whose records were not sent to anyone: it is cut off."""
 
 from __future__ import annotations
 

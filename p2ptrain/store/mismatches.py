@@ -5,8 +5,7 @@ three within a hundred rounds the node ends, and refuses to start until its owne
 a container's restart policy would keep it going forever.
 
 The rounds are in a small file, because the owner can simply remove that, unlike a row of a database. If the file is
-damaged or lost, counting starts again.
-"""
+damaged or lost, counting starts again."""
 
 from __future__ import annotations
 

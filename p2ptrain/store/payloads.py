@@ -2,8 +2,7 @@
 
 Usually a payload that no round takes never touches the disk. But if memory gets short, the least recently used payloads
 are written to files without syncing, because the core relies on every payload that was reported to it. Digests are
-checked on reading; a damaged file counts as missing.
-"""
+checked on reading; a damaged file counts as missing."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ has flipped, which must not prevent a start.
 
 The file keeps 100,000 rounds and 256 MiB, 4,096 peers and 1,024 addresses.
 
-One thread writes at a time; readers open the file read-only, even while others write.
-"""
+One thread writes at a time; readers open the file read-only, even while others write."""
 
 from __future__ import annotations
 

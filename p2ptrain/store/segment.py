@@ -7,8 +7,7 @@
 The head of a frame has its own digest, so that the length can be trusted: a frame whose body ends beyond the file was
 torn by a power cut, and was never sent; a complete frame with a wrong digest was damaged later. Damage is an error
 and is never cut off, because its record may have been sent. After Mohan et al., "ARIES" (TODS 1992), and the
-logs of LevelDB and TigerBeetle, which make the same distinction.
-"""
+logs of LevelDB and TigerBeetle, which make the same distinction."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@
     mismatches     rounds in which this node computed a wrong state (mismatches.py)
 
 A file beside the key records that the identity has sent messages in a run: if the key is moved to another machine, or
-the directory is lost, the node knows that it has forgotten its messages, and does not return as a newcomer.
-"""
+the directory is lost, the node knows that it has forgotten its messages, and does not return as a newcomer."""
 
 from __future__ import annotations
 

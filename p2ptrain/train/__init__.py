@@ -6,5 +6,4 @@ agreed state; `saved_state` is its file. `begin` makes a run's first weights, `d
 `memory` estimates a run's needs, `evaluate` measures the held-out loss, and `matched_filter` judges whether a
 contribution comes from its author's own sequences.
 
-Nothing here opens a socket or runs an event loop; a recipe never communicates.
-"""
+Nothing here opens a socket or runs an event loop; a recipe never communicates."""

@@ -1,8 +1,7 @@
 """Begins a run: makes its data, first weights and first members, which seal its config and give it an id.
 
 The first weights are made once, by the node that begins the run, from its seed or from weights that its owner has
-(given_weights.py): random numbers differ from machine to machine, so all others get the weights from the swarm.
-"""
+(given_weights.py): random numbers differ from machine to machine, so all others get the weights from the swarm."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def begin(
 
     founders: public keys in hex; given: the first weights, if they are not made from the seed; bases: where frozen ones
     are kept. Idempotent: called again with the original or the sealed run, it returns the same result and reuses the
-    data it made. Raises ConfigError for a run that others began.
-    """
+    data it made. Raises ConfigError for a run that others began."""
     assert founders, "the node that begins a run is a founder"
     if run.admission.founders and sorted(run.admission.founders) != sorted(founders):
         fix = "Join the run if it was begun elsewhere; to begin another, remove the key"

@@ -1,8 +1,7 @@
 """Compiles a model's layers with torch.compile before the first step; where that fails, training goes on without.
 
 A pass of another size is compiled once more, then for sizes of all kinds, and once for a single sequence. Layers that
-are computed again (checkpointing) are compiled as well.
-"""
+are computed again (checkpointing) are compiled as well."""
 
 from __future__ import annotations
 

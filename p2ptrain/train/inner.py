@@ -6,8 +6,7 @@ They are private. Nothing of them is on the exact path, no peer sees their state
 - `muon` (Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982): the momentum of a
   hidden matrix is replaced by the nearest orthogonal matrix, which five Newton-Schulz steps approximate, so all of its
   directions are learned equally fast. Embeddings and vectors take AdamW. An orthogonal matrix's elements have a root
-  mean square of 1/sqrt(longer side), AdamW's updates one of about 0.2: scaled to that, one rate serves both.
-"""
+  mean square of 1/sqrt(longer side), AdamW's updates one of about 0.2: scaled to that, one rate serves both."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The model in training: weights and gradients as two flat tensors, and one checked step.
 
 Flat, because the agreed state is one sequence of bytes: its digest, pieces and copies need no loop over parameters, and
-neither does the norm of a gradient or an optimizer.
-"""
+neither does the norm of a gradient or an optimizer."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def _does_not_fit(tokens: int, device: torch.device) -> MemoryShortError:
 def drawing(
     run: RunConfig, device: torch.device, share: Share, step: int, rank: int = 0, *, is_drawn: bool
 ) -> Iterator[None]:
-    """Seeds what is drawn in a step (dropout, plug-ins), if anything is: a training that is repeated gives the same
-    bits, and each rank draws its own."""
+    """Seeds what a step draws, if anything: a repeated training gives the same bits, and each rank draws its own."""
     if not is_drawn:
         yield
         return
@@ -97,8 +95,7 @@ class LiveModel:
 
     sequences_per_pass: this device's limit (`pass_sequences`), halved when memory runs out; 0: none
     half_state: whether a recipe keeps what no other node sees in bf16; packing: how a batch is read
-    privacy: what a gradient may tell of a sequence
-    """
+    privacy: what a gradient may tell of a sequence"""
 
     def __init__(
         self,
@@ -147,8 +144,7 @@ class LiveModel:
 
         A loss or gradient that is not finite raises TrainingError, which names the step and the sequences; nothing
         computed from it can reach a contribution. If memory runs out, this step is repeated, and all later ones taken,
-        with half as many sequences per pass; MemoryShortError if not even one fits.
-        """
+        with half as many sequences per pass; MemoryShortError if not even one fits."""
         if self.privacy is None:
             numbers = [self.gradient_of(batch, recipe), torch.linalg.vector_norm(self.gradient)]
             total, norm = torch.stack(numbers).tolist()  # a step's one wait: what is not finite must not be learned
@@ -189,8 +185,7 @@ class LiveModel:
     def _private_gradient(self, batch: Tensor, privacy: Privacy) -> float:
         """Leaves a noisy mean of the sequences' gradients in `gradient`, each of limited norm; returns their mean loss.
 
-        A gradient that is not finite counts as nothing: whether a step fails would tell of the data.
-        """
+        A gradient that is not finite counts as nothing: whether a step fails would tell of the data."""
         total, losses = torch.zeros_like(self.gradient), []
         for place in range(len(batch)):
             if (found := self._backward(batch[place : place + 1], 1)) is None:

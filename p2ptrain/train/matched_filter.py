@@ -9,8 +9,7 @@ does. Its author's own part is not in it, so harm that is added to honest work s
 
 No training, residual or optimizer's state is needed, so every member with the weights and the data can compute both.
 A set's z is cut off at CUT before the mean is taken: a contribution forged from a few sequences answers to sets that
-hold these as nothing else does. docs/explanation/matched-filter.md has the distributions.
-"""
+hold these as nothing else does. docs/explanation/matched-filter.md has the distributions."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ def audit(
     each of these; 16 contributions are plenty. Overwrites the live gradient.
 
     sets: of the author's sequences; others: of sequences that it was not given, from the same part of the data, in sets
-    as large: at least OTHER_SETS_MIN
-    """
+    as large: at least OTHER_SETS_MIN"""
     assert sets and len(others) >= OTHER_SETS_MIN, f"{len(sets)} own sets and {len(others)} others"
     matched = MatchedFilter(recipe, live, layout)
     own_answers, others_answers = (

@@ -2,8 +2,7 @@
 
 Everything that grows with the model is counted tensor by tensor. The activations of a training pass follow a formula,
 and the size of a process without a model was measured. Tests hold both to within a tenth of the real use on a CPU, and
-the formula to within 8 % of passes that were measured on an H100.
-"""
+the formula to within 8 % of passes that were measured on an H100."""
 
 from __future__ import annotations
 
@@ -250,8 +249,7 @@ class MemoryDemand:
 def demands_of(run: RunConfig, config: NodeConfig, taken: int | None = None) -> list[MemoryDemand]:
     """Returns demand and size of main memory and, if the device has its own, of that. DeviceError without a device.
 
-    taken: bytes that the node occupies already; by default this process's
-    """
+    taken: bytes that the node occupies already; by default this process's"""
     settings, is_private = config.device, config.privacy.is_on
     device, autocast = find_device(settings)
     sequences = 1 if is_private else settings.sequences_per_pass
@@ -516,8 +514,7 @@ def hf_activations(hf: HfConfig, sequences: int, length: int, passes: PassSettin
     """Returns a generous bound of `activations` for a model of transformers; architectures differ, so none is fitted.
 
     It counts 18 numbers of a token for each unit of width, 6 for each of the heads' width and 4 for each of the
-    feed-forward layer, in fp32 whatever is computed in half precision; with dropout also the attention weights.
-    """
+    feed-forward layer, in fp32 whatever is computed in half precision; with dropout also the attention weights."""
     tokens, wide, shared = sequences * length, hf.heads * hf.head_dim, hf.kv_heads * hf.head_dim
     numbers = 18 * hf.dim + 6 * wide + 6 * shared + 4 * hf.ffn_dim
     if hf.dropout:

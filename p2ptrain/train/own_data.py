@@ -2,8 +2,7 @@
 
 What all nodes share is a held-out data set, which has no training split: a list of digests of the training pieces would
 let others test what they guess to be in them. The node that begins the run makes it of its own held-out split. Own data
-is an object of its own that only the trainer has: what serves and fetches data knows the shared set alone.
-"""
+is an object of its own that only the trainer has: what serves and fetches data knows the shared set alone."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ DIGITS = 16  # of a data set's digest, in the name of its directory
 class OwnData:
     """A node's own data, and the key of the node, by which nodes with the same data train on different parts of it.
 
-    privacy: what contributions may tell of the data, if there is a limit
-    """
+    privacy: what contributions may tell of the data, if there is a limit"""
 
     dataset: TokenDataset
     me: bytes
@@ -81,8 +79,7 @@ def open_own(run: RunConfig, directory: Path, me: bytes) -> OwnData:
 def share_held_out(own: TokenDataset, parent: Path) -> TokenDataset:
     """Makes the data set that all nodes of a run share: the held-out split of the own data, in a directory of `parent`.
 
-    Idempotent. Its manifest comes last: without one, a directory holds no data set.
-    """
+    Idempotent. Its manifest comes last: without one, a directory holds no data set."""
     index = msgspec.structs.replace(own.manifest, training=Split((), 0))
     encoded = index.encode()
     named = manifest_digest(encoded)

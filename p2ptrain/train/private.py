@@ -10,8 +10,7 @@ they are taken, so that a crash cannot make one free. Noise is new in each train
 a training that was lost in a crash is not repeated but taken anew, and paid for again. The same noise on different
 gradients would give their difference away.
 
-The loss of a step is not protected, so it is never announced.
-"""
+The loss of a step is not protected, so it is never announced."""
 
 from __future__ import annotations
 
@@ -134,8 +133,7 @@ def _divergence(expected: int, sequences: int, noise: float) -> NDArray[np.float
 class Privacy:
     """The privacy of a node's own data in one run: what a step draws, what is added to its gradient, what it costs.
 
-    expected: sequences that a step draws on average, of so many
-    """
+    expected: sequences that a step draws on average, of so many"""
 
     def __init__(self, config: PrivacyConfig, expected: int, sequences: int, ledger: SpentSteps) -> None:
         self.expected, self.sequences, self.ledger = expected, sequences, ledger

@@ -8,8 +8,7 @@ told yet, and contribute its largest DCT coefficients each round:
 - `demo`: the same with small integers and a power-of-two scale per tensor: like the paper's, at a tenth of the size.
 - `local` (DiLoCo, Douillard et al. 2023, arXiv 2311.08105; with top-k and error feedback as in
   SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706): several steps of an inner optimizer a round; the distance they
-  moved is added to the residual. Signs or small integers are sent, with a power-of-two scale per tensor.
-"""
+  moved is added to the residual. Signs or small integers are sent, with a power-of-two scale per tensor."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ class LocalRecipe:
     A round that begins before the last one is agreed on starts with a part of this node's own contribution to it (Eager
     Updates: Kale et al. 2025, arXiv 2502.12996): half, because of what one node moves about half is what all move.
     Every round also starts with a share of the residual applied (`residual_share`), or a node would learn again what it
-    has not sent yet. With fragments, what this round does not agree on has moved here alone, and stays (`pending`).
-    """
+    has not sent yet. With fragments, what this round does not agree on has moved here alone, and stays (`pending`)."""
 
     def __init__(self, config: RecipeConfig, live: LiveModel, layouts: Sequence[Layout]) -> None:
         self.config, self.live, self.early_share = config, live, EARLY_SHARE

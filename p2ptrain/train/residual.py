@@ -10,8 +10,7 @@ peers do not push the same way for ever. Of signs the whole coefficient leaves t
 what the swarm cuts from a taken contribution (exact/scales.py) returns to it.
 
 A contribution that no manifest takes has told the swarm nothing. The exact values that left the residual are
-therefore kept until a manifest takes the contribution (`forget`) or none can any more (`restore`).
-"""
+therefore kept until a manifest takes the contribution (`forget`) or none can any more (`restore`)."""
 
 from __future__ import annotations
 
@@ -239,8 +238,7 @@ def _of_rows(exponents: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:  # 
 def quantise(magnitudes: Tensor, sizes: list[int], value_bits: int) -> tuple[Tensor, NDArray[np.int8]]:
     """Returns integers from 1 to 2**(value_bits - 1), and each group's exponent with the least squared error.
 
-    magnitudes: [chunks, k]; sizes: chunks of each group
-    """
+    magnitudes: [chunks, k]; sizes: chunks of each group"""
     top, exact, device = 1 << (value_bits - 1), magnitudes.double(), magnitudes.device
     group = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(device)
 
@@ -266,8 +264,7 @@ def quantise_all(magnitudes: Tensor, sizes: list[int], value_bits: int) -> tuple
     """Returns integers from 0 to 2**(value_bits - 1) - 1, and each group's exponent: the least that cuts nothing off,
     or with few bits the one with the least squared error.
 
-    magnitudes: [chunks, area]; sizes: chunks of each group
-    """
+    magnitudes: [chunks, area]; sizes: chunks of each group"""
     top = (1 << (value_bits - 1)) - 1
     integers = torch.empty_like(magnitudes, dtype=tensor_type(value_bits, is_dense=True))
     exponents = np.empty(len(sizes), np.int8)

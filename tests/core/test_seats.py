@@ -9,8 +9,19 @@ import pytest
 from msgspec.structs import replace
 
 from p2ptrain.config import RunConfig
+from p2ptrain.core import origin
 from p2ptrain.core.admission import check_request
-from p2ptrain.core.audits import AUDITED_FROM, CREDIT, KEPT_ROUNDS, NEW_SEAT_ROUNDS, Conduct, Measured, Summons, Tier
+from p2ptrain.core.audits import (
+    AUDITED_FROM,
+    CREDIT,
+    KEPT_ROUNDS,
+    NEW_SEAT_ROUNDS,
+    Conduct,
+    Measured,
+    Summons,
+    Tier,
+    may_leave,
+)  # fmt: skip
 from p2ptrain.core.manifest import Join, Manifest, Request, contradiction
 from p2ptrain.core.messages import Leave
 from p2ptrain.core.state import Admitted, AgreedState
@@ -137,6 +148,34 @@ def test_a_seat_costs_as_much_as_the_median_of_the_members_does() -> None:
     for number in range(400):
         state = after(state, STEPS * (number % 4 == 0), others=STEPS * (number % 2))
     assert EARNED in state.members
+
+
+@pytest.mark.parametrize("usual", [1, 3, 10])
+def test_doing_nothing_loses_a_seat_as_soon_where_few_steps_are_usual(usual: int) -> None:
+    """Or a machine would hold its idle keys' seats ten times as long where members take one of ten steps."""
+    state = earned()
+    for number in range(KEPT_ROUNDS + 1):
+        assert EARNED in state.members, number
+        state = after(state, others=usual)
+    assert EARNED not in state.members
+
+
+def test_members_go_over_to_a_successor_with_all_the_work_that_a_seat_needs() -> None:
+    """What was usual in the run before need not be here: with longer rounds one that is missed would cost the seat."""
+    for before, longer, work in ((earned(work=3), 64, KEPT_ROUNDS * 64), (earned(work=3), 3, 0)):
+        successor = run_of(recipe=LOCAL | {"local_steps": longer}).sealed(
+            manifest="1" * 64, initial_root="2" * 64, founders=[KEYS[0].hex()]
+        )
+        begun = origin.begun(before, successor, bytes(32))
+        assert {each.work for each in begun.admitted if each.key in before.members} == {work}
+        assert {each.work for each in begun.admitted if each.key not in before.members} <= {0}
+
+
+def test_a_doubt_that_cannot_lead_to_a_verdict_keeps_nobody() -> None:
+    """Honest sums are often that high in the first rounds of a run, where nobody is summoned for them."""
+    for typical, is_free in ((999, True), (1_000, False)):
+        state = earned(conduct=replace(WORKS, doubt=900), typical=typical)
+        assert may_leave(state, EARNED) is is_free
 
 
 def test_a_regroup_keeps_the_work_of_those_who_are_left() -> None:

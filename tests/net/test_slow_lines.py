@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from p2ptrain.net.blobs.server import SEND_SECONDS, SEND_SECONDS_MAX, FetchError
-from p2ptrain.net.blobs.turns import SLOW_SECONDS, STILL_SECONDS, URGENT_AT_ONCE, Turns
+from p2ptrain.net.blobs.turns import PROBE_SECONDS, STILL_SECONDS, URGENT_AT_ONCE, Turns
 from p2ptrain.net.libp2p import streams
 from p2ptrain.net.libp2p.streams import FrameStream
 from p2ptrain.net.rate_limit import TokenBucket
@@ -23,7 +23,9 @@ MBIT = 125_000
 SIZE = 1_000_000
 
 
-@pytest.mark.parametrize(("rate", "members", "first", "last"), [(5, 20, 7, 25), (2, 8, 20, 34), (1, 4, 34, 34)])
+@pytest.mark.parametrize(
+    ("rate", "members", "first", "last"), [(5, 20, 7, 25), (2, 8, 20, 34), (1, 4, 34, 34), (1, 20, 45, 150)]
+)
 def test_a_payload_reaches_all_over_a_slow_uplink(rate: int, members: int, first: float, last: float) -> None:
     name, blob = tree(SIZE)
     came: list[float] = []
@@ -164,7 +166,7 @@ class SlowReader:
         return int(now() * 10) if self._reads else 0
 
 
-@pytest.mark.parametrize(("reads", "seconds"), [(False, STILL_SECONDS), (True, SLOW_SECONDS)])
+@pytest.mark.parametrize(("reads", "seconds"), [(False, STILL_SECONDS), (True, PROBE_SECONDS)])
 def test_those_that_hardly_read_hold_up_others_for_seconds_only(reads: bool, seconds: float) -> None:
     begun: list[float] = []
 
@@ -183,6 +185,26 @@ def test_those_that_hardly_read_hold_up_others_for_seconds_only(reads: bool, sec
         assert seconds <= begun[-1] <= seconds + 1
 
     test()
+
+
+@skipping_time
+async def test_who_reads_slowly_holds_up_nobody_once_somebody_was_quick() -> None:
+    """Or as many members as may lie would make everybody wait for every contribution of a round."""
+    turns, begun, slow = Turns(TokenBucket(0)), list[float](), list[asyncio.Task[None]]()
+
+    async def take(number: int, seconds: float, stream: SlowReader | None = None) -> None:
+        async with turns.turn(key(number), SIZE, stream=stream):  # type: ignore[arg-type]
+            begun.append(now())
+            await at(now() + seconds)
+
+    await take(0, 0.1)
+    start = now()
+    for number in range(1, 17):
+        slow.append(asyncio.create_task(take(number, 50.0, SlowReader(reads=True))))
+    await asyncio.gather(*(take(number, 0.1) for number in range(20, 40)))
+    assert max(begun) < start + 4 * (STILL_SECONDS + 1)
+    for task in slow:
+        task.cancel()
 
 
 @skipping_time

@@ -14,6 +14,7 @@ from p2ptrain.digest import PIECE_BYTES, leaf_digests
 from p2ptrain.errors import DataError
 from p2ptrain.models.adapters import read_base
 from p2ptrain.net.blobs.blob import BlobName, WholeFile, verified
+from p2ptrain.net.questions import STATES_MAX
 from p2ptrain.node import served_blobs as module
 from p2ptrain.node.served_blobs import (
     FETCH_SECONDS,
@@ -45,15 +46,19 @@ def test_the_last_states_that_were_saved_and_are_there_are_served(library: Serve
     made = [checkpoint(tmp_path, number) for number in range(STATES_SERVED + 3)]
     for each in made[:-1]:
         library.states.offer(each, b"")
-    assert library.states.places() == tuple((each.round, each.root) for each in made[-2:1:-1])
+    assert library.states.find(made[1].root) is None, "the oldest two made room"
+    assert library.states.find(made[2].root) is not None
+    assert library.states.places() == tuple((each.round, each.root) for each in made[-2 : -2 - STATES_MAX : -1])
     pruned, last = made[-2], made[-1]
     shutil.rmtree(pruned.path)
-    assert library.states.places() == tuple((each.round, each.root) for each in made[-3:1:-1])
+    assert library.states.places() == tuple((each.round, each.root) for each in made[-3 : -3 - STATES_MAX : -1])
     assert library.states.find(pruned.root) is None
     assert library.find(BlobName("state", pruned.root), NOBODY) is None
     library.states.offer(last, b"")  # in the place of what was pruned, and not of another
     library.states.offer(last, b"")
-    assert library.states.places() == ((last.round, last.root), *((each.round, each.root) for each in made[-3:1:-1]))
+    newest = (last, *made[-3 : -2 - STATES_MAX : -1])
+    assert library.states.places() == tuple((each.round, each.root) for each in newest)
+    assert library.states.find(made[2].root) is not None
     found = library.states.find(last.root)
     assert found is not None and found.checkpoint is last
     assert library.find(BlobName("state", last.root), NOBODY) is not None
@@ -109,9 +114,11 @@ def test_peers_may_ask_for_states_while_others_are_saved(library: ServedBlobs, t
 
     for each in before:
         each.path = WatchedPath()
-    assert library.states.places() == tuple((each.round, each.root) for each in before[::-1])
+    assert library.states.places() == tuple((each.round, each.root) for each in before[: -1 - STATES_MAX : -1])
     assert next(numbers) == 2 * STATES_SERVED
-    assert [number for number, _ in library.states.places()] == [*range(STATES_SERVED, 2 * STATES_SERVED)][::-1]
+    assert [number for number, _ in library.states.places()] == [*range(STATES_SERVED, 2 * STATES_SERVED)][
+        : -1 - STATES_MAX : -1
+    ]
 
 
 def test_a_piece_of_a_saved_state_that_is_damaged_is_not_served(tmp_path: Path) -> None:

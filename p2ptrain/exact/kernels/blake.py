@@ -3,8 +3,7 @@
 A leaf is hashed as its number in eight bytes and then its mebibyte, so its 1,024 whole chunks of BLAKE3 begin two words
 early, and a last chunk has the eight bytes that are left. `chunks` gives each chunk's chaining value, `parents` joins
 them level by level, and the last level joins the value of the whole chunks with that of the last one. All numbers are
-32-bit words, so a value is a tuple of eight tensors.
-"""
+32-bit words, so a value is a tuple of eight tensors."""
 
 from __future__ import annotations
 

@@ -108,8 +108,7 @@ def failures() -> tuple[type[Exception], ...]:
 def attempt(work: Callable[[], T], device: torch.device) -> T | None:
     """Does some work in programs; returns None, for torch to do it, if memory is short or one cannot be compiled.
 
-    The work changes nothing before it has taken all memory and compiled all programs.
-    """
+    The work changes nothing before it has taken all memory and compiled all programs."""
     try:
         return work()
     except _triton_errors() as error:
@@ -305,8 +304,7 @@ class Launches:
     ) -> tuple[Sequence[float], Tensor]:
         """Applies payloads; returns the steps of the groups, and the squared votes of each chunk, on the card.
 
-        steps: computes them from the sum of a group's squared votes. All memory is taken before anything changes.
-        """
+        steps: computes them from the sum of a group's squared votes. All memory is taken before anything changes."""
         layout, device, count = self.layout, self.device, len(payloads)
         slab = self._slab()
         pitch = -(-(max(form.payload_bytes for _, form in payloads) + SPARE_BYTES) // 8) * 8
@@ -411,8 +409,7 @@ class Launches:
     def take(self, residual: Tensor, k: int, turn: int, recipe: RecipeConfig) -> tuple[OnCard, Tensor]:
         """Makes a contribution of a residual, and returns it with the values that left the residual, without a wait.
 
-        All memory is taken before the residual changes.
-        """
+        All memory is taken before the residual changes."""
         layout, device, grid = self.layout, self.device, (self.layout.chunks,)
         indices = torch.empty(layout.chunks, k, dtype=torch.int16, device=device)
         chosen, removed = (torch.empty(layout.chunks, k, device=device) for _ in range(2))

@@ -5,8 +5,7 @@ aggregate.py, and it is compiled without fusion of floating-point operations, wh
 
 A table has four numbers for each chunk: the place of its first number in the flat tensor, the numbers of a row, and how
 many rows and columns are no padding. Where a row has 0 numbers, the chunk's numbers lie anywhere: its first place is
-one among `addresses`, which has all of them, and -1 for padding.
-"""
+one among `addresses`, which has all of them, and -1 for padding."""
 
 from __future__ import annotations
 
@@ -199,8 +198,7 @@ def update(
 
     votes: [chunks from `first` on, C * C], which become 0 again. high, low: [C, C] limbs of the basis, transposed.
     OUTER: 0 only adds up squares, 1 sign, 2 by steps. MOMENTUM: 0 none, 1 plain, 2 Nesterov's, 3 none in this round,
-    but it is kept. VOTE_LIMBS 0: no transform
-    """
+    but it is kept. VOTE_LIMBS 0: no transform"""
     slot = tl.program_id(0).to(tl.int64)
     n = slot + first
     a, b = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -260,8 +258,7 @@ def _halves(x):
 def _transformed(x, basis, INVERSE: tl.constexpr, C: tl.constexpr):
     """DCT of [C, C], or its inverse, in three products of bf16 each, which take half the memory of TF32's.
 
-    basis: [4, C, C] bf16, the halves of the basis and of its transpose
-    """
+    basis: [4, C, C] bf16, the halves of the basis and of its transpose"""
     at = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
     left = basis + (2 * C * C if INVERSE else 0) + at
     right = basis + (0 if INVERSE else 2 * C * C) + at

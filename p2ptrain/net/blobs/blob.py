@@ -184,8 +184,7 @@ class WholeFile:
     """A file of this node that peers check as a whole.
 
     The first read checks it and keeps the digests of its pieces, against which each piece is checked from then on: so
-    nothing is read twice for one piece, and nothing but digests stays in memory.
-    """
+    nothing is read twice for one piece, and nothing but digests stays in memory."""
 
     leaves = b""
 

@@ -3,8 +3,7 @@
 A tree comes from several sources at once (swarm_fetch.py). Payloads of one piece and blobs that are checked as a whole
 are requested from one source after another, in the given order.
 
-A source that sends wrong data is blamed and dropped, but its correct pieces are kept. A slow one is only dropped.
-"""
+A source that sends wrong data is blamed and dropped, but its correct pieces are kept. A slow one is only dropped."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ class Fetcher(Sources):
         """Fetches a blob: a payload has exactly this size, others at most. A blob that is not a tree needs a `check`.
 
         `failed` is called for each source that did not deliver. FetchError when no source is left, DataError if the
-        sink fails. After a cancellation or a FetchError a call with the same sink resumes.
-        """
+        sink fails. After a cancellation or a FetchError a call with the same sink resumes."""
         assert name.is_tree == (check is None), "a tree proves itself, and nothing else does"
         assert size <= PIECES_MAX * PIECE_BYTES, "larger than the protocol allows"
         wanted = [source for source in dict.fromkeys(sources) if source != self.transport.me]

@@ -20,6 +20,7 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Self, TypeAlias
@@ -48,7 +49,7 @@ TAKERS_MAX = 4  # remembered per piece, so that one peer does not count several 
 COUNTED_SECONDS = 60.0  # after the last piece was given out: its takers may be gone by then
 COUNTED_MAX = 64  # blobs whose pieces are counted
 IDLE_SECONDS = 120.0  # without a request; a client with a low download limit may be slow to ask
-STRANGER_IDLE_SECONDS = 30.0  # a piece may take 20 s, even if the next one is asked for only then
+STRANGER_IDLE_SECONDS = 70.0  # a piece may take 60 s, even if the next one is asked for only then
 STRANGER_REQUESTS_PER_SECOND = 100  # of all strangers together: 2% of the event loop. One newcomer asks for five
 SEND_SECONDS, SEND_SECONDS_MAX = 20.0, 60.0  # without a byte; per piece: 17 KB/s. A client gives up then too
 WORD_BYTES_MAX = 4_096  # replies up to this size do not queue behind pieces for the upload limit
@@ -312,9 +313,7 @@ class Server:
             tally.counts[index] = min(255, count + 1)  # before sending, so that not everyone is promised it at once
         is_given = False
         try:
-            size, is_admitted = piece_bytes(blob.size, index), self._is_admitted(stream.peer)
-            of_range = None if is_admitted else self._transport.range_of(stream.peer)
-            async with self._turns.turn(stream.peer, size, name.kind == "payload", is_admitted, stream, of_range):
+            async with self._turn(stream, piece_bytes(blob.size, index), is_urgent=name.kind == "payload"):
                 frame = await self._shared.get((name, index), lambda: encode(Given(index, blob.read(index))))
                 await self._send(stream, frame)
             is_given = True
@@ -337,11 +336,16 @@ class Server:
         tally.peers.append(stream.peer)
         tally.until = asyncio.get_running_loop().time() + COUNTED_SECONDS
 
+    def _turn(self, stream: Stream, size: int, *, is_urgent: bool) -> AbstractAsyncContextManager[None]:
+        is_admitted = self._is_admitted(stream.peer)
+        of_range = None if is_admitted else self._transport.range_of(stream.peer)
+        return self._turns.turn(stream.peer, size, is_urgent, is_admitted, stream, of_range)
+
     async def _say(self, stream: Stream, reply: Have | Later | Nothing) -> None:
         """Sends a reply other than a piece."""
         data = encode(reply)
         if len(data) > WORD_BYTES_MAX:
-            async with self._turns.turn(stream.peer, len(data), is_admitted=self._is_admitted(stream.peer)):
+            async with self._turn(stream, len(data), is_urgent=self._kinds.get(stream, "payload") == "payload"):
                 await self._send(stream, data)
             return
         self._word_limit.set_rate(self._upload.rate // WORD_SHARE)  # the owner may have changed the limit

@@ -4,8 +4,8 @@ From each source we request the pieces that it gave out least, in random order, 
 blob from its author take different pieces and then exchange them; the holders that a source names are asked too. When
 nothing has arrived for a while, we insist on pieces we were put off with, and request pieces that are late elsewhere.
 
-A source cannot block the others by sending little or nothing: while others wait, only the fastest one keeps its slot
-for longer than its lease. Leases double, so that even sources that are all slow get time for a piece."""
+A source cannot block the others by sending little or nothing: while others wait, only the two fastest keep their slots
+for longer than their leases. Leases double, so that even sources that are all slow get time for a piece."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from p2ptrain.net.transport import FRAME_BYTES_MAX, Stream, Transport, Transport
 OPEN_SECONDS = 10.0
 PIECE_SECONDS = server.SEND_SECONDS  # without a byte before a source is dropped
 SOURCES_AT_ONCE = 4
-QUICK_AT_ONCE = 2  # of these, sources that keep their slots because they are quick, until each had one
+QUICK_AT_ONCE = 2  # of these, sources that keep their slots because they are quick
 NAMED_AT_ONCE = 3  # of these, sources named only by peers: one slot stays for those that the core knows
 SLOWEST = PIECE_BYTES / server.SEND_SECONDS_MAX  # bytes a second: a piece that comes slower comes in vain
 LEASE_SECONDS = 5.0  # a source's first lease; doubles each time
@@ -254,9 +254,7 @@ class SwarmFetch:
     def _end_leases(self) -> float | None:
         """Ends expired leases if other sources wait, and returns when the next one expires."""
         now = asyncio.get_running_loop().time()
-        quick = sorted(self.working.values(), key=lambda lease: lease.speed(now), reverse=True)
-        if not all(self.leases_had[each] for each in self.waiting):
-            quick = quick[:QUICK_AT_ONCE]
+        quick = sorted(self.working.values(), key=lambda lease: lease.speed(now), reverse=True)[:QUICK_AT_ONCE]
         for peer, lease in self.working.items():
             if lease.ends <= now and not lease.is_over and self._is_place_wanted(peer):
                 if lease in quick and lease.speed(now) >= max(SLOWEST, quick[0].speed(now) / 2):

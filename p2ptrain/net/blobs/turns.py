@@ -1,8 +1,8 @@
 """Decides which peer gets the next piece.
 
 Turns are fair between peers, not streams: nobody gains by many, and one that requests nothing takes nothing away. On a
-slow line few payloads go at once, so that the first arrive early and their takers pass them on; who hardly reads counts
-for seconds only.
+slow line few payloads go at once, so that the first arrive early and their takers pass them on; who reads much more
+slowly than others did keeps nobody from beginning.
 
 A round waits for payloads, while a newcomer can wait for its state. So states and training data are sent only when no
 payload is queued or being sent and the upload limit lets them go at once; a few at a time, and all together no faster
@@ -27,13 +27,19 @@ from p2ptrain.net.transport import MOVES_SECONDS, Stream
 
 PEERS_AT_ONCE = 64  # being sent a piece: 64 MiB if all of them read slowly
 URGENT_AT_ONCE = 4  # payloads under way before the next begins: the first arrive early, and members pass them on
-QUICK_SECONDS = 1.5  # a payload that is sent in this time makes it one more, another halves it
-STILL_SECONDS, SLOW_SECONDS = 2.0, 8.0  # without a byte; in all: after that a turn keeps no other from beginning
+BUFFERED_BYTES = 2**19  # of less than this nobody knows when it was read
+QUICK_SECONDS = (
+    1.5  # a payload that is sent in this time makes it one more; another halves it, unless others are faster
+)
+STILL_SECONDS = 2.0  # without a byte: after that a turn keeps no other from beginning
+SLOW_SHARE = 16  # so many times slower than the quickest of late is the reader's doing, not that of a shared line
+FORGOTTEN_SECONDS = 30.0  # in which that one's speed counts half
+PROBE_SECONDS = 8.0  # after which one more begins, though none has ended: it shows whether others would be faster
 STRANGERS_AT_ONCE = 16  # on top: they take no place from others, even if they do not read at all
 OF_RANGE_AT_ONCE = 8  # of these, from one range of addresses
 STRANGERS_BYTES_PER_SECOND = 2**19  # while others wait; with an upload limit, at most 1/STRANGERS_SHARE of it
 STRANGERS_SHARE = 8
-TURN_SECONDS = 10.0  # that a request waits for its turn; the client waits 20 s in all
+TURN_SECONDS = 10.0  # that a request waits for its turn
 TURNS_MAX = 1_024  # peers whose last turn is remembered
 OVERDUE_SECONDS = 8.0  # so even a busy source sends one piece in this time
 BACKGROUND_AT_ONCE = 4  # peers being sent a background piece: a payload has to wait for these bytes
@@ -57,13 +63,22 @@ class Turn:
     come: asyncio.Future[None]
     stream: Stream | None = None
     began: float = math.inf
-    moved: int = 0  # bytes of the stream
+    before: int = 0  # bytes of the stream when it began
+    moved: int = 0  # since then
     moved_at: float = math.inf
 
-    def is_quick(self, now: float) -> bool:
-        if self.stream is not None and self.stream.moved != self.moved:
-            self.moved, self.moved_at = self.stream.moved, now
-        return now - self.moved_at < STILL_SECONDS and now - self.began < SLOW_SECONDS
+    def begin(self, now: float) -> None:
+        self.began = self.moved_at = now
+        self.before = self.stream.moved if self.stream is not None else 0
+
+    def keeps_others(self, now: float, quickest: float) -> bool:
+        """Whether its bytes are what a slow line is busy with."""
+        moved = self.stream.moved - self.before if self.stream is not None else 0
+        if moved != self.moved:
+            self.moved, self.moved_at = moved, now
+        seconds = now - self.began
+        is_slow = seconds > STILL_SECONDS and moved * SLOW_SHARE < quickest * seconds
+        return now - self.moved_at < STILL_SECONDS and not is_slow
 
 
 class Turns:
@@ -73,7 +88,8 @@ class Turns:
         self._upload, self._background = upload, TokenBucket(BACKGROUND_BYTES_PER_SECOND)
         self._waiting: list[Turn] = []  # in order of arrival
         self._going: dict[bytes, Turn] = {}  # by peer
-        self._at_once = URGENT_AT_ONCE
+        self._at_once, self._began_at = URGENT_AT_ONCE, -math.inf  # payloads; when the last of them began
+        self._quickest, self._quickest_at = 0.0, 0.0  # bytes a second of one payload, and when
         self._payer: Turn | None = None  # the turn that waits for the upload limit
         self._served: OrderedDict[bytes | str, int] = OrderedDict()  # by place and peer: the last turn; the latest last
         self._number = 0
@@ -116,13 +132,14 @@ class Turns:
                 self._served.move_to_end(each)
             while len(self._served) > TURNS_MAX:
                 self._served.popitem(last=False)
-            self._payer, mine.began, mine.moved_at = None, loop.time(), loop.time()
+            self._payer = None
+            mine.begin(loop.time())
+            if is_urgent:
+                self._began_at = mine.began
             self._advance()
             yield
-            if is_urgent:
-                is_quick = loop.time() - mine.began < QUICK_SECONDS
-                at_once = self._at_once + 1 if is_quick else self._at_once // 2
-                self._at_once = min(max(at_once, URGENT_AT_ONCE), PEERS_AT_ONCE)
+            if is_urgent and size > BUFFERED_BYTES:
+                self._learn(size, loop.time() - mine.began)
         finally:
             timer.cancel()
             if mine in self._waiting:
@@ -132,6 +149,18 @@ class Turns:
             if self._payer is mine:
                 self._payer = None
             self._advance()
+
+    def _learn(self, size: int, seconds: float) -> None:
+        """Takes in how long a payload took."""
+        speed, quickest = size / max(seconds, QUICK_SECONDS / 10), self._quickest_now()
+        if speed * SLOW_SHARE >= quickest:
+            at_once = self._at_once + 1 if seconds < QUICK_SECONDS else self._at_once // 2
+            self._at_once = min(max(at_once, URGENT_AT_ONCE), PEERS_AT_ONCE)
+        if speed > quickest:
+            self._quickest, self._quickest_at = speed, asyncio.get_running_loop().time()
+
+    def _quickest_now(self) -> float:
+        return self._quickest * 0.5 ** ((asyncio.get_running_loop().time() - self._quickest_at) / FORGOTTEN_SECONDS)
 
     def _advance(self) -> None:
         """Starts the next turn, unless one still waits for the upload limit."""
@@ -147,7 +176,9 @@ class Turns:
         now, ranges = loop.time(), Counter(each.place for each in self._going.values() if not each.is_admitted)
         strangers = ranges.total()
         has_place = {True: len(self._going) - strangers < PEERS_AT_ONCE, False: strangers < STRANGERS_AT_ONCE}
-        is_full = sum(each.is_urgent and each.is_quick(now) for each in self._going.values()) >= self._at_once
+        quickest, going = self._quickest_now(), self._going.values()
+        is_full = sum(each.is_urgent and each.keeps_others(now, quickest) for each in going) >= self._at_once
+        is_full = is_full and now < self._began_at + PROBE_SECONDS
         ready = [
             each
             for each in self._waiting
@@ -160,8 +191,8 @@ class Turns:
         ready.sort(key=lambda each: (served.get(each.place, 0), served.get(each.peer, 0)))
         ready.sort(key=lambda each: not each.is_admitted and not self._is_due(each))
         urgent = [each for each in ready if each.is_urgent]
-        going = [each.is_urgent for each in self._going.values()]
-        if urgent or any(going) or going.count(False) >= BACKGROUND_AT_ONCE:
+        are_urgent = [each.is_urgent for each in going]
+        if urgent or any(are_urgent) or are_urgent.count(False) >= BACKGROUND_AT_ONCE:
             ready = [each for each in ready if each.is_urgent or self._is_due(each)]
         if not ready or ready[0].is_urgent:
             return ready[0] if ready else None

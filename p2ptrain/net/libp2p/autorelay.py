@@ -64,13 +64,14 @@ class RelayLoss:
         self._relays, self._clock, self._draw = tuple(relays), clock, draw
         self._had: frozenset[bytes] = frozenset()  # the relays when there last were any
         self._vain = 0  # probes since then
+        self._is_of_others = False  # whether the last restart since then was for relays that we never had
         self._mended_at = float("-inf")  # when a restart was last asked for
         self.is_mendable = False
         self.p2pd_started()
 
     def p2pd_started(self) -> None:
         """Starts over. A restart that brings back no relay is not repeated for the same loss."""
-        if self.is_mendable:
+        if self.is_mendable and not self._is_of_others:
             self._had = frozenset()
         self.is_mendable = False
         self._since = self._clock()  # when we last had a relay, or else when this p2pd started
@@ -81,12 +82,14 @@ class RelayLoss:
         """Takes note of the routes to us. Called every few seconds."""
         now = self._clock()
         if relays := frozenset(relay for route in routes if (relay := relay_of(route))):
-            self._had, self._since, self._vain = relays, now, 0
+            self._had, self._since, self._vain, self._is_of_others = relays, now, 0, False
         elif self._had and self._is_time(now):
             self._asked_at, self._vain = now, self._vain + 1
-            asked = [each for each in _possible(self.first()) if self._vain > VAIN_MAX or split(each)[0] in self._had]
-            if await _answering(asked) and self._asked_at == now:  # p2pd was not restarted meanwhile
+            tries_others = self._vain > VAIN_MAX and not self._is_of_others
+            asked = [each for each in _possible(self.first()) if tries_others or split(each)[0] in self._had]
+            if (found := await _answering(asked)) and self._asked_at == now:  # p2pd was not restarted meanwhile
                 self._mended_at, self.is_mendable = now, True
+                self._is_of_others = all(split(each)[0] not in self._had for each in found)
 
     def _is_time(self, now: float) -> bool:
         has_rested = now - self._asked_at >= ASK_SECONDS and now - self._mended_at >= STARTS_APART_SECONDS
