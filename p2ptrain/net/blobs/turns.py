@@ -160,7 +160,7 @@ class Turns:
             self._quickest, self._quickest_at = speed, asyncio.get_running_loop().time()
 
     def _quickest_now(self) -> float:
-        return self._quickest * 0.5 ** ((asyncio.get_running_loop().time() - self._quickest_at) / FORGOTTEN_SECONDS)
+        return self._quickest * math.exp2((self._quickest_at - asyncio.get_running_loop().time()) / FORGOTTEN_SECONDS)
 
     def _advance(self) -> None:
         """Starts the next turn, unless one still waits for the upload limit."""
