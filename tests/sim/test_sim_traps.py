@@ -155,7 +155,7 @@ def what_came_in_time_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
         held[self.context.me, self.number] = {*filter(self.pools.payloads.is_good, self.pools.payloads.held)}
         close(self)
 
-    def apply_next(self: LocalWork) -> None:
+    def apply_next(self: LocalWork, _: bool) -> None:
         entry = self.chain.entry(self.applied_round + 1)
         assert entry is not None, "nobody lags in this scenario"
         mine = held[self.context.me, entry.manifest.round]
