@@ -97,4 +97,4 @@ def test_a_member_that_contributes_noise_is_suspended_by_all_and_the_others_stay
     status, _, error = measured(first, 10**6, liar)
     assert (status, "round 1000000 is not kept here" in error) == (1, True), error
     status, _, error = measured(first, first.applied, "nobody")
-    assert (status, "nobody is not the id of" in error) == (1, True), error
+    assert (status, "nobody is not the id of" in error) == (2, True), error
