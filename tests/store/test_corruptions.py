@@ -163,6 +163,7 @@ def corrupted(
     return outcomes
 
 
+@pytest.mark.timeout(600)  # a minute and a half on two quiet cores
 def test_a_file_that_was_damaged_is_found_out_or_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     outcomes = corrupted(tmp_path, a_dataset(tmp_path / "data"), 60, caplog)
     assert {outcome for *_, outcome in outcomes} >= {"refused", "the same bits", "waits for peers"}

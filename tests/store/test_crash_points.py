@@ -48,6 +48,7 @@ def interrupted(tmp_path: Path, dataset: TokenDataset, at: int, fails: bool, exp
     assert ROUNDS in bits
 
 
+@pytest.mark.timeout(600)  # a minute on two quiet cores
 @pytest.mark.parametrize("fails", [False, True])
 def test_wherever_it_is_interrupted_it_ends_with_the_same_bits(fails: bool, tmp_path: Path) -> None:
     dataset = a_dataset(tmp_path / "data")

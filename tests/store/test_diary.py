@@ -73,7 +73,7 @@ def test_it_has_what_the_newest_checkpoint_needs_however_long_the_history_is(
     told = []
 
     def noted(*arguments: Any, **others: Any) -> Persistence:
-        told.append(arguments[2:4])
+        told.append(arguments[3:5])
         return Persistence(*arguments, **others)
 
     monkeypatch.setattr(assembly, "Persistence", noted)
