@@ -133,7 +133,7 @@ test-hf: setup ## models of transformers, and its Trainer; installs the extra [h
 	$(INSTALL) -e '.[dev,hf]'
 	$(if $(P2PTRAIN),$(VENV)/bin/uv pip install --quiet --python $(dir $(P2PTRAIN))python --constraint $(CONSTRAINTS) \
 	  "$$(ls -t $(DIST)/*.whl | head -n 1)[hf]")
-	$(VENV)/bin/pytest -m hf -rs
+	$(VENV)/bin/pytest -n $(PYTEST_WORKERS) -m hf -rs
 
 test-deploy: setup ## what checks deploy/ and trackers; installs the extras [deploy,wandb,tensorboard], takes promtool
 	$(INSTALL) -e '.[dev,deploy,wandb,tensorboard]'
