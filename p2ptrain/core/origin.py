@@ -121,11 +121,12 @@ def begun(state: AgreedState, successor: RunConfig, root: bytes) -> AgreedState:
     That run's contributions are none of this one, but their contents stay known, so that nobody sends them again; and
     members' work is as much as can be: what was usual there need not be here."""
     full = KEPT_ROUNDS * successor.recipe.local_steps if are_earned(successor) else 0
+    members = set(state.members)
     return replace(
         state,
         branch=successor.id,
         head=successor.id,
-        admitted=tuple([replace(each, absent=0, work=full * (each.key in state.members)) for each in state.admitted]),
+        admitted=tuple([replace(each, absent=0, work=full if each.key in members else 0) for each in state.admitted]),
         filled=(state.round,) * (successor.agreement.staleness_rounds_max + 1),
         root_round=state.round,
         root=root,

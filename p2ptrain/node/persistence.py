@@ -159,10 +159,10 @@ class Persistence:
 
         A checkpoint that is due while another is being written is skipped: there is memory for one copy only. But if a
         restart would soon find none within the kept history, training waits until one is saved."""
-        is_large = worker.replica.state_bytes > self._state.full_root_bytes_max  # its root seldom covers all of it
-        to_whole = -number % self._state.full_root_rounds if is_large else self._checkpoint_rounds
-        # Shortly before a whole root none is written that might keep the disk busy then.
-        is_due = not (to_whole if to_whole < self._checkpoint_rounds else number % self._checkpoint_rounds)
+        is_due = not number % self._checkpoint_rounds
+        to_whole = -number % self._state.full_root_rounds
+        if worker.replica.state_bytes > self._state.full_root_bytes_max and to_whole < self._checkpoint_rounds:
+            is_due = not to_whole  # its root seldom covers all of it, and the disk must not be busy when it does
         if not self._holding and number - self._saved_round >= LAST_CHANCE * self._history_rounds:
             with self.training_waits():
                 while not worker.is_stopping and await self.save(worker, standings) is None:  # noqa: ASYNC110

@@ -23,9 +23,7 @@ from p2ptrain.store.checkpoints import STATE_NAME, Checkpoint
 from p2ptrain.store.payloads import PayloadStore
 from p2ptrain.store.store import ORIGIN_NAME, Store
 
-STATES_SERVED = (
-    64  # states whose leaves are kept in memory: between two prunings there may be many, and peers read some
-)
+STATES_SERVED = 64  # states whose leaves are in memory: in a fast run many are made between two prunings
 PAUSE_SECONDS = 30.0  # between two pieces of a state, until a fetch counts as broken off
 FETCH_SECONDS = 1_800.0  # 1.8 GB at 1 MB/s
 

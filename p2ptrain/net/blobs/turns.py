@@ -28,9 +28,7 @@ from p2ptrain.net.transport import MOVES_SECONDS, Stream
 PEERS_AT_ONCE = 64  # being sent a piece: 64 MiB if all of them read slowly
 URGENT_AT_ONCE = 4  # payloads under way before the next begins: the first arrive early, and members pass them on
 BUFFERED_BYTES = 2**19  # of less than this nobody knows when it was read
-QUICK_SECONDS = (
-    1.5  # a payload that is sent in this time makes it one more; another halves it, unless others are faster
-)
+QUICK_SECONDS = 1.5  # in which a payload is sent for there to be one more at once; one that takes longer halves them
 STILL_SECONDS = 2.0  # without a byte: after that a turn keeps no other from beginning
 SLOW_SHARE = 16  # so many times slower than the quickest of late is the reader's doing, not that of a shared line
 FORGOTTEN_SECONDS = 30.0  # in which that one's speed counts half
@@ -152,7 +150,7 @@ class Turns:
 
     def _learn(self, size: int, seconds: float) -> None:
         """Takes in how long a payload took."""
-        speed, quickest = size / max(seconds, QUICK_SECONDS / 10), self._quickest_now()
+        speed, quickest = size / max(seconds, 0.1), self._quickest_now()
         if speed * SLOW_SHARE >= quickest:
             at_once = self._at_once + 1 if seconds < QUICK_SECONDS else self._at_once // 2
             self._at_once = min(max(at_once, URGENT_AT_ONCE), PEERS_AT_ONCE)
