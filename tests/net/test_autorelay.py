@@ -216,6 +216,20 @@ async def test_another_that_answers_is_worth_one_new_p2pd_once_the_lost_one_has_
     assert not any([await node.after(LOST_SECONDS, DIRECT) for _ in range(5 * VAIN_MAX)])
 
 
+async def test_the_relay_that_a_node_had_is_found_when_it_comes_back_though_others_were_tried(port: LocalPorts) -> None:
+    """The others may be full, or no relays at all."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        node = TimedRelayLoss(of(port(), 1), of(f"/ip4/127.0.0.1/tcp/{own.getsockname()[1]}", 2))
+        assert not await node.after(10, through(2))
+        assert not any([await node.after(LOST_SECONDS, DIRECT) for _ in range(VAIN_MAX)])
+        assert await node.after(LOST_SECONDS, DIRECT)
+        node.loss.p2pd_started()
+        assert not await node.after(STARTS_APART_SECONDS, DIRECT)
+        own.listen()
+        assert await node.after(STARTS_APART_SECONDS, DIRECT)
+
+
 async def test_a_relay_that_is_found_again_by_itself_is_none_that_was_lost(port: LocalPorts) -> None:
     node = TimedRelayLoss(of(port(), 1))
     for _ in range(20):

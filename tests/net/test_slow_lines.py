@@ -80,6 +80,20 @@ def test_a_newcomer_on_a_slow_line_gets_a_state_from_many(rate: int, sources: in
     test()
 
 
+@skipping_time
+async def test_a_stranger_may_ask_for_the_next_piece_when_the_last_has_come() -> None:
+    """On a slow line a piece takes longer than a stranger may be silent otherwise."""
+    async with swarm(5) as (network, (newcomer, *others)):
+        network.lines[newcomer.key] = SlowLine(MBIT)
+        name, blob = tree(32 * 2**20, "state")
+        for each in others:
+            each.blobs[name] = blob
+            each.strangers.add(newcomer.key)
+        async with asyncio.timeout(360):
+            await newcomer.fetch(name, blob.size, *(each.key for each in others))
+        assert newcomer.failed == []
+
+
 # ---------------------------------------------------------------------------------------------------
 # Whether bytes move
 
